@@ -1,0 +1,143 @@
+"""Where a model's configuration comes from: built-in table, config.json, GGUF metadata.
+
+The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also prices a few that it does not run
+(OPT, GPT-J, DeepSeek with latent attention); their readers live here, so that loading a model can never mistake one for runnable.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from foretell.model.config import ARCHITECTURES, Experts, LatentAttention, ModelConfig, Rope, from_gguf, from_hf
+from foretell.roofline.names import look_up
+
+ANALYSED = ("opt", "gptj", "deepseek_v2", "deepseek_v3")
+"""Architectures that can be priced and not run."""
+
+
+@cache
+def built_in() -> Mapping[str, Mapping[str, Any]]:
+    """Built-in models by name: the keys of their config.json, and `source`."""
+    return tomllib.loads(resources.files("foretell.roofline").joinpath("models.toml").read_text("utf-8"))
+
+
+def find(name: str) -> tuple[str, ModelConfig]:
+    """Short name and configuration of a model: a built-in name, its hub id, a config.json, a directory holding one, or a GGUF file.
+
+    Raises:
+        ValueError: an unknown name (with a hint), or a file that describes no model.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix in (".json", ".gguf"):
+        if not path.is_file():
+            raise ValueError(
+                f"there is no file {path}; give a config.json, a GGUF file, or a built-in name such as llama-3-8b"
+            )
+        return (path.stem if path.suffix == ".gguf" else path.parent.name or path.stem), _from_file(path)
+    table = built_in()
+    hub = {str(entry["source"]).lower(): key for key, entry in table.items()}
+    key = hub.get(name.lower(), name)
+    raw = look_up(table, key, "built-in model")
+    return key.strip().lower().replace("_", "-"), describe(raw, key)
+
+
+def _from_file(path: Path) -> ModelConfig:
+    if path.suffix == ".gguf":
+        return from_gguf(gguf_metadata(path), str(path))
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds no JSON object; a config.json starts with {{")
+    return describe(raw, str(path))
+
+
+def gguf_metadata(path: Path) -> dict[str, Any]:
+    """Metadata of a GGUF file as Python objects; arrays other than the token list are left out.
+
+    Raises:
+        ValueError: the file is not GGUF.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path} is not a GGUF file: {error}") from None
+    wanted = {k: f for k, f in reader.fields.items() if len(f.types) == 1 or k == "tokenizer.ggml.tokens"}
+    return {key: [0] * len(f.data) if len(f.types) > 1 else f.contents() for key, f in wanted.items()}
+
+
+def describe(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """Read the keys of a Hugging Face config.json, of architectures that run and of those that are only analysed.
+
+    Raises:
+        ValueError: a key is missing (named), a value is no number, or the architecture is unknown.
+    """
+    kind = raw.get("model_type")
+    try:
+        if kind == "opt":
+            return _opt(raw, source)
+        if kind == "gptj":
+            return _gptj(raw, source)
+        if kind in ("deepseek_v2", "deepseek_v3"):
+            return _deepseek(raw, source)
+        if kind is not None and kind not in ARCHITECTURES and kind != "gemma3":
+            table = {k: k for k in (*ARCHITECTURES, *ANALYSED)}
+            look_up(table, str(kind), f"architecture (model_type in {source})")
+        return from_hf(raw, source)
+    except TypeError as error:
+        raise ValueError(f"{source}: a value has the wrong type ({error})") from None
+
+
+def _need(raw: Mapping[str, Any], source: str, *keys: str) -> tuple[int, ...]:
+    missing = [k for k in keys if raw.get(k) is None]
+    if missing:
+        raise ValueError(f"{source}: the configuration has no {', '.join(map(repr, missing))}; is it complete?")
+    return tuple(int(raw[k]) for k in keys)
+
+
+def _opt(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    h, layers, heads, ffn, vocab = _need(
+        raw, source, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size"
+    )
+    return ModelConfig(
+        "opt", vocab, h, layers, heads, heads, h // heads, ffn, int(raw.get("max_position_embeddings", 2048)),
+        rope=None, activation="relu", gated=False, tied=bool(raw.get("tie_word_embeddings", True)), qkv_bias=True,
+        output_bias=True, mlp_bias=True, learned_positions=True,
+    )  # fmt: skip
+
+
+def _gptj(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    h, layers, heads, vocab = _need(raw, source, "n_embd", "n_layer", "n_head", "vocab_size")
+    d = h // heads
+    return ModelConfig(
+        "gptj", vocab, h, layers, heads, heads, d, int(raw.get("n_inner") or 4 * h), int(raw.get("n_positions", 2048)),
+        rope=Rope(fraction=int(raw.get("rotary_dim") or d) / d), activation="gelu_tanh", gated=False, mlp_bias=True,
+        tied=bool(raw.get("tie_word_embeddings", False)), parallel_blocks=True,
+    )  # fmt: skip
+
+
+def _deepseek(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    h, layers, heads, ffn, vocab, kv_rank, nope, rope, value = _need(
+        raw, source, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    )  # fmt: skip
+    experts = None
+    if raw.get("n_routed_experts"):
+        count, active, width = _need(raw, source, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+        shared = int(raw.get("n_shared_experts") or 0) * width
+        sparse = tuple(range(int(raw.get("first_k_dense_replace", 0)), layers))
+        experts = Experts(count, active, width, shared, layers=sparse)
+    return ModelConfig(
+        str(raw["model_type"]), vocab, h, layers, heads, heads, nope + rope, ffn,
+        int(raw.get("max_position_embeddings", 4096)), tied=bool(raw.get("tie_word_embeddings", False)), experts=experts,
+        latent=LatentAttention(int(raw.get("q_lora_rank") or 0), kv_rank, nope, rope, value),
+    )  # fmt: skip
