@@ -1,0 +1,29 @@
+"""The contract of an acceptor: which drafts stand, and what the target says after them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foretell.laws import Laws
+from foretell.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Drafted nodes that stand, root first and root excluded, and the token decided after the last of them."""
+
+    path: tuple[int, ...]
+    token: int
+
+
+class Acceptor(ABC):
+    """Decides over one text's tree from the target's processed distributions; never sees logits, flags or parameters."""
+
+    lossless: ClassVar[bool]
+    """Whether the decided text follows the target's law exactly."""
+    same_seed: ClassVar[bool]
+    """Whether equal seeds give the text of plain decoding, not only its law."""
+
+    @abstractmethod
+    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        """Walk the tree of text `row` from its root."""

@@ -1,0 +1,142 @@
+"""What users hold: a model that generates with any method, and what it generated."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from foretell.catalogue import Parts, build
+from foretell.config import SpeculativeConfig
+from foretell.engine import Engine, Request, Statistics, Update
+from foretell.method import AnyMethod
+from foretell.model.config import ModelConfig
+from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.sampling import Sampling
+from foretell.text import Message, TextCodec
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated text, with what it cost."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    method: str
+    lossless: bool
+    statistics: Statistics
+    logprobs: tuple[float, ...] = ()
+
+
+class Model:
+    """A language model ready to generate: weights, tokenizer, and the methods that decode it.
+
+    Made by `foretell.load`.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, codec: TextCodec, network: Network, precision: str, eos: tuple[int, ...]) -> None:
+        self.name, self.config, self.codec, self.network = name, config, codec, network
+        self.precision, self.eos = precision, eos
+
+    def runner(self) -> Runner:
+        """The model bound to a fresh cache."""
+        return DecoderRunner(self.network)
+
+    def method(
+        self,
+        name: str = "autoregressive",
+        config: SpeculativeConfig | None = None,
+        *,
+        drafts: Sequence["Model"] = (),
+        references: Sequence[str] = (),
+    ) -> AnyMethod:
+        """A method of the catalogue for this model, with fresh memory.
+
+        Raises:
+            ValueError: unknown name, or a part that the method needs is missing or does not fit.
+        """
+        parts = Parts(
+            vocab=self.config.vocab,
+            network=self.network,
+            drafts=tuple(d.runner() for d in drafts),
+            references=tuple(tuple(self.codec.encode(r, special=False)) for r in references),
+        )
+        return build(name, parts, config)
+
+    def engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16) -> Engine:
+        """An engine that serves this model with one method."""
+        method = self.method(method) if isinstance(method, str) else method
+        return Engine(self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer)
+
+    def tokens(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
+        """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless `raw`)."""
+        if not isinstance(prompt, str):
+            return self.codec.chat(prompt)
+        if raw or self.codec.chat_template is None:
+            return self.codec.encode(prompt)
+        return self.codec.chat([{"role": "user", "content": prompt}])
+
+    def request(
+        self,
+        prompt: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        logprobs: bool = False,
+    ) -> Request:
+        """A prompt as the engine takes it."""
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            raise ValueError("the prompt is empty: write what the model shall answer")
+        return Request(self.tokens(prompt, raw), sampling or Sampling(), max_new_tokens, tuple(stop), self.eos, logprobs)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        method: AnyMethod | str = "autoregressive",
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+    ) -> Iterator[Update]:
+        """Generate one text, step by step."""
+        engine = self.engine(method, rows=1)
+        engine.submit(self.request(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw))
+        yield from engine.run()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        method: AnyMethod | str = "autoregressive",
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        logprobs: bool = False,
+        rows: int = 16,
+    ) -> list[Answer]:
+        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        engine = self.engine(method, rows=rows)
+        numbers = [
+            engine.submit(self.request(p, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, logprobs=logprobs))
+            for p in prompts
+        ]
+        updates: dict[int, list[Update]] = {n: [] for n in numbers}
+        for update in engine.run():
+            updates[update.request].append(update)
+        return [collect(engine, n, updates[n]) for n in numbers]
+
+
+def collect(engine: Engine, number: int, updates: Sequence[Update]) -> Answer:
+    """The answer that a request's updates add up to."""
+    return Answer(
+        text="".join(u.text for u in updates),
+        tokens=tuple(t for u in updates for t in u.tokens),
+        finish_reason=updates[-1].finish_reason or "cancelled" if updates else "cancelled",
+        method=engine.method.name,
+        lossless=engine.method.lossless,
+        statistics=engine.statistics[number],
+        logprobs=tuple(p for u in updates for p in u.logprobs),
+    )

@@ -1,0 +1,201 @@
+"""The field's taxonomy as a table: every method by name, what it drafts with, how it arranges and accepts, and where it comes from."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+
+from foretell.accept import Acceptor, Block, Match, Rejection, Typical
+from foretell.config import SpeculativeConfig
+from foretell.draft import DraftModel, Lookup, Mix, Nothing, Predictor, Recycling, Suffix, Together
+from foretell.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.names import unknown
+from foretell.shape import Beam, Branch, Chain, Fixed, Root, Trie, optimal
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a method may be built from: the target, other models, reference documents as tokens."""
+
+    vocab: int
+    network: Network | None
+    """The target's weights, where the own decoder runs it (a method that cuts the target needs them)."""
+    drafts: tuple[Runner, ...] = ()
+    references: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the taxonomy. `build` raises ValueError where a part it needs is not there."""
+
+    name: str
+    draft: str
+    tree: str
+    accept: str
+    lossless: bool
+    training: str
+    paper: str
+    build: Callable[[Parts, SpeculativeConfig], AnyMethod]
+    needs: str = ""
+    """What the user has to bring: a draft model, references."""
+    same_seed: bool = True
+    """Equal seeds give the text of plain decoding, with and without speculation."""
+    aliases: tuple[str, ...] = ()
+
+
+def _autoregressive(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(Nothing(), Root(), Match())
+
+
+def _drafter(parts: Parts) -> Predictor:
+    if not parts.drafts:
+        raise ValueError("this method needs a draft model: name one with --draft-model, or use layer_skip, which drafts with the target's first layers")
+    for runner in parts.drafts:
+        if runner.vocab != parts.vocab:
+            raise ValueError(
+                f"the draft model's vocabulary has {runner.vocab} tokens, the target's {parts.vocab}; use a draft model with the target's tokenizer"
+            )
+    models = [DraftModel(r) for r in parts.drafts]
+    return models[0] if len(models) == 1 else Mix(models)
+
+
+def _early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
+    if parts.network is None:
+        raise ValueError("this method cuts the target after some layers, which works with models of the own decoder only; use another method")
+    layers = config.exit_layer or max(1, parts.network.config.layers // 3)
+    return DraftModel(DecoderRunner(parts.network.cut(layers)))
+
+
+def _chain(config: SpeculativeConfig, length: int, confidence: float = 0.0) -> Chain:
+    return Chain(
+        length if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        draw=config.draft_sample_method != "greedy",
+        confidence=confidence if config.confidence_threshold is None else config.confidence_threshold,
+    )
+
+
+def _test(config: SpeculativeConfig) -> Acceptor:
+    return Block() if config.rejection_sample_method == "block" else Rejection()
+
+
+def _draft_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_drafter(parts), _chain(config, 5), _test(config))
+
+
+def _block(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_drafter(parts), _chain(config, 5), Block())
+
+
+def _layer_skip(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_early_exit(parts, config), _chain(config, 4, confidence=0.4), _test(config))
+
+
+def _specinfer(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_drafter(parts), Branch((2, 2, 1)), Rejection())
+
+
+def _sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    draw = config.draft_sample_method == "probabilistic"
+    if config.speculative_tree is not None:
+        shape = Fixed(tuple(sorted((tuple(p) for p in config.speculative_tree), key=lambda p: (len(p), p))), draw)
+    else:
+        rates = config.acceptance or (0.6, 0.15, 0.07, 0.04, 0.025, 0.02, 0.015, 0.01)
+        shape = optimal(config.num_speculative_tokens or 16, rates, depth=config.num_steps or 6, draw=draw)
+    return Method(_drafter(parts), shape, Rejection() if draw else Match())
+
+
+def _dynamic_tree(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    budget = config.num_draft_tokens or config.num_speculative_tokens or 16
+    return Method(_drafter(parts), Beam(config.num_steps or 5, config.eagle_topk or 4, budget, config.confidence_threshold or 0.0), Match())
+
+
+def _typical(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_drafter(parts), _chain(config, 5), Typical(config.posterior_threshold, config.posterior_alpha))
+
+
+def _trie(config: SpeculativeConfig, budget: int, least: float) -> Trie:
+    return Trie(
+        budget if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        least if config.confidence_threshold is None else config.confidence_threshold,
+    )
+
+
+def _ngram(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    tree = _trie(config, 10, 0.0)
+    lookup = Lookup(config.prompt_lookup_max or 3, config.prompt_lookup_min or 1, max(tree.budget, 1), parts.references)
+    return Method(lookup, tree, Match())
+
+
+def _llma(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    if not parts.references:
+        raise ValueError("llma copies from reference documents: name at least one with --reference FILE")
+    tree = _trie(config, 15, 0.0)
+    lookup = Lookup(
+        config.prompt_lookup_max or 5, config.prompt_lookup_min or 1, max(tree.budget, 1), parts.references, scope="references", choice="first"
+    )
+    return Method(lookup, tree, Match())
+
+
+def _suffix(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(Suffix(parts.references, config.prompt_lookup_min or 1), _trie(config, 16, 0.1), Match())
+
+
+def _recycling(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(Recycling(parts.vocab), _trie(config, 16, 0.04), Match())
+
+
+def _sam_recycling(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(Together([Suffix(parts.references), Recycling(parts.vocab)]), _trie(config, 16, 0.04), Match())
+
+
+_CHAIN, _NONE = "arXiv 2211.17192, 2302.01318", "none"
+
+BUILT_IN: tuple[Entry, ...] = (
+    Entry("autoregressive", "nothing", "root", "match", True, _NONE, "-", _autoregressive, aliases=("none", "plain")),
+    Entry("ngram", "n-gram copy from text and references", "chain", "match", True, _NONE, "Saxena 2023 (prompt lookup)", _ngram,
+          aliases=("prompt_lookup", "pld")),
+    Entry("llma", "n-gram copy from references", "chain", "match", True, _NONE, "arXiv 2304.04487", _llma, "references"),
+    Entry("suffix", "longest suffix match (automaton)", "trie", "match", True, _NONE, "arXiv 2411.10666, 2411.04975", _suffix, aliases=("sam",)),
+    Entry("recycling", "successors from earlier passes", "trie", "match", True, _NONE, "arXiv 2408.08696", _recycling, aliases=("token_recycling",)),
+    Entry("sam_recycling", "suffix match and recycled successors", "trie", "match", True, _NONE, "arXiv 2411.10666, 2408.08696", _sam_recycling),
+    Entry("draft_model", "small model", "chain", "rejection", True, _NONE, _CHAIN, _draft_model, "draft model", False, ("speculative_sampling",)),
+    Entry("block_verification", "small model", "chain", "block", True, _NONE, "arXiv 2403.10444", _block, "draft model", False),
+    Entry("layer_skip", "first layers of the target", "chain, stops when unsure", "rejection", True, "optional", "arXiv 2404.16710", _layer_skip,
+          same_seed=False, aliases=("early_exit",)),
+    Entry("specinfer", "one or several small models, mixed", "branching tree", "rejection", True, "optional", "arXiv 2305.09781", _specinfer,
+          "draft model", False),
+    Entry("sequoia", "small model", "optimal tree for a node budget", "match", True, _NONE, "arXiv 2402.12374", _sequoia, "draft model"),
+    Entry("dynamic_tree", "small model", "tree by confidence", "match", True, _NONE, "arXiv 2406.16858", _dynamic_tree, "draft model"),
+    Entry("typical_lossy", "small model", "chain", "typical threshold", False, _NONE, "arXiv 2401.10774", _typical, "draft model", False),
+)  # fmt: skip
+"""Every built-in method, in the order in which a newcomer should read them."""
+
+
+def catalogue() -> Mapping[str, Entry]:
+    """All methods by name: the built-in ones, then those that other packages register under the entry point group `foretell.methods`."""
+    entries = {e.name: e for e in BUILT_IN}
+    for point in entry_points(group="foretell.methods"):
+        entry = point.load()
+        entries.setdefault(entry.name, entry)
+    return entries
+
+
+def find(name: str) -> Entry:
+    """The entry of this name or alias.
+
+    Raises:
+        ValueError: there is none; the nearest name is suggested.
+    """
+    entries = catalogue()
+    by_alias = {a: e for e in entries.values() for a in e.aliases}
+    found = entries.get(name) or by_alias.get(name)
+    if found is None:
+        raise unknown("method", name, entries)
+    return found
+
+
+def build(name: str, parts: Parts, config: SpeculativeConfig | None = None) -> AnyMethod:
+    """The method of this name, made from `parts`."""
+    entry = find(name)
+    method = entry.build(parts, config or SpeculativeConfig())
+    return replace(method, name=entry.name)

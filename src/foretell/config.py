@@ -1,0 +1,79 @@
+"""The options of a method, under the names that vLLM's `--speculative-config` gave them (and SGLang's and Medusa's for trees)."""
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from foretell.names import unknown
+
+Count = Annotated[int, Field(ge=0, le=256)]
+
+
+class SpeculativeConfig(BaseModel):
+    """What a user may say about a method; anything unsaid is the method's own default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str | None = None
+    model: str | None = None
+    """Draft model: reference of a checkpoint; several separated by commas are mixed."""
+    num_speculative_tokens: Count | None = None
+    """Length of a chain, or nodes of a tree."""
+    prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
+    prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
+    rejection_sample_method: Literal["standard", "block"] = "standard"
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    num_steps: Annotated[int, Field(ge=1)] | None = None
+    eagle_topk: Annotated[int, Field(ge=1)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=1)] | None = None
+    speculative_tree: list[list[int]] | None = None
+    """Rank paths of a fixed tree, as `medusa_choices` are written."""
+    exit_layer: Annotated[int, Field(ge=1)] | None = None
+    """Blocks of the target that draft for it (LayerSkip)."""
+    confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    """A chain stops after a token the drafter gives less than this probability; a retrieved token below it is not proposed."""
+    acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = None
+    """Measured acceptance per rank, for the optimal tree."""
+    posterior_threshold: Annotated[float, Field(gt=0, le=1)] = 0.09
+    """Epsilon of typical acceptance."""
+    posterior_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Delta of typical acceptance; the square root of epsilon if unsaid."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: object) -> object:
+        if isinstance(values, dict):
+            for key in values:
+                if key not in cls.model_fields:
+                    raise unknown("key in the speculative config", str(key), cls.model_fields)
+        return values
+
+    @classmethod
+    def parse(cls, text: str) -> "SpeculativeConfig":
+        """Read the JSON of `--speculative-config`.
+
+        Raises:
+            ValueError: invalid JSON, an unknown key, or a value out of range, in one sentence.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the speculative config is not valid JSON ({error.msg} at character {error.pos}): {text!r}; "
+                'write for example \'{"method": "ngram", "num_speculative_tokens": 8}\''
+            ) from error
+        if not isinstance(values, dict):
+            raise ValueError(f"the speculative config must be a JSON object, found {text!r}")
+        return cls.read(values)
+
+    @classmethod
+    def read(cls, values: dict[str, object]) -> "SpeculativeConfig":
+        """Validate a mapping; errors in one sentence."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(p) for p in first["loc"])
+            message = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"speculative config, {where}: {message}" if where else message) from error

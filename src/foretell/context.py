@@ -1,0 +1,86 @@
+"""What a drafter may look at before a step, and what it is told after one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.sampling import Noise, Sampling
+from foretell.tree import TokenTree
+
+
+class Text:
+    """The decided tokens of one request, prompt first; grows in place so that looking at it never copies."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt_length = len(prompt)
+        self.length = len(prompt)
+        self._buffer = np.zeros(max(64, 2 * len(prompt)), np.int64)
+        self._buffer[: self.length] = prompt
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " t"]:
+        """All tokens, as a view."""
+        return self._buffer[: self.length]
+
+    @property
+    def generated(self) -> Int[np.ndarray, " t"]:
+        """Tokens after the prompt, as a view."""
+        return self._buffer[self.prompt_length : self.length]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add decided tokens."""
+        end = self.length + len(tokens)
+        if end > len(self._buffer):
+            grown = np.zeros(2 * end, np.int64)
+            grown[: self.length] = self.tokens
+            self._buffer = grown
+        self._buffer[self.length : end] = tokens
+        self.length = end
+
+
+@dataclass(frozen=True)
+class Context:
+    """The `b` texts that a step continues. `rows[i]` names text `i` for its whole life; stateful parts index their memory by it."""
+
+    rows: tuple[int, ...]
+    texts: tuple[Text, ...]
+    sampling: tuple[Sampling, ...]
+    noise: tuple[Noise, ...]
+    room: Int[np.ndarray, " b"]
+    """Deepest draft worth making per text: tokens still wanted after the next one."""
+
+    @property
+    def last(self) -> list[int]:
+        """The last decided token of every text: the roots."""
+        return [int(t.tokens[-1]) for t in self.texts]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one pass of a model gave for the nodes it was asked about.
+
+    `at[i, j]` is the row of `logits` for node `j` of text `i`, -1 where none was computed. `features` holds one tensor per tapped layer, with
+    a row for every node read: `feature_at` maps as `at` does.
+    """
+
+    logits: Float[torch.Tensor, "k v"]
+    at: Int[np.ndarray, "b n"]
+    features: tuple[Float[torch.Tensor, "t d"], ...] = ()
+    feature_at: Int[np.ndarray, "b n"] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happened to the texts of `context`, which already hold the new tokens.
+
+    `paths[i]` lists the nodes of `tree` that were kept for text `i`, trunk included; `decided[i]` the tokens that the step added.
+    """
+
+    context: Context
+    tree: TokenTree
+    output: Output
+    paths: tuple[tuple[int, ...], ...]
+    decided: tuple[tuple[int, ...], ...]

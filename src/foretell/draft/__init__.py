@@ -1,0 +1,23 @@
+"""Drafters: what guesses the next tokens. One file per guesser."""
+
+from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
+from foretell.draft.lookup import Lookup
+from foretell.draft.mix import Mix
+from foretell.draft.model import DraftModel
+from foretell.draft.recycling import Recycling
+from foretell.draft.suffix import Suffix
+from foretell.draft.together import Together
+
+__all__ = [
+    "Continuation",
+    "DraftModel",
+    "Drafter",
+    "Lookup",
+    "Mix",
+    "Nothing",
+    "Predictor",
+    "Recycling",
+    "Retriever",
+    "Suffix",
+    "Together",
+]

@@ -1,0 +1,63 @@
+"""The contract of a drafter: it guesses, and it learns from what became of its guesses."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.context import Context, Step
+from foretell.tree import TokenTree
+
+
+class Drafter(ABC):
+    """Guesses what the target will say. Memory is indexed by `context.rows`."""
+
+    taps: tuple[int, ...] = ()
+    """Target layers whose hidden states it needs; see `Runner.forward`."""
+
+    def keep(self, step: Step) -> None:
+        """Learn what happened, after every pass of the target (the reading of a prompt included)."""
+        return
+
+    def clear(self, row: int) -> None:
+        """Forget a row: its request is over."""
+        return
+
+    def probe(self, tree: TokenTree, context: Context) -> TokenTree:
+        """Add nodes that the target shall read for the drafter's own sake."""
+        return tree
+
+
+class Nothing(Drafter):
+    """Guesses nothing: plain decoding."""
+
+
+class Predictor(Drafter):
+    """Gives distributions for the children of tree nodes, level by level."""
+
+    @abstractmethod
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Scores of what follows the live nodes of `frontier`, and where each node's are (as `Output.at`).
+
+        `tree` grows from call to call within a step, starting with roots only (trunk 1); nodes never change once handed over.
+        """
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens that may follow a text, and for each the estimated probability that it is accepted (falling along the way)."""
+
+    tokens: tuple[int, ...]
+    survival: tuple[float, ...]
+
+
+class Retriever(Drafter):
+    """Finds whole continuations."""
+
+    @abstractmethod
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        """Continuations per text, best first, of about `budget` tokens in all."""

@@ -1,0 +1,52 @@
+"""Several drafters of one tree: the merged speculation of SpecInfer."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.context import Context, Step
+from foretell.draft.base import Predictor
+from foretell.tree import TokenTree
+
+
+class Mix(Predictor):
+    """Averages the distributions of several drafters (the union of boost-tuned models in SpecInfer, arXiv 2305.09781, as one law).
+
+    A draw from the average is a draw from one of the drafters chosen at random; averaging keeps one `q` per node, so every acceptor stays exact.
+    """
+
+    def __init__(self, drafters: Sequence[Predictor], weights: Sequence[float] | None = None) -> None:
+        if not drafters:
+            raise ValueError("a mix needs at least one drafter")
+        weights = [1.0] * len(drafters) if weights is None else weights
+        if len(weights) != len(drafters) or min(weights) <= 0:
+            raise ValueError(f"a mix needs one positive weight per drafter: {len(drafters)} drafters, weights {list(weights)}")
+        self.drafters = tuple(drafters)
+        self._log_weights = torch.tensor([w / sum(weights) for w in weights]).log()
+        self.taps = tuple(sorted({t for d in drafters for t in d.taps}))
+
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Log of the averaged distribution after the frontier."""
+        parts = [d.expand(tree, frontier, context) for d in self.drafters]
+        at = parts[0][1]
+        rows, nodes = np.nonzero(at >= 0)
+        order = at[rows, nodes]
+        scores = [torch.log_softmax(logits[torch.from_numpy(where[rows, nodes])], -1) for logits, where in parts]
+        mixed = torch.logsumexp(torch.stack(scores) + self._log_weights.to(scores[0])[:, None, None], 0)
+        out = torch.empty_like(mixed)
+        out[torch.from_numpy(order)] = mixed
+        return out, at
+
+    def keep(self, step: Step) -> None:
+        """Tell every drafter."""
+        for d in self.drafters:
+            d.keep(step)
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        for d in self.drafters:
+            d.clear(row)

@@ -1,0 +1,83 @@
+"""A smaller model as drafter: a second checkpoint, or the target itself cut after some layers."""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.context import Context, Step
+from foretell.draft.base import Predictor
+from foretell.model.runner import Runner
+from foretell.tree import TokenTree, root
+
+
+class DraftModel(Predictor):
+    """Reads the same text as the target, with a cache of its own (Leviathan et al., arXiv 2211.17192; LayerSkip, arXiv 2404.16710).
+
+    It catches up by itself: whatever was decided without it (a prompt, the steps of another drafter) is read before its next guess. `chunk` is the most
+    tokens it reads at once for that.
+    """
+
+    def __init__(self, runner: Runner, chunk: int = 512) -> None:
+        self.runner = runner
+        self._chunk = chunk
+        self._tree: TokenTree | None = None
+        """The tree under construction below everything unread, as this model's cache holds it."""
+        self._read: Bool[np.ndarray, "b n"] = np.zeros((0, 0), bool)
+        self._rows: tuple[int, ...] = ()
+
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Scores after the frontier, in one pass of the draft model over it (the first pass reads the backlog too)."""
+        if tree.nodes == 1:
+            self._rows = context.rows
+            self._catch_up(context)
+        unread = [t.tokens[self.runner.length(row) :].tolist() for row, t in zip(context.rows, context.texts, strict=True)]
+        full = tree.with_trunk(unread)
+        shift = full.trunk - 1
+        place = np.minimum(np.arange(tree.nodes) + shift[:, None], full.nodes - 1)
+        wanted = np.zeros(full.token.shape, bool)
+        np.put_along_axis(wanted, np.take_along_axis(place, frontier, 1), True, 1)
+        wanted &= full.live
+        first = tree.nodes == 1
+        output = self.runner.forward(context.rows, full, read=full.live if first else wanted, scored=wanted)
+        self._tree = full
+        before = np.zeros(full.token.shape, bool) if first else np.pad(self._read, ((0, 0), (0, full.nodes - self._read.shape[1])))
+        self._read = full.live if first else before | wanted
+        return output.logits, np.take_along_axis(output.at, place, 1)
+
+    def _catch_up(self, context: Context) -> None:
+        """Read backlogs longer than a chunk, up to their last chunk."""
+        while True:
+            behind = [
+                (row, t.tokens[(have := self.runner.length(row)) : have + self._chunk].tolist())
+                for row, t in zip(context.rows, context.texts, strict=True)
+                if t.length - self.runner.length(row) > self._chunk
+            ]
+            if not behind:
+                return
+            rows, parts = zip(*behind, strict=True)
+            tree = root([p[-1] for p in parts]).with_trunk(parts)
+            self.runner.forward(rows, tree, scored=np.zeros_like(tree.live))
+            for row in rows:
+                self.runner.keep(row, range(self._chunk))
+
+    def keep(self, step: Step) -> None:
+        """Keep what was read of the decided tokens; the last of these is the next root and stays unread."""
+        if self._tree is None:
+            return
+        for i, row in enumerate(step.context.rows):
+            if row in self._rows:
+                mine = self._rows.index(row)
+                trunk = int(self._tree.trunk[mine])
+                path = [*range(trunk)]
+                for node in self._tree.follow(mine, step.decided[i][:-1]):
+                    if not self._read[mine, node]:
+                        break
+                    path.append(node)
+                self.runner.keep(row, path)
+        self._tree, self._rows = None, ()
+
+    def clear(self, row: int) -> None:
+        """Forget a row: its request is over."""
+        self.runner.crop(row, 0)

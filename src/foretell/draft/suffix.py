@@ -1,0 +1,135 @@
+"""The longest match of any length, found in constant time: a suffix automaton over the text and over reference documents."""
+
+from collections.abc import Iterable, Sequence
+
+from foretell.context import Context, Step, Text
+from foretell.draft.base import Continuation, Retriever
+from foretell.draft.estimate import Odds
+
+
+class SuffixAutomaton:
+    """All substrings of a growing sequence as a minimal automaton (Blumer et al. 1985), at most two states per token.
+
+    `length[s]`: longest substring of state `s`; `first_end[s]`: where the first occurrence of its substrings ends.
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.length, self.first_end = [-1], [0], [-1]
+        self._last = 0
+        for token in tokens:
+            self.extend(token)
+
+    def extend(self, token: int) -> None:
+        """Append a token, amortised O(1)."""
+        self.tokens.append(token)
+        new = self._state({}, 0, self.length[self._last] + 1, len(self.tokens) - 1)
+        at = self._last
+        while at >= 0 and token not in self.next[at]:
+            self.next[at][token] = new
+            at = self.link[at]
+        if at >= 0:
+            to = self.next[at][token]
+            if self.length[to] == self.length[at] + 1:
+                self.link[new] = to
+            else:
+                copy = self._state(dict(self.next[to]), self.link[to], self.length[at] + 1, self.first_end[to])
+                while at >= 0 and self.next[at].get(token) == to:
+                    self.next[at][token] = copy
+                    at = self.link[at]
+                self.link[to] = self.link[new] = copy
+        self._last = new
+
+    def _state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
+        self.next.append(following)
+        self.link.append(link)
+        self.length.append(length)
+        self.first_end.append(end)
+        return len(self.next) - 1
+
+    def advance(self, state: int, size: int, token: int) -> tuple[int, int]:
+        """The state and length of the longest suffix of (match + `token`) that occurs, from the match (`state`, `size`)."""
+        while state >= 0 and token not in self.next[state]:
+            state = self.link[state]
+            size = self.length[state] if state >= 0 else 0
+        if state < 0:
+            return 0, 0
+        return self.next[state][token], size + 1
+
+
+class _Match:
+    """Follows one text through an automaton."""
+
+    def __init__(self) -> None:
+        self.state, self.size = 0, 0
+
+
+class Suffix(Retriever):
+    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): what followed the first earlier occurrence of the longest repeated ending.
+
+    Searches the text itself and `references`; a reference match counts `bias` tokens less, since the own text is the better predictor. At least
+    `shortest` tokens must match; at most `copy` are proposed.
+    """
+
+    def __init__(self, references: Sequence[Sequence[int]] = (), shortest: int = 1, copy: int = 24, bias: int = 2, separator: int = -1) -> None:
+        if shortest < 1 or copy < 1:
+            raise ValueError(f"suffix matching needs shortest and copy of at least 1, found {shortest} and {copy}")
+        self.shortest, self.copy, self.bias = shortest, copy, bias
+        # Negative ids never occur in a text: no match runs across a border, and copies stop there.
+        self._static = SuffixAutomaton(t for r in references for t in (*r, separator))
+        self._own: dict[int, SuffixAutomaton] = {}
+        self._matches: dict[int, tuple[_Match, _Match]] = {}
+        self._odds: dict[int, Odds] = {}
+        self._offered: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        """Continuations per text: the longest match and the next shorter one, in the text and in the references."""
+        out = []
+        for row, text, room in zip(context.rows, context.texts, context.room.tolist(), strict=True):
+            self._follow(row, text)
+            most = min(self.copy, budget, room)
+            found = self._found(row, most) if most > 0 else []
+            odds = self._odds.setdefault(row, Odds(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9]))
+            self._offered[row] = found
+            out.append([Continuation(tokens, odds.survival(size - 1, len(tokens))) for size, tokens in found])
+        return out
+
+    def _follow(self, row: int, text: Text) -> None:
+        """Catch up with the tokens decided since: match first, then extend, so that a match always lies before."""
+        own = self._own.setdefault(row, SuffixAutomaton())
+        mine, static = self._matches.setdefault(row, (_Match(), _Match()))
+        for token in text.tokens[len(own.tokens) :].tolist():
+            mine.state, mine.size = own.advance(mine.state, mine.size, token)
+            own.extend(token)
+            static.state, static.size = self._static.advance(static.state, static.size, token)
+
+    def _found(self, row: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
+        own, (mine, static) = self._own[row], self._matches[row]
+        found = list[tuple[int, tuple[int, ...]]]()
+        for automaton, match, bias in ((own, mine, 0), (self._static, static, self.bias)):
+            state, size = match.state, match.size
+            for _ in range(2):
+                if state <= 0 or size - bias < self.shortest:
+                    break
+                end = automaton.first_end[state]
+                tokens = automaton.tokens[end + 1 : end + 1 + most]
+                if -1 in tokens:
+                    tokens = tokens[: tokens.index(-1)]
+                if tokens and all(tuple(tokens[: len(t)]) != t for _, t in found):
+                    found.append((size - bias, tuple(tokens)))
+                state = automaton.link[state]
+                size = automaton.length[state]
+        return found
+
+    def keep(self, step: Step) -> None:
+        """Learn how good matches of that length were."""
+        for row, decided in zip(step.context.rows, step.decided, strict=True):
+            for size, tokens in self._offered.pop(row, []):
+                if decided:
+                    self._odds[row].learn_run(size - 1, tokens, decided)
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        for memory in (self._own, self._matches, self._odds, self._offered):
+            memory.pop(row, None)

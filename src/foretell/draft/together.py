@@ -1,0 +1,31 @@
+"""Several retrievers at once: the trie takes the likeliest of what they offer."""
+
+from collections.abc import Sequence
+
+from foretell.context import Context, Step
+from foretell.draft.base import Continuation, Retriever
+
+
+class Together(Retriever):
+    """Offers the continuations of all its retrievers; their estimated chances decide which enter the tree."""
+
+    def __init__(self, retrievers: Sequence[Retriever]) -> None:
+        if not retrievers:
+            raise ValueError("at least one retriever is needed")
+        self.retrievers = tuple(retrievers)
+        self.taps = tuple(sorted({t for r in retrievers for t in r.taps}))
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        """Everything the retrievers found."""
+        found = [r.retrieve(context, budget) for r in self.retrievers]
+        return [[c for part in row for c in part] for row in zip(*found, strict=True)]
+
+    def keep(self, step: Step) -> None:
+        """Tell every retriever."""
+        for r in self.retrievers:
+            r.keep(step)
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        for r in self.retrievers:
+            r.clear(row)

@@ -1,0 +1,74 @@
+"""Processed next-token distributions at the nodes of a tree, computed when an acceptor or a shape asks for one."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.context import Context
+from foretell.sampling import Sampling, argmax, penalize, pick, truncate
+from foretell.tree import TokenTree
+
+_DEPTHS = 1 << 10
+"""Streams of random numbers per use: one for every depth, so that a position drafted again in a later step draws afresh."""
+
+
+class Laws:
+    """Distributions of what follows each scored node of `tree`, after every sampling parameter of the node's request.
+
+    `logits[at[i, j]]` are the scores at node `j` of text `i`, from the target or from a draft model. Random numbers depend on the request's
+    seed, the position that the node predicts, and the stream: 0 is the target's own draw, the same with and without speculation.
+    """
+
+    def __init__(self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], at: Int[np.ndarray, "b n"]) -> None:
+        self._context, self._tree, self._logits, self._at = context, tree, logits, at
+        self._best: list[int] | None = None
+
+    def sampling(self, row: int) -> Sampling:
+        """Parameters of text `row`."""
+        return self._context.sampling[row]
+
+    def uniform(self, row: int, node: int, stream: int) -> float:
+        """A number in [0, 1) for use `stream` (1 or more) at this node."""
+        depth = self._below(row, node)
+        return self._context.noise[row].uniform(self._context.texts[row].length + depth, stream * _DEPTHS + depth)
+
+    def draw(self, row: int, node: int) -> int:
+        """The target's own token after this node: equal for equal seed and position, whatever was drafted."""
+        if self.sampling(row).temperature == 0:
+            return self.best(row, node)
+        position = self._context.texts[row].length + self._below(row, node)
+        return pick(self.probabilities(row, node), self._context.noise[row].uniform(position))
+
+    def best(self, row: int, node: int) -> int:
+        """The most probable token after this node."""
+        k = int(self._at[row, node])
+        if not self.sampling(row).plain:
+            return int(self._processed(row, node).argmax())
+        if self._best is None:
+            self._best = argmax(self._logits).tolist()
+        return self._best[k]
+
+    def probabilities(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """The distribution after this node, float64; one-hot at temperature 0."""
+        sampling = self.sampling(row)
+        if sampling.temperature == 0:
+            one_hot = torch.zeros(self._logits.shape[-1], dtype=torch.float64, device=self._logits.device)
+            one_hot[self.best(row, node)] = 1
+            return one_hot
+        return truncate(torch.softmax(self._processed(row, node).double() / sampling.temperature, -1), sampling)
+
+    def confidence(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """The model's own softmax after this node, before any sampling parameter: what drafters rank and stop by."""
+        return torch.softmax(self._logits[self._at[row, node]], -1)
+
+    def _processed(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        logits, sampling = self._logits[self._at[row, node]], self.sampling(row)
+        if sampling.plain:
+            return logits
+        text = self._context.texts[row]
+        drafted = self._tree.ancestors(row, node)[int(self._tree.trunk[row]) :]
+        history = np.concatenate([text.tokens, self._tree.token[row, drafted]])
+        return penalize(logits, history, text.prompt_length, sampling)
+
+    def _below(self, row: int, node: int) -> int:
+        return int(self._tree.depth[row, node] - self._tree.trunk[row]) + 1

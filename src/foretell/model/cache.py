@@ -1,0 +1,109 @@
+"""Keys and values of everything read so far, and where the tokens of one call belong among them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where `t` new tokens stand: several texts flattened, without padding.
+
+    A token sees slots `0 .. prefix-1` of its row in order, then its `extra` slots in order, the last of which is its own unless the prefix
+    already reaches it. Chains need no extras: their prefix covers the chain. All new keys are written before any query reads.
+    """
+
+    row: Int[torch.Tensor, " t"]
+    slot: Int[torch.Tensor, " t"]
+    position: Int[torch.Tensor, " t"]
+    prefix: Int[torch.Tensor, " t"]
+    extra: Int[torch.Tensor, "t m"]
+    """Slots, root first; padded with -1 at the end. All tensors int32 on the host."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of new tokens."""
+        return self.row.shape[0]
+
+    @staticmethod
+    def of(
+        tree: TokenTree, rows: Sequence[int], length: Int[np.ndarray, " b"], read: Bool[np.ndarray, "b n"]
+    ) -> "tuple[Layout, Int[np.ndarray, 'b n']]":
+        """Layout of the nodes of a tree that are read now, node `j` in slot `length + j`; and each node's index in it (-1: not read now).
+
+        Ancestors that are not read now must be in the cache already. Example, length 5, a root with two children: prefixes 6, 7, 6,
+        extras [], [], [7].
+        """
+        index = np.where(read, np.cumsum(read.ravel()).reshape(read.shape) - 1, -1)
+        batch, node = np.nonzero(read)
+        prefix = np.empty(len(batch), np.int32)
+        extras: list[list[int]] = []
+        for i, base in enumerate(length.tolist()):
+            _visible(tree, i, base, read[i], index[i], prefix, extras)
+        extra = np.full((len(batch), max((len(e) for e in extras), default=0)), -1, np.int32)
+        for t, slots in enumerate(extras):
+            extra[t, : len(slots)] = slots
+        row = np.asarray(rows, np.int32)[batch]
+        slot = (length[batch] + node).astype(np.int32)
+        position = (length[batch] + tree.depth[batch, node]).astype(np.int32)
+        return Layout(*(torch.from_numpy(x) for x in (row, slot, position, prefix, extra))), index
+
+
+def _visible(
+    tree: TokenTree, i: int, base: int, read: np.ndarray, index: np.ndarray, prefix: np.ndarray, extras: list[list[int]]
+) -> None:
+    """Fill `prefix` and `extras` for the nodes of text `i`: a node extends its parent's prefix where its slot is the next one."""
+    trunk = int(tree.trunk[i])
+    reach: list[int] = list(range(base + 1, base + trunk + 1))
+    beyond: list[list[int]] = [[] for _ in range(trunk)]
+    for node, parent in enumerate(tree.parent[i].tolist()):
+        if node >= trunk:
+            slot = base + node
+            straight = parent >= 0 and not beyond[parent] and reach[parent] == slot
+            reach.append(slot + 1 if straight else reach[parent])
+            beyond.append([] if straight else [*beyond[parent], slot])
+        if read[node]:
+            prefix[index[node]] = reach[node]
+            extras.append(beyond[node])
+
+
+class Cache:
+    """Keys and values of several rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand, shares nothing with the weights."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.v = torch.empty_like(self.k)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for at least `rows` rows of `slots` tokens each, keeping what is there."""
+        layers, have_rows, heads, have_slots, dim = self.k.shape
+        if rows <= have_rows and slots <= have_slots:
+            return
+        rows = max(rows, have_rows)
+        slots = max(have_slots, -(-slots // 256) * 256 if slots <= 1024 else -(-slots // 1024) * 1024)
+        for name in ("k", "v"):
+            old: torch.Tensor = getattr(self, name)
+            new = old.new_zeros(layers, rows, heads, slots, dim)
+            new[:, :have_rows, :, :have_slots] = old
+            setattr(self, name, new)
+
+    def write(self, layer: int, layout: Layout, k: Float[torch.Tensor, "t h d"], v: Float[torch.Tensor, "t h d"]) -> None:
+        """Store the keys and values of new tokens in their slots."""
+        at = layout.row.long(), slice(None), layout.slot.long()
+        self.k[layer][at] = k.to(self.k.dtype)
+        self.v[layer][at] = v.to(self.v.dtype)
+
+    def move(self, row: int, source: Sequence[int], target: int) -> None:
+        """Gather the slots `source` of a row to `target, target+1, …` (through a temporary: they may overlap)."""
+        skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
+        if skip == len(source):
+            return
+        source, target = source[skip:], target + skip
+        index = torch.tensor(source, device=self.k.device)
+        for part in (self.k, self.v):
+            part[:, row, :, target : target + len(source)] = part[:, row].index_select(2, index)

@@ -1,0 +1,51 @@
+"""Mixture-of-experts feed-forward (Shazeer et al., arXiv 1701.06538; Mixtral, arXiv 2401.04088), dropless: no token depends on its company."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import nn
+
+from foretell.model.config import Experts
+from foretell.model.linear import Linear
+
+
+class ExpertFeedForward(nn.Module):
+    """Router, experts and the optional shared expert of one block.
+
+    `gate_up` is `[experts, 2 * ffn, hidden]` (gate rows first), `down` `[experts, hidden, ffn]`.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        router: Linear,
+        gate_up: Float[torch.Tensor, "e f2 d"],
+        down: Float[torch.Tensor, "e d f"],
+        shared: tuple[Linear, Linear, Linear | None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts = experts
+        self.router = router
+        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        self.down = nn.Parameter(down, requires_grad=False)
+        self.shared_gate_up, self.shared_down, self.shared_gate = shared or (None, None, None)
+
+    def route(self, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
+        """Weight and index of the experts that each token visits."""
+        weight, index = torch.softmax(self.router(x).float(), -1).topk(self.experts.active, -1)
+        return (weight / weight.sum(-1, keepdim=True) if self.experts.renormalize else weight), index
+
+    def forward(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """Weighted sum of the visited experts, plus the shared one."""
+        weight, index = self.route(x)
+        out = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            token, place = torch.nonzero(index == expert, as_tuple=True)
+            gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, -1)
+            part = F.linear(F.silu(gate) * up, self.down[expert])
+            out.index_add_(0, token, part * weight[token, place, None].to(x.dtype))
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            gate, up = self.shared_gate_up(x).chunk(2, -1)
+            part = self.shared_down(F.silu(gate) * up)
+            out = out + (part if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * part)
+        return out

@@ -1,0 +1,57 @@
+"""Rotary position embedding: frequency tables and their application, in the half-split layout of Hugging Face checkpoints."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.model.config import Rope
+
+Tables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
+
+
+def tables(rope: Rope, head_dim: int, context: int) -> Tables:
+    """Cosine and sine of every position's angles, float32 (Su et al., arXiv 2104.09864).
+
+    Scalings: `linear` (positions divided), `llama3` (low frequencies divided, smooth between), `yarn` (Peng et al., arXiv 2309.00071).
+    """
+    frequency, factor = _frequencies(rope, head_dim)
+    angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
+    return (angle.cos() * factor).float(), (angle.sin() * factor).float()
+
+
+def _frequencies(rope: Rope, head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequency = 1.0 / rope.theta**exponent
+    if rope.kind == "linear":
+        return frequency / rope.factor, 1.0
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / frequency
+        low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+        smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        between = (1 - smooth) * frequency / rope.factor + smooth * frequency
+        scaled = torch.where(wavelength > low, frequency / rope.factor, frequency)
+        return torch.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, frequency, head_dim)
+    return frequency, 1.0
+
+
+def _yarn(rope: Rope, frequency: Float[torch.Tensor, " half"], head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    ramp = ((torch.arange(len(frequency), dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return frequency / rope.factor * ramp + frequency * (1 - ramp), factor
+
+
+def rotate(x: Float[torch.Tensor, "t h d"], position: Int[torch.Tensor, " t"], table: Tables) -> Float[torch.Tensor, "t h d"]:
+    """Turn every head of `x` to its token's position."""
+    cos, sin = (part[position][:, None].to(x.dtype) for part in table)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -1,0 +1,149 @@
+"""A model bound to its cache: reads token trees, remembers what is kept. Target and draft models alike."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.context import Output
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig
+from foretell.tree import TokenTree
+
+
+class Network(Protocol):
+    """Weights that a `DecoderRunner` can run: the torch decoder, or its blocks on native kernels."""
+
+    config: ModelConfig
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    def new_cache(self) -> Cache:
+        """An empty cache for this network."""
+
+    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block."""
+
+    def run(
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
+    ) -> Float[torch.Tensor, "t d"]:
+        """Blocks `first .. last-1`."""
+
+    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """What the head sees."""
+
+    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
+        """Next-token scores, float32."""
+
+    def cut(self, layers: int) -> "Network":
+        """The first blocks under the same head, sharing weights."""
+
+
+class Runner(ABC):
+    """Reads trees of tokens on behalf of row-indexed texts."""
+
+    vocab: int
+    context: int
+    """Longest text the model can read, in tokens."""
+
+    @abstractmethod
+    def length(self, row: int) -> int:
+        """How many tokens of a row have been read and kept."""
+
+    @abstractmethod
+    def forward(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        *,
+        read: Bool[np.ndarray, "b n"] | None = None,
+        scored: Bool[np.ndarray, "b n"] | None = None,
+        taps: Sequence[int] = (),
+    ) -> Output:
+        """Read nodes of a tree on top of what is kept: those that `read` marks (default: all that the tree has read).
+
+        Ancestors not marked were read by earlier calls with the same tree, before anything was kept. Scores the nodes that `scored` marks (default:
+        all read). `taps` names blocks whose *input* is wanted as features: `layers` stands for the last block's output, `layers + 1` for the same
+        after the final norm.
+        """
+
+    @abstractmethod
+    def keep(self, row: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the last tree, in order, as the row's next tokens; everything else of it is forgotten."""
+
+    @abstractmethod
+    def crop(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on."""
+
+
+class DecoderRunner(Runner):
+    """Runs a `Network`."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.cache = network.new_cache()
+        self.vocab, self.context = network.config.vocab, network.config.context
+        self._length = np.zeros(0, np.int64)
+
+    def length(self, row: int) -> int:
+        """How many tokens of a row have been read and kept."""
+        return int(self._length[row]) if row < len(self._length) else 0
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        *,
+        read: Bool[np.ndarray, "b n"] | None = None,
+        scored: Bool[np.ndarray, "b n"] | None = None,
+        taps: Sequence[int] = (),
+    ) -> Output:
+        """Read nodes of a tree; see `Runner.forward`."""
+        self._reserve(rows, tree.nodes)
+        read = tree.read if read is None else read
+        layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
+        features, x = self._blocks(self.network.embed(torch.from_numpy(tree.token[read])), layout, taps)
+        wanted = read if scored is None else read & scored
+        at = np.where(wanted, np.cumsum(wanted.ravel()).reshape(wanted.shape) - 1, -1)
+        chosen = index[wanted]
+        if len(chosen) < len(x):
+            x = x[torch.from_numpy(chosen).to(x.device)]
+        logits = self.network.logits(self.network.final(x)) if len(chosen) else x.new_zeros(0, self.vocab)
+        return Output(logits=logits, at=at, features=features, feature_at=index)
+
+    def _blocks(
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
+    ) -> tuple[tuple[Float[torch.Tensor, "t d"], ...], Float[torch.Tensor, "t d"]]:
+        layers, done = self.network.config.layers, 0
+        tapped: dict[int, torch.Tensor] = {}
+        for stop in sorted({min(t, layers) for t in taps} | {layers}):
+            if stop > done:
+                x = self.network.run(x, layout, self.cache, done, stop)
+            done = stop
+            tapped[stop] = x.clone() if stop < layers else x
+        if layers + 1 in taps:
+            tapped[layers + 1] = self.network.final(x)
+        return tuple(tapped[t] for t in taps), x
+
+    def _reserve(self, rows: Sequence[int], nodes: int) -> None:
+        need = max(rows) + 1
+        if need > len(self._length):
+            self._length = np.concatenate([self._length, np.zeros(need - len(self._length), np.int64)])
+        self.cache.reserve(need, int(self._length[list(rows)].max()) + nodes)
+
+    def keep(self, row: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the last tree as the row's next tokens."""
+        base = int(self._length[row])
+        self.cache.move(row, [base + node for node in path], base)
+        self._length[row] += len(path)
+
+    def crop(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on."""
+        if row < len(self._length):
+            self._length[row] = min(length, self._length[row])

@@ -1,0 +1,212 @@
+"""From checkpoints to a decoder: where each format keeps which matrix. Safetensors and GGUF only; nothing is unpickled."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Block, Decoder, FeedForward, Norm
+from foretell.model.gguf import GGUF
+from foretell.model.linear import Linear
+from foretell.model.moe import ExpertFeedForward
+
+Tensor = torch.Tensor
+
+
+class Weights(ABC):
+    """Tensors by their Hugging Face names, whatever file they come from."""
+
+    source: str
+
+    @abstractmethod
+    def find(self, name: str) -> Float[Tensor, "*shape"] | None:
+        """The tensor, or None if the checkpoint has none of this name."""
+
+    def need(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+        """The tensor, which must be there and have this shape.
+
+        Raises:
+            ValueError: it is missing or of another shape.
+        """
+        found = self.find(name)
+        if found is None:
+            raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
+        if tuple(found.shape) != shape:
+            raise ValueError(f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}")
+        return found
+
+
+class SafetensorsWeights(Weights):
+    """One `model.safetensors`, or shards with an index.
+
+    Raises:
+        ValueError: no safetensors there (a pickle is refused by name), or a damaged file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.source = str(path)
+        index = path / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
+        if not files:
+            pickles = [p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]]
+            if pickles:
+                raise ValueError(
+                    f"{path}: only a pickle is here ({pickles[0]}), and unpickling can run code; "
+                    "convert it to safetensors with `save_pretrained` of transformers"
+                )
+            raise ValueError(f"{path}: no model.safetensors here")
+        self._where: dict[str, Callable[[str], Tensor]] = {}
+        for name in files:
+            try:
+                handle = safe_open(path / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path / name}: missing or damaged safetensors file ({error}); download it again") from error
+            for key in handle.keys():  # noqa: SIM118 (not a dict)
+                self._where[key] = handle.get_tensor
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor, or None if the checkpoint has none of this name."""
+        for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
+            if candidate in self._where:
+                return self._where[candidate](candidate)
+        return None
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+}
+_GGUF_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_GGUF_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+class GGUFWeights(Weights):
+    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order is turned back into halves."""
+
+    def __init__(self, file: GGUF, config: ModelConfig) -> None:
+        self.source, self._file, self._config = str(file.path), file, config
+        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor, or None if the checkpoint has none of this name."""
+        inner = _GGUF_NAMES.get(name)
+        if inner is None:
+            layer, _, rest = name.removeprefix("model.layers.").partition(".")
+            stem, _, kind = rest.rpartition(".")
+            if stem not in self._block:
+                return None
+            inner = f"blk.{layer}.{self._block[stem]}.{kind}"
+        if inner not in self._file.tensors:
+            return None
+        tensor = self._file.load(inner)
+        if self._file.meta["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            pairs = tensor.view(-1, self._config.head_dim // 2, 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        return tensor
+
+
+def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder of `config` with the checkpoint's weights, converted to `dtype` on `device`.
+
+    Raises:
+        ValueError: a tensor is missing or misshapen.
+    """
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype)
+
+    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+        embedding = pool.submit(lambda: place(weights.need("model.embed_tokens.weight", config.vocab, config.hidden)))
+        blocks = list(pool.map(lambda i: _block(config, i, weights, place), range(config.layers)))
+    norm = _norm(config, weights, "model.norm", config.hidden, device)
+    head = None if config.tied else weights.find("lm_head.weight")
+    return Decoder(config, embedding.result(), blocks, norm, None if head is None else Linear(place(head)))
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> Norm:
+    return Norm(weights.need(name + ".weight", width).to(device), config.norm_eps, config.norm_offset)
+
+
+def _block(config: ModelConfig, i: int, weights: Weights, place: Callable[[Tensor], Tensor]) -> Block:
+    c, at = config, f"model.layers.{i}."
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+    def matrix(name: str, out: int, into: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        return weights.need(f"{at}{name}.weight", out, into), weights.need(f"{at}{name}.bias", out) if bias else None
+
+    def stack(*parts: tuple[Tensor, Tensor | None]) -> Linear:
+        biases = [b for _, b in parts if b is not None]
+        return Linear(place(torch.cat([w for w, _ in parts])), place(torch.cat(biases)) if biases else None)
+
+    def norm(name: str, width: int) -> Norm:
+        return _norm(c, weights, at + name, width, place(torch.empty(0)).device)
+
+    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    mlp: FeedForward | ExpertFeedForward
+    if c.experts is not None and i in c.experts.layers:
+        mlp = _experts(c, at, weights, place)
+    else:
+        mlp = FeedForward(
+            stack(*(matrix(f"mlp.{n}", c.ffn, c.hidden, c.mlp_bias) for n in ("gate_proj", "up_proj"))),
+            stack(matrix("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)),
+            c.activation,
+        )
+    return Block(
+        attention_norm=norm("input_layernorm", c.hidden),
+        qkv=stack(*(matrix(f"self_attn.{n}", width, c.hidden, c.qkv_bias) for n, width in attention.items())),
+        output=stack(matrix("self_attn.o_proj", c.hidden, q, c.output_bias)),
+        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
+        mlp=mlp,
+        q_norm=norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
+        post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
+    )
+
+
+def _experts(config: ModelConfig, at: str, weights: Weights, place: Callable[[Tensor], Tensor]) -> ExpertFeedForward:
+    c, experts = config, config.experts
+    assert experts is not None
+    if c.architecture == "mixtral":
+        at, names = at + "block_sparse_moe.", ("w1", "w3", "w2")
+    else:
+        at, names = at + "mlp.", ("gate_proj", "up_proj", "down_proj")
+
+    def gated(prefix: str, width: int) -> tuple[Tensor, Tensor]:
+        gate, up = (weights.need(f"{prefix}{n}.weight", width, c.hidden) for n in names[:2])
+        return place(torch.cat([gate, up])), place(weights.need(f"{prefix}{names[2]}.weight", c.hidden, width))
+
+    each = [gated(f"{at}experts.{j}.", experts.ffn) for j in range(experts.count)]
+    shared = None
+    if experts.shared_ffn:
+        gate_up, down = gated(f"{at}shared_expert.", experts.shared_ffn)
+        gate = Linear(place(weights.need(f"{at}shared_expert_gate.weight", 1, c.hidden))) if experts.shared_gate else None
+        shared = Linear(gate_up), Linear(down), gate
+    router = Linear(place(weights.need(f"{at}gate.weight", experts.count, c.hidden)))
+    return ExpertFeedForward(experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared)

@@ -1,0 +1,12 @@
+"""Unknown names get a suggestion."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not among `known`, with the nearest that is."""
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}: {hint}Known: {', '.join(names)}")

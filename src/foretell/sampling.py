@@ -1,0 +1,131 @@
+"""From a model's logits to the distributions that acceptors see: the one room for temperature, truncation, penalties and bias.
+
+Order, as in Hugging Face `generate`: repetition penalty, presence and frequency penalties, bias, temperature, top-k, top-p, min-p. A node's
+history is its text plus its ancestors in the tree, so every parameter is exact at every draft. Temperature 0 is a one-hot distribution.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request turns logits into a distribution; names and meanings as in vLLM and Hugging Face.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k most probable tokens; 0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al., arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted once for every token the answer holds (OpenAI)."""
+    frequency_penalty: float = 0.0
+    """Subtracted for every occurrence in the answer (OpenAI)."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, low: float, high: float, open_low: bool = False) -> None:
+            value = getattr(self, name)
+            if not (isfinite(value) and low <= value <= high) or (open_low and value == low):
+                bound = f"{'above' if open_low else 'at least'} {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
+                raise ValueError(f"{name} must be {bound}, found {value}")
+
+        check("temperature", 0, float("inf"))
+        check("top_k", 0, float("inf"))
+        check("top_p", 0, 1, open_low=True)
+        check("min_p", 0, 1)
+        check("repetition_penalty", 0, float("inf"), open_low=True)
+        check("presence_penalty", -2, 2)
+        check("frequency_penalty", -2, 2)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits are used as they are, up to temperature."""
+        return not self.remembers and not self.bias
+
+
+class Noise:
+    """Uniform numbers that depend only on (seed, position, stream): an answer never depends on who shares the batch.
+
+    A counter-based generator (SplitMix64 finalizer over the mixed counter), so any position can be asked for in any order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._key = _mix((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
+
+    def uniform(self, position: int, stream: int = 0) -> float:
+        """A number in [0, 1) for the token at `position` of the text; `stream` separates independent uses (0: the target's own draw)."""
+        return _mix(self._key ^ _mix((position << 20) + stream + 1)) / 2.0**64
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def argmax(logits: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:
+    """Most probable token of every row, the lowest id where several tie."""
+    return logits.argmax(-1)
+
+
+def penalize(
+    logits: Float[torch.Tensor, " v"], history: Int[np.ndarray, " t"], prompt_length: int, sampling: Sampling
+) -> Float[torch.Tensor, " v"]:
+    """Apply repetition, presence and frequency penalties and bias; the first `prompt_length` tokens of `history` are the prompt."""
+    out = logits.clone()
+    if sampling.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(history)).to(out.device)
+        value = out[seen]
+        out[seen] = torch.where(value > 0, value / sampling.repetition_penalty, value * sampling.repetition_penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        tokens, counts = np.unique(history[prompt_length:], return_counts=True)
+        cost = sampling.presence_penalty + sampling.frequency_penalty * torch.from_numpy(counts).to(out)
+        out[torch.from_numpy(tokens).to(out.device)] -= cost
+    for token, value in sampling.bias.items():
+        out[token] += value
+    return out
+
+
+def truncate(p: Float[torch.Tensor, " v"], sampling: Sampling) -> Float[torch.Tensor, " v"]:
+    """Keep top-k, then top-p (nucleus, Holtzman et al., arXiv 1904.09751), then min-p (arXiv 2407.01082) of a distribution, renormalised."""
+    if sampling.top_k and sampling.top_k < p.shape[-1]:
+        p = torch.where(p >= p.topk(sampling.top_k).values[-1], p, 0)
+        p = p / p.sum()
+    if sampling.top_p < 1:
+        ordered, index = p.sort(descending=True, stable=True)
+        dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
+        p = p.index_fill(-1, index[dropped], 0)
+        p = p / p.sum()
+    if sampling.min_p > 0:
+        p = torch.where(p >= sampling.min_p * p.max(), p, 0)
+        p = p / p.sum()
+    return p
+
+
+def pick(p: Float[torch.Tensor, " v"], uniform: float) -> int:
+    """The token at quantile `uniform` of an (unnormalised) distribution; never one of probability 0."""
+    cumulative = p.cumsum(-1)
+    total = cumulative[-1]
+    index = int(torch.searchsorted(cumulative, total * uniform, right=True))
+    return index if index < p.shape[-1] else int(p.nonzero()[-1])

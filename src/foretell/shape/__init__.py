@@ -1,0 +1,11 @@
+"""Shapes: how a drafter's guesses become a token tree. One file per way to grow."""
+
+from foretell.shape.base import Growth, Root, Shape
+from foretell.shape.beam import Beam
+from foretell.shape.branch import Branch
+from foretell.shape.chain import Chain
+from foretell.shape.fixed import Fixed
+from foretell.shape.optimal import optimal
+from foretell.shape.trie import Trie
+
+__all__ = ["Beam", "Branch", "Chain", "Fixed", "Growth", "Root", "Shape", "Trie", "optimal"]

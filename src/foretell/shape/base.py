@@ -1,0 +1,133 @@
+"""The contract of a shape: it arranges a drafter's guesses into a token tree. Also the steps that predictor shapes share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.context import Context
+from foretell.draft.base import Drafter, Predictor
+from foretell.laws import Laws
+from foretell.sampling import pick
+from foretell.tree import TokenTree, root
+
+D = TypeVar("D", bound=Drafter, contravariant=True)
+
+DRAFT = 1 << 12
+"""First random stream of drafting; acceptors use the ones below it."""
+
+
+class Shape(ABC, Generic[D]):
+    """Grows trees from one kind of drafter."""
+
+    needs: ClassVar[type[Drafter]]
+    """The kind of drafter it can work with."""
+
+    @abstractmethod
+    def grow(self, draft: D, context: Context) -> TokenTree:
+        """One tree per text, trunk 1."""
+
+
+class Root(Shape[Drafter]):
+    """No drafts at all: the tree of plain decoding."""
+
+    needs = Drafter
+
+    def grow(self, draft: Drafter, context: Context) -> TokenTree:
+        """Roots only."""
+        return root(context.last)
+
+
+class Growth:
+    """A tree under construction: all rows grow the same places, dead where a row has nothing to put there."""
+
+    def __init__(self, context: Context, distinct: bool = False) -> None:
+        self.context = context
+        self.tree = replace(root(context.last), distinct=distinct)
+        self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
+        self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
+
+    def laws(self, draft: Predictor) -> Laws:
+        """The drafter's distributions after the frontier."""
+        logits, at = draft.expand(self.tree, self.frontier, self.context)
+        return Laws(self.context, self.tree, logits, at)
+
+    def remember(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
+        """Keep a distribution that nodes of `row` are drawn from; its number."""
+        self._q[row].append(q)
+        return len(self._q[row]) - 1
+
+    def add(
+        self,
+        parent: Int[np.ndarray, "b f"],
+        token: Int[np.ndarray, "b f"],
+        live: Bool[np.ndarray, "b f"],
+        drawn_from: Int[np.ndarray, "b f"] | None = None,
+    ) -> None:
+        """Append nodes, which become the frontier."""
+        t, first = self.tree, self.tree.nodes
+        self.tree = replace(
+            t,
+            token=np.concatenate([t.token, token], 1),
+            parent=np.concatenate([t.parent, parent], 1),
+            live=np.concatenate([t.live, live], 1),
+            probe=np.concatenate([t.probe, np.zeros_like(live)], 1),
+            drawn_from=np.concatenate([t.drawn_from, np.full_like(token, -1) if drawn_from is None else drawn_from], 1),
+        )
+        self.frontier = np.arange(first, first + token.shape[1]) + np.zeros_like(token)
+
+    def done(self) -> TokenTree:
+        """The finished tree, with the distributions its drawn nodes came from."""
+        most = max(len(q) for q in self._q)
+        if most == 0:
+            return self.tree
+        some = next(q for rows in self._q for q in rows)
+        packed = some.new_zeros(len(self._q), most, some.shape[-1])
+        for row, laws in enumerate(self._q):
+            for i, q in enumerate(laws):
+                packed[row, i] = q
+        return replace(self.tree, q=packed)
+
+
+def level(growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool) -> None:
+    """Give the `i`-th frontier node of every row one child per entry of `ranks[i]`: the token of that rank, or a draw.
+
+    Children of dead nodes are dead, as are those that a truncated distribution cannot fill.
+    """
+    b, width = len(growth.frontier), sum(len(r) for r in ranks)
+    parent = np.repeat(growth.frontier, [len(r) for r in ranks], axis=1)
+    token, live, origin = np.zeros((b, width), np.int64), np.zeros((b, width), bool), np.full((b, width), -1, np.int64)
+    for row in range(b):
+        place = 0
+        for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
+            if wanted and growth.tree.live[row, node]:
+                for j, (t, number) in enumerate(_children(growth, laws, row, node, wanted, draw)):
+                    token[row, place + j], live[row, place + j], origin[row, place + j] = t, True, number
+            place += len(wanted)
+    growth.add(parent, token, live, origin)
+
+
+def _children(growth: Growth, laws: Laws, row: int, node: int, ranks: Sequence[int], draw: bool) -> list[tuple[int, int]]:
+    """Children of a node as (token, number of the distribution drawn from; -1: picked).
+
+    At temperature 0 a draw is a pick: the distribution is one point, and further ranks are points of their own.
+    """
+    if not draw or laws.sampling(row).temperature == 0:
+        if tuple(ranks) == (0,):
+            return [(laws.best(row, node), -1)]
+        best = laws.confidence(row, node).topk(max(ranks) + 1).indices.tolist()
+        return [(best[r], -1) for r in ranks]
+    q = laws.probabilities(row, node)
+    number, left, out = growth.remember(row, q), q, list[tuple[int, int]]()
+    for i in range(len(ranks)):
+        if i and growth.tree.distinct:
+            left = left.clone()
+            left[out[-1][0]] = 0
+            if not left.sum() > 0:
+                break
+        out.append((pick(left, laws.uniform(row, node, DRAFT + i)), number))
+    return out

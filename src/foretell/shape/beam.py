@@ -1,0 +1,75 @@
+"""A tree grown where the drafter is confident: EAGLE-2's dynamic draft tree."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from foretell.context import Context
+from foretell.draft.base import Predictor
+from foretell.laws import Laws
+from foretell.shape.base import Growth, Shape
+from foretell.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Beam(Shape[Predictor]):
+    """Per depth the `width` best frontier nodes get `width` children each; at the end the best `budget` of all nodes stay (arXiv 2406.16858).
+
+    A node's score is the product of the drafter's own probabilities along its path, so kept nodes always have their ancestors. `least` prunes nodes
+    whose score is below it.
+    """
+
+    depth: int
+    width: int
+    budget: int
+    least: float = 0.0
+
+    needs = Predictor
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.width, self.budget) < 1:
+            raise ValueError(f"a beam needs depth, width and budget of at least 1, found {self.depth}, {self.width}, {self.budget}")
+
+    def grow(self, draft: Predictor, context: Context) -> TokenTree:
+        """The reranked tree per text."""
+        growth = Growth(context)
+        score = np.ones((len(context.rows), 1))
+        for _ in range(min(self.depth, int(context.room.max()))):
+            score = self._deepen(growth, growth.laws(draft), score)
+            best = np.argsort(-score[np.arange(len(score))[:, None], growth.frontier], axis=1, kind="stable")[:, : self.width]
+            growth.frontier = np.sort(np.take_along_axis(growth.frontier, best, 1), axis=1)
+            if not growth.tree.live[np.arange(len(score))[:, None], growth.frontier].any():
+                break
+        return self._rerank(growth.done(), score)
+
+    def _deepen(self, growth: Growth, laws: Laws, score: np.ndarray) -> np.ndarray:
+        """Add the children of the frontier; scores of all nodes so far."""
+        b, f = growth.frontier.shape
+        token, new = np.zeros((b, f * self.width), np.int64), np.zeros((b, f * self.width))
+        for row in range(b):
+            for i, node in enumerate(growth.frontier[row].tolist()):
+                if growth.tree.live[row, node]:
+                    best = laws.confidence(row, node).topk(self.width)
+                    part = slice(i * self.width, (i + 1) * self.width)
+                    token[row, part] = best.indices.cpu().numpy()
+                    new[row, part] = score[row, node] * best.values.double().cpu().numpy()
+        growth.add(np.repeat(growth.frontier, self.width, axis=1), token, (new > 0) & (new >= self.least))
+        return np.concatenate([score, new], 1)
+
+    def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:
+        """Keep the root and the best `budget` nodes; ties go to the earlier, shallower node."""
+        order = np.argsort(-np.where(tree.live, score, -1.0)[:, 1:], axis=1, kind="stable")[:, : self.budget] + 1
+        keep = np.concatenate([np.zeros((tree.rows, 1), np.int64), np.sort(order, axis=1)], 1)
+        new_index = np.zeros_like(tree.parent)
+        np.put_along_axis(new_index, keep, np.arange(keep.shape[1])[None], 1)
+
+        def take(x: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(x, keep, 1)
+
+        parent = np.take_along_axis(new_index, np.maximum(take(tree.parent), 0), 1)
+        parent[:, 0] = -1
+        # A dead node kept as padding may name an ancestor that was dropped: hang it on the root.
+        parent = np.where(take(tree.live), parent, np.where(np.arange(keep.shape[1]) == 0, -1, 0))
+        return replace(
+            tree, token=take(tree.token), parent=parent, live=take(tree.live), probe=take(tree.probe), drawn_from=take(tree.drawn_from)
+        )

@@ -1,0 +1,34 @@
+"""A tree that branches by a fixed count at every depth: the expansion configurations of SpecInfer."""
+
+from dataclasses import dataclass
+
+from foretell.context import Context
+from foretell.draft.base import Predictor
+from foretell.shape.base import Growth, Shape, level
+from foretell.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Branch(Shape[Predictor]):
+    """Every node at depth `i` gets `widths[i]` children (SpecInfer, arXiv 2305.09781).
+
+    `distinct`: siblings are drawn without replacement, so none is verified twice; otherwise equal draws stay separate nodes, because merging
+    them into one trial would bias the law. `draw=False` picks the most probable tokens instead.
+    """
+
+    widths: tuple[int, ...]
+    distinct: bool = True
+    draw: bool = True
+
+    needs = Predictor
+
+    def __post_init__(self) -> None:
+        if not all(w >= 1 for w in self.widths):
+            raise ValueError(f"every depth needs at least one branch, found {self.widths}")
+
+    def grow(self, draft: Predictor, context: Context) -> TokenTree:
+        """The full tree per text."""
+        growth = Growth(context, self.distinct)
+        for width in self.widths[: int(context.room.max())]:
+            level(growth, growth.laws(draft), [range(width)] * growth.frontier.shape[1], self.draw)
+        return growth.done()

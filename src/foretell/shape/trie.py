@@ -1,0 +1,51 @@
+"""Retrieved continuations merged into one tree of shared prefixes."""
+
+from dataclasses import dataclass
+
+from foretell.context import Context
+from foretell.draft.base import Continuation, Retriever
+from foretell.shape.base import Shape
+from foretell.tree import TokenTree, from_lists
+
+
+@dataclass(frozen=True)
+class Trie(Shape[Retriever]):
+    """The `budget` likeliest prefixes of all continuations (REST, arXiv 2311.08252; a chain when there is one continuation).
+
+    `least` leaves out tokens whose estimated chance of acceptance is below it: on hardware where a further node costs a share `c` of a pass, a node
+    pays while its chance exceeds about `c` times the tokens per pass.
+    """
+
+    budget: int
+    least: float = 0.0
+
+    needs = Retriever
+
+    def __post_init__(self) -> None:
+        if self.budget < 0:
+            raise ValueError(f"a trie holds 0 or more drafted tokens, found a budget of {self.budget}")
+
+    def grow(self, draft: Retriever, context: Context) -> TokenTree:
+        """A trie per text, padded to the largest."""
+        found = draft.retrieve(context, self.budget)
+        tokens, parents = [], []
+        for root, room, continuations in zip(context.last, context.room.tolist(), found, strict=True):
+            token, parent = self._merge(root, room, continuations)
+            tokens.append(token)
+            parents.append(parent)
+        return from_lists(tokens, parents)
+
+    def _merge(self, root: int, room: int, continuations: list[Continuation]) -> tuple[list[int], list[int]]:
+        # Chances of one prefix found several times are not added up: retrievers that count occurrences have already done so.
+        chance: dict[tuple[int, ...], float] = {}
+        for c in continuations:
+            for i in range(min(len(c.tokens), room)):
+                if c.survival[i] < self.least:
+                    break
+                prefix = c.tokens[: i + 1]
+                chance[prefix] = max(chance.get(prefix, 0.0), c.survival[i])
+        # Stable: among equal chances, shorter prefixes of earlier continuations come first, so ancestors are never cut.
+        ranked = sorted(chance, key=lambda p: -chance[p])[: self.budget]
+        kept = sorted(ranked, key=len)
+        place = {(): 0} | {p: i + 1 for i, p in enumerate(kept)}
+        return [root, *(p[-1] for p in kept)], [-1, *(place[p[:-1]] for p in kept)]

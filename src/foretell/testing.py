@@ -1,0 +1,53 @@
+"""Small random models for tests, yours and ours: real decoders of any architecture in milliseconds, without a file."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+
+from foretell.model.config import Experts, ModelConfig
+from foretell.model.decoder import Decoder
+from foretell.model.weights import Weights, build
+
+TINY = ModelConfig(architecture="llama", vocab=7, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, context=256)
+
+
+class RandomWeights(Weights):
+    """Gaussian matrices (scaled by their input width) and norms near one, the same for equal seeds and names."""
+
+    source = "random weights"
+
+    def __init__(self, seed: int = 0, sharpness: float = 2.0) -> None:
+        self._seed, self._sharpness = seed, sharpness
+
+    def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
+        """Nothing is missing, but shapes are known to `need` only."""
+        return None
+
+    def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
+        """A tensor of this shape, drawn from the seed and the name."""
+        generator = torch.Generator().manual_seed(hash_name(name) + self._seed)
+        noise = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        if len(shape) == 1:
+            return (1 + 0.1 * noise if "norm" in name else 0.1 * noise).float()
+        scale = self._sharpness if "embed" in name else shape[-1] ** -0.5
+        return (noise * scale).float()
+
+
+def hash_name(name: str) -> int:
+    """A number that depends on the letters only (Python's own hash changes from run to run)."""
+    value = 0
+    for letter in name:
+        value = (value * 131 + ord(letter)) % (1 << 31)
+    return value
+
+
+def tiny_decoder(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 1.0) -> Decoder:
+    """A random decoder; float64 by default, so that argmaxes do not depend on the order of additions."""
+    return build(config, RandomWeights(seed, sharpness), dtype, torch.device("cpu"))
+
+
+def tiny_mixture(config: ModelConfig = TINY) -> ModelConfig:
+    """The Mixtral form of a configuration: four experts, two per token."""
+    experts = Experts(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
+    return replace(config, architecture="mixtral", experts=experts)
