@@ -1,0 +1,246 @@
+"""`foretell roofline`: predict before you run."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from foretell.roofline import ask, report
+from foretell.roofline.analysis import Model, analyse
+from foretell.roofline.changes import cost_changes
+from foretell.roofline.describe import built_in, find
+from foretell.roofline.figures import FIGURES, figure
+from foretell.roofline.formats import parse
+from foretell.roofline.hardware import devices, tier
+from foretell.roofline.offload import Offload, offloaded
+from foretell.roofline.plan import plan
+from foretell.roofline.setting import FUSIONS, STAGES, Setting
+from foretell.roofline.speculate import MOST_NODES
+from foretell.roofline.sweep import parse_axis, sweep
+from foretell.roofline.table1 import table1
+
+
+class Spoken(TyperGroup):
+    """A command group that turns a refusal into one sentence and a non-zero exit."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; `ValueError` and `OSError` become a sentence on standard error."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            typer.echo(f"foretell roofline: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=Spoken,
+    no_args_is_help=True,
+    help="Predict cost and speed-up from a model's configuration, before anything runs.",
+    pretty_exceptions_enable=False,
+)
+
+ModelName = Annotated[str, typer.Argument(help="Built-in name, hub id, config.json, its directory, or a GGUF file.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--hardware", "-H", help="Device; see `foretell roofline hardware`; `custom` takes the next options alone."
+    ),
+]
+DeviceFile = Annotated[Path | None, typer.Option("--hardware-file", help="TOML file with more devices.")]
+Bandwidth = Annotated[float | None, typer.Option(help="Memory bandwidth in GB/s, in place of the device's.")]
+Peak = Annotated[float | None, typer.Option(help="16-bit peak in 1e12 OPs/s; the other peaks follow in proportion.")]
+Capacity = Annotated[float | None, typer.Option(help="Memory in GB, in place of the device's.")]
+StageName = Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")]
+Batch = Annotated[int, typer.Option("--batch", "-b", help="Sequences.")]
+Context = Annotated[
+    int, typer.Option("--context", "-s", help="Cached tokens; for prefill, chunked and chat the prompt.")
+]
+Tokens = Annotated[int, typer.Option("--tokens", "-n", help="verify: tokens per sequence, root included.")]
+Bits = Annotated[
+    str, typer.Option(help="Format: 1 to 16, 32, fp8, fp4; 4g128 counts a scale per 128, 4g128z a zero point too.")
+]
+FusionName = Annotated[
+    str, typer.Option(help=f"One of {', '.join(FUSIONS)}: flash fuses attention, full also element-wise work.")
+]
+Devices = Annotated[int, typer.Option("--devices", help="Devices that share every layer (tensor parallelism).")]
+Axes = Annotated[
+    list[str] | None, typer.Option("--sweep", help="batch=1:256, context=128:65536*2, weights=16,8,4; repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+
+
+def emit(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
+    """Print records in the form asked for."""
+    if as_json:
+        typer.echo(json.dumps(records, indent=1))
+    elif as_csv:
+        typer.echo(report.to_csv(records), nl=False)
+    else:
+        Console().print(report.plain_table(records, title))
+
+
+def warn(sentence: str | None) -> None:
+    """Say what is wrong with the setting and leave with a non-zero status."""
+    if sentence:
+        typer.echo(f"foretell roofline: {sentence}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def analyze(
+    model: ModelName,
+    hardware: Device = "a6000",
+    hardware_file: DeviceFile = None,
+    bandwidth: Bandwidth = None,
+    peak: Peak = None,
+    capacity: Capacity = None,
+    stage: StageName = "decode",
+    batch: Batch = 1,
+    context: Context = 1024,
+    tokens: Tokens = 8,
+    chunk: Annotated[int, typer.Option(help="chunked: tokens of the prompt per pass.")] = 512,
+    generate: Annotated[int, typer.Option(help="chat: tokens generated after the prompt.")] = 256,
+    weights: Bits = "16",
+    activations: Bits = "16",
+    kv: Bits = "16",
+    fusion: FusionName = "flash",
+    number: Devices = 1,
+    square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
+    over: Axes = None,
+    offload: Annotated[str | None, typer.Option(help="Parts kept outside the device, as weights=1,kv=0.5.")] = None,
+    tier_name: Annotated[str, typer.Option("--tier", help="Where to: ddr, ddr-server, nvme.")] = "ddr",
+    compute: Annotated[str, typer.Option("--offload-compute", help="device or host.")] = "device",
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Price every operation of a pass; totals, memory, and what still fits."""
+    on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
+    w, a, cache = parse(weights), parse(activations), parse(kv)
+    asked = Setting(
+        ask.stage(stage), batch, context, tokens, chunk, generate, w, a, cache, ask.fusion(fusion), number, square
+    )
+    if over:
+        found = sweep(target, on, asked, dict(parse_axis(o) for o in over))
+        emit(report.sweep_records(found, on.capacity), as_json, as_csv, f"{target.name} on {on.title}, {stage}")
+        return
+    answer = analyse(target, on, asked)
+    away = None
+    if offload is not None:
+        away = offloaded(
+            answer, Offload(tier(tier_name), *ask.offloaded_parts(offload), compute), devices(hardware_file)
+        )
+    if as_json:
+        typer.echo(json.dumps(report.record(answer) | ({"offload": vars(away)} if away else {}), indent=1))
+    elif as_csv:
+        typer.echo(report.to_csv([report.line_record(line) for line in answer.lines]), nl=False)
+    else:
+        Console().print(
+            report.operations_table(answer), report.totals_table(answer), *([report.offload_text(away)] if away else [])
+        )
+    warn(report.too_big(answer, away))
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelName,
+    hardware: Device = "a100-80g",
+    hardware_file: DeviceFile = None,
+    bandwidth: Bandwidth = None,
+    peak: Peak = None,
+    capacity: Capacity = None,
+    batch: Batch = 1,
+    context: Context = 1024,
+    weights: Bits = "16",
+    activations: Bits = "16",
+    kv: Bits = "16",
+    fusion: FusionName = "flash",
+    number: Devices = 1,
+    method: Annotated[list[str] | None, typer.Option(help="Only these methods; repeatable.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
+    accept: Annotated[
+        float | None, typer.Option(help="Probability that the first drafted choice stands, for every method.")
+    ] = None,
+    acceptance: Annotated[Path | None, typer.Option(help="JSON file of measured acceptance by method.")] = None,
+    nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MOST_NODES,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Speed-up at batch 1 to 256 and where each method stops paying.")
+    ] = False,
+    share: Annotated[float, typer.Option(help="Layers run by early exit and layer skipping.")] = 0.5,
+    density: Annotated[float, typer.Option(help="Feed-forward needed per token under contextual sparsity.")] = 0.2,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Rank decoding methods by predicted gain, and say when not to speculate."""
+    on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
+    other, chosen = Model(*find(draft)) if draft else None, ask.methods(method, accept, acceptance)
+    w, a, cache = parse(weights), parse(activations), parse(kv)
+    asked = Setting(
+        "decode", batch, context, weights=w, activations=a, kv=cache, fusion=ask.fusion(fusion), devices=number
+    )
+    if curve:
+        emit(
+            ask.curves(target, on, asked, chosen, other),
+            as_json,
+            as_csv,
+            f"{target.name} on {on.title}, context {context}: speed-up by batch",
+        )
+        return
+    answer, changes = plan(target, on, asked, chosen, other, nodes), cost_changes(target, on, asked, share, density)
+    if as_json:
+        typer.echo(json.dumps(report.plan_record(answer, changes), indent=1))
+    elif as_csv:
+        typer.echo(report.to_csv(report.plan_records(answer)), nl=False)
+    else:
+        Console().print(f"[bold]{answer.advice}[/]", report.plan_table(answer), report.changes_table(changes))
+        for name, why in answer.refused.items():
+            typer.echo(f"left out {name}: {why}")
+    warn(report.too_big(analyse(target, on, asked)))
+
+
+@app.command("table1")
+def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
+    """Table 1 of the survey: Llama-2-7b on an A6000, 2048 tokens, with our exact counts in the last two columns."""
+    emit(
+        report.table1_records(table1()),
+        as_json,
+        as_csv,
+        "Table 1 of arXiv 2402.16363: Llama-2-7b, RTX A6000, 2048 tokens, batch 1",
+    )
+
+
+@app.command("figure")
+def figure_command(
+    number: Annotated[int, typer.Argument(help=f"Figure of the survey: {', '.join(map(str, FIGURES))}.")],
+    out: Annotated[Path, typer.Option(help="Picture to write (.png, .svg, .pdf); the data go beside it as .csv.")],
+) -> None:
+    """Draw a figure of the survey from our own numbers, and write its data as CSV."""
+    from foretell.roofline.plots import draw
+
+    drawn = figure(number)
+    draw(drawn, out)
+    out.with_suffix(".csv").write_text(report.to_csv(drawn.records), "utf-8")
+    typer.echo(f"{drawn.title}: {out} and {out.with_suffix('.csv')}\n{drawn.note}")
+
+
+@app.command()
+def models(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
+    """List the built-in models."""
+    emit(
+        [report.model_record(Model(*find(name)), str(raw["source"])) for name, raw in built_in().items()],
+        as_json,
+        as_csv,
+    )
+
+
+@app.command("hardware")
+def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
+    """List the known devices and where their figures come from."""
+    emit([report.hardware_record(h) for h in devices(hardware_file).values()], as_json, as_csv)
+
+
+if __name__ == "__main__":
+    app(prog_name="foretell roofline")

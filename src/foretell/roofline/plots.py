@@ -1,0 +1,216 @@
+"""Figures as pictures; needs matplotlib (`pip install foretell[plot]`)."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from foretell.roofline.figures import Figure, Records
+
+COLOURS = ("#2f6f8f", "#d9822b", "#5b8c3a", "#8b5aa8", "#b5403a", "#6b6f76")
+INK, MUTED = "#22303a", "#7b8791"
+
+
+def draw(figure: Figure, out: Path) -> None:
+    """Write a figure as PNG, SVG or PDF, by the name's ending.
+
+    Raises:
+        ValueError: matplotlib is missing, or an ending it cannot write.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        raise ValueError("figures need matplotlib: pip install 'foretell[plot]'") from None
+    canvas = Canvas(figsize=(8.6, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(canvas)
+    PAINTERS[figure.number](canvas, figure.records)
+    canvas.suptitle(figure.title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    canvas.supxlabel(_wrapped(figure.note), x=0.01, ha="left", fontsize=8.5, color=MUTED)
+    canvas.savefig(out)
+
+
+def _wrapped(text: str, width: int = 130) -> str:
+    lines, line = [], ""
+    for word in text.split():
+        if len(line) + len(word) >= width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return "\n".join([*lines, line])
+
+
+def _axes(canvas: Any, rows: int, columns: int) -> Any:
+    found = canvas.subplots(rows, columns, squeeze=False)
+    for ax in found.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(MUTED)
+        ax.tick_params(colors=INK, labelsize=9)
+        ax.grid(True, color="#e7ebee", linewidth=0.8)
+        ax.set_axisbelow(True)
+    return found
+
+
+def _names(records: Records, key: str) -> list[Any]:
+    return list(dict.fromkeys(r[key] for r in records))
+
+
+def _curves(
+    ax: Any, records: Records, group: str, x: str, y: str, scale: float = 1.0, label: Callable[[Any], str] = str
+) -> None:
+    for at, name in enumerate(_names(records, group)):
+        mine = [r for r in records if r[group] == name]
+        ax.plot(
+            [r[x] for r in mine],
+            [r[y] * scale for r in mine],
+            color=COLOURS[at % len(COLOURS)],
+            linewidth=2,
+            label=label(name),
+        )
+    ax.legend(frameon=False, fontsize=9)
+
+
+def _roofs(ax: Any, records: Records, unit: float = 1e-12) -> None:
+    _curves(ax, records, "line", "intensity", "performance", unit)
+    ax.set_xlabel("OPs per byte")
+    ax.set_ylabel("TOP/s")
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+
+
+def _figure5(canvas: Any, records: Records) -> None:
+    ax = _axes(canvas, 1, 1)[0, 0]
+    roof = [r for r in records if r["line"] == "16-bit"]
+    turn = next(r["intensity"] for r in roof if r["performance"] == roof[-1]["performance"])
+    top = roof[-1]["performance"] * 1e-12
+    # On logarithmic axes the decode operations, two hundred times left of the turning point, can be seen too.
+    ax.loglog([0.1, turn, 3000], [0.1 * top / turn, top, top], color=INK, linewidth=2)
+    ax.axvspan(0.1, turn, color="#b5403a", alpha=0.06)
+    ax.axvspan(turn, 3000, color="#5b8c3a", alpha=0.08)
+    ax.text(0.13, top * 1.25, "memory bound", color="#b5403a", fontsize=9)
+    ax.text(turn * 1.1, top * 1.25, "compute bound", color="#5b8c3a", fontsize=9)
+    for stage, colour, named in (
+        ("prefill", COLOURS[1], ("gate_proj", "qk_matmul", "softmax")),
+        ("decode", COLOURS[0], ("q_proj", "attn_add")),
+    ):
+        mine = [r for r in records if r["line"].startswith(stage)]
+        ax.scatter(
+            [r["intensity"] for r in mine],
+            [r["performance"] * 1e-12 for r in mine],
+            color=colour,
+            label=stage,
+            zorder=3,
+            s=28,
+        )
+        for r in mine:
+            if r["line"].split()[1] in named:
+                spot = (r["intensity"], r["performance"] * 1e-12)
+                ax.annotate(r["line"], spot, (7, -11), textcoords="offset points", fontsize=8, color=INK)
+    ax.set_xlabel("OPs per byte")
+    ax.set_ylabel("TOP/s")
+    ax.set_xlim(0.1, 3000)
+    ax.set_ylim(0.08, top * 2)
+    ax.legend(frameon=False, loc="lower right")
+
+
+def _figure6(canvas: Any, records: Records) -> None:
+    _roofs(_axes(canvas, 1, 1)[0, 0], records)
+
+
+def _figure7(canvas: Any, records: Records) -> None:
+    parts = ("weights", "cache", "activations")
+    for ax, stage in zip(_axes(canvas, 1, 2)[0], ("decode", "prefill"), strict=True):
+        mine = [r for r in records if r["stage"] == stage]
+        groups = list(dict.fromkeys((r["batch"], r["length"]) for r in mine))
+        formats = _names(mine, "format")
+        for at, r in enumerate(mine):
+            x = groups.index((r["batch"], r["length"])) * (len(formats) + 1) + formats.index(r["format"])
+            base = 0.0
+            for part, colour in zip(parts, COLOURS, strict=False):
+                ax.bar(x, r[part], bottom=base, color=colour, width=0.85, label=part if at == 0 else None)
+                base += r[part]
+            ax.text(x, base + 0.01, r["format"], rotation=90, ha="center", va="bottom", fontsize=7.5, color=INK)
+        ax.set_xticks(
+            [g * (len(formats) + 1) + 1.5 for g in range(len(groups))], [f"batch {b}\n{s} tokens" for b, s in groups]
+        )
+        ax.set_ylim(0, 1.28)
+        ax.grid(False, axis="x")
+        ax.set_title(stage, fontsize=10, color=INK)
+    canvas.axes[0].set_ylabel("relative to FP16")
+    canvas.axes[1].legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+
+
+def _figure8(canvas: Any, records: Records) -> None:
+    ax = _axes(canvas, 1, 1)[0, 0]
+    _curves(ax, records, "weights", "batch", "seconds", 1e3, lambda w: f"W{w}")
+    ax.set_xlabel("batch")
+    ax.set_ylabel("ms per pass")
+    ax.set_ylim(bottom=0)
+
+
+def _figure9(canvas: Any, records: Records) -> None:
+    ax = _axes(canvas, 1, 1)[0, 0]
+    _curves(ax, records, "weights", "context", "seconds", 1e3, lambda w: f"W{w}")
+    ax.set_xscale("log", base=2)
+    ax.set_xlabel("prompt tokens")
+    ax.set_ylabel("ms")
+    ax.set_ylim(bottom=0)
+
+
+def _figure11(canvas: Any, records: Records) -> None:
+    ax = _axes(canvas, 1, 1)[0, 0]
+    _curves(ax, records, "format", "context", "memory", 1e-9)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("tokens of context")
+    ax.set_ylabel("GB")
+
+
+def _figure16(canvas: Any, records: Records) -> None:
+    bars = (("traffic", COLOURS[0], "traffic"), ("time", COLOURS[1], "time"), ("paper_traffic", "#c9d7de", "traffic, paper"),
+            ("paper_time", "#f1d9bd", "time, paper"))  # fmt: skip
+    for ax, stage in zip(_axes(canvas, 1, 2)[0], ("decode", "prefill"), strict=True):
+        mine = [r for r in records if r["stage"] == stage]
+        for offset, (key, colour, label) in enumerate(bars):
+            spots = [x + 0.2 * (offset - 1.5) for x in range(len(mine))]
+            ax.bar(spots, [r[key] for r in mine], 0.19, color=colour, label=label)
+            for x, r in zip(spots, mine, strict=True):
+                ax.text(x, r[key] + 0.5, f"{r[key]:.1f}", ha="center", fontsize=5.5, color=INK)
+        ax.set_xticks(range(len(mine)), [f"b {r['batch']}\n{r['length'] // 1000}k" for r in mine])
+        ax.grid(False, axis="x")
+        ax.set_title(stage, fontsize=10, color=INK)
+        ax.set_ylim(0, 108)
+    canvas.axes[0].set_ylabel("saved, %")
+    canvas.axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def _figure18(canvas: Any, records: Records) -> None:
+    _roofs(_axes(canvas, 1, 1)[0, 0], records)
+
+
+def _figure19(canvas: Any, records: Records) -> None:
+    panels = (("tokens_per_second", 1.0, "tokens/s"), ("seconds", 1e3, "ms per pass"), ("memory", 1e-9, "GB"))
+    for ax, (key, scale, label) in zip(_axes(canvas, 1, 3)[0], panels, strict=True):
+        _curves(ax, records, "context", "batch", key, scale, lambda s: f"{s} tokens")
+        ax.set_xlabel("batch")
+        ax.set_ylabel(label)
+        ax.set_ylim(bottom=0)
+    canvas.axes[2].axhline(48, color="#b5403a", linestyle="--", linewidth=1.2)
+
+
+def _figure20(canvas: Any, records: Records) -> None:
+    left, right = _axes(canvas, 1, 2)[0]
+    _roofs(left, [r for r in records if r["intensity"] is not None])
+    left.axvline(50, color=MUTED, linestyle="--", linewidth=1)
+    mine = [r for r in records if r["seconds"] is not None]
+    right.plot(
+        [r["bandwidth"] * 1e-12 for r in mine], [r["seconds"] * 1e3 for r in mine], "o-", color=COLOURS[0], markersize=4
+    )
+    right.set_xlabel("bandwidth, TB/s")
+    right.set_ylabel("ms per decode pass")
+    right.set_ylim(bottom=0)
+
+
+PAINTERS: Mapping[int, Callable[[Any, Records], None]] = {
+    5: _figure5, 6: _figure6, 7: _figure7, 8: _figure8, 9: _figure9, 11: _figure11, 16: _figure16, 18: _figure18, 19: _figure19,
+    20: _figure20,
+}  # fmt: skip
