@@ -1,57 +1,85 @@
 """Attention of new tokens over a cache, in plain torch: the reference for every kernel and the path for devices without one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.cache import Cache, Layout
+from foretell.model.linear import widen
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout padded to a rectangle: `b` rows of `n` queries over `s` slots, made once per pass and used by every layer."""
+    """A layout padded to a rectangle on the device, `b` rows of `n` queries over `s` slots: made once per pass, used by every layer.
+
+    Padding repeats a real token, so that whatever it writes is written already.
+    """
 
     rows: Int[torch.Tensor, " b"]
+    """Cache row of every rectangle row."""
     index: Int[torch.Tensor, "b n"]
-    """Flat token of every padded place (repeats the last one as padding)."""
-    back: tuple[Int[torch.Tensor, " t"], Int[torch.Tensor, " t"]]
+    """Flat token of every place."""
+    back: Int[torch.Tensor, " t"]
+    """Place (row-major) of every flat token."""
+    row: Int[torch.Tensor, " t"]
+    slot: Int[torch.Tensor, " t"]
+    position: Int[torch.Tensor, " t"]
     mask: Bool[torch.Tensor, "b n s"]
-    key_position: Int[torch.Tensor, "b n s"] | None
-    """Position of every slot as each query sees it; None where no layer has a window."""
-    position: Int[torch.Tensor, "b n"]
+    age: Int[torch.Tensor, "b n s"]
+    """How many positions before the query each slot's token stands, as the query sees it (for sliding windows)."""
 
     @staticmethod
-    def of(layout: Layout, device: torch.device, windows: bool) -> "Plan":
-        """Pad `layout`; `windows` says whether some layer needs key positions."""
-        rows, back_row, count = torch.unique_consecutive(layout.row.long(), return_inverse=True, return_counts=True)
-        first = count.cumsum(0) - count
-        back_column = torch.arange(layout.tokens) - first[back_row]
-        index = first[:, None] + torch.minimum(torch.arange(int(count.max())), count[:, None] - 1)
-        slots = int(max(layout.prefix.max(), layout.slot.max() + 1))
+    def of(layout: Layout, device: torch.device, grid: Int[torch.Tensor, "b n"] | None = None, slots: int = 0) -> "Plan":
+        """Plan a pass; `grid` gives the rectangle where its shape must be a given one, `slots` the least width of the masks."""
+        grid = rectangle(layout) if grid is None else grid
+        slots = max(slots, int(layout.prefix.max()), int(layout.slot.max()) + 1)
         mask = torch.arange(slots) < layout.prefix[:, None]
-        position = torch.arange(slots).expand(layout.tokens, slots).clone() if windows else None
+        key = torch.arange(slots).repeat(layout.tokens, 1)
         for j in range(layout.extra.shape[1]):
             token = torch.nonzero(layout.extra[:, j] >= 0)[:, 0]
             slot = layout.extra[token, j].long()
             mask[token, slot] = True
-            if position is not None:
-                position[token, slot] = layout.prefix[token].long() + j
-        return Plan(
-            rows=rows.to(device),
-            index=index.to(device),
-            back=(back_row.to(device), back_column.to(device)),
-            mask=mask[index].to(device),
-            key_position=None if position is None else position[index].to(device),
-            position=layout.position.long()[index].to(device),
+            key[token, slot] = layout.prefix[token].long() + j
+        age = layout.position.long()[:, None] - key
+        parts = (
+            layout.row.long()[grid[:, 0]],
+            grid,
+            first_places(grid, layout.tokens),
+            layout.row.long(),
+            layout.slot.long(),
+            layout.position.long(),
+            mask[grid],
+            age[grid],
         )
+        return Plan(*(p.to(device) for p in parts))
 
     def visible(self, window: int) -> Bool[torch.Tensor, "b n s"]:
         """Slots that each query may see in a layer with this window (0: no window)."""
-        if not window or self.key_position is None:
-            return self.mask
-        return self.mask & (self.key_position > (self.position - window)[..., None])
+        return self.mask & (self.age < window) if window else self.mask
+
+    def copy_(self, other: "Plan") -> None:
+        """Take over the numbers of a plan of the same shape."""
+        for f in fields(self):
+            getattr(self, f.name).copy_(getattr(other, f.name))
+
+
+def rectangle(layout: Layout, b: int = 0, n: int = 0) -> Int[torch.Tensor, "b n"]:
+    """Flat tokens by row, padded to at least `b` rows of `n`: short rows repeat their last token, missing rows the last row."""
+    count = torch.unique_consecutive(layout.row, return_counts=True)[1]
+    first = count.cumsum(0) - count
+    place = torch.minimum(torch.arange(max(n, int(count.max()))), count[:, None] - 1)
+    grid = first[:, None] + place
+    return torch.cat([grid, grid[-1:].expand(max(b - len(grid), 0), -1)])
+
+
+def first_places(grid: Int[torch.Tensor, "b n"], tokens: int) -> Int[torch.Tensor, " t"]:
+    """Where in a rectangle (row-major) each flat token stands first."""
+    back = torch.empty(tokens, dtype=torch.int64)
+    # Backwards, so that of several places the first is written last.
+    back[grid.flatten().flip(0)] = torch.arange(grid.numel()).flip(0)
+    return back
 
 
 def attend(
@@ -61,13 +89,14 @@ def attend(
     heads, dim = q.shape[1:]
     b, n, s = plan.mask.shape
     k, v = (part[layer].index_select(0, plan.rows)[:, :, :s].to(q.dtype) for part in (cache.k, cache.v))
-    groups = heads // k.shape[1]
-    folded = q[plan.index].view(b, n, k.shape[1], groups, dim).permute(0, 2, 3, 1, 4).reshape(b, k.shape[1], groups * n, dim)
+    kv = k.shape[1]
+    groups = heads // kv
+    folded = q[plan.index].view(b, n, kv, groups, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, groups * n, dim)
     mask = plan.visible(window)[:, None, None].expand(b, 1, groups, n, s).reshape(b, 1, groups * n, s)
     if softcap:
         score = torch.tanh(folded @ k.transpose(-1, -2) * (scale / softcap)) * softcap
-        out = score.masked_fill(~mask, float("-inf")).float().softmax(-1).to(v.dtype) @ v
+        out = widen(score.masked_fill(~mask, float("-inf"))).softmax(-1).to(v.dtype) @ v
     else:
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
-    out = out.view(b, -1, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, heads * dim)
+    out = out.view(b, kv, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
     return out[plan.back]

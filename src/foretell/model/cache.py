@@ -92,9 +92,16 @@ class Cache:
             new[:, :have_rows, :, :have_slots] = old
             setattr(self, name, new)
 
-    def write(self, layer: int, layout: Layout, k: Float[torch.Tensor, "t h d"], v: Float[torch.Tensor, "t h d"]) -> None:
+    def write(
+        self,
+        layer: int,
+        row: Int[torch.Tensor, " t"],
+        slot: Int[torch.Tensor, " t"],
+        k: Float[torch.Tensor, "t h d"],
+        v: Float[torch.Tensor, "t h d"],
+    ) -> None:
         """Store the keys and values of new tokens in their slots."""
-        at = layout.row.long(), slice(None), layout.slot.long()
+        at = row, slice(None), slot
         self.k[layer][at] = k.to(self.k.dtype)
         self.v[layer][at] = v.to(self.v.dtype)
 

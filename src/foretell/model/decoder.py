@@ -10,13 +10,13 @@ from torch import nn
 from foretell.model.attention import Plan, attend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import Activation, ModelConfig
-from foretell.model.linear import Linear
+from foretell.model.linear import Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import Tables, rotate, tables
 
 
 class Norm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich, arXiv 1910.07467) over the last axis, computed in float32."""
+    """Root-mean-square norm (Zhang & Sennrich, arXiv 1910.07467) over the last axis, computed in float32 or wider."""
 
     def __init__(self, weight: Float[torch.Tensor, " d"], eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -25,7 +25,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """Normalise and scale."""
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
+        wide = widen(x)
+        return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -138,22 +139,24 @@ class Decoder(nn.Module):
         self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
     ) -> Float[torch.Tensor, "t d"]:
         """Blocks `first .. last-1`, writing the new keys and values into `cache`."""
-        plan = Plan.of(layout, x.device, windows=self.config.window > 0)
-        position = layout.position.long().to(x.device)
+        return self.planned(x, Plan.of(layout, x.device), cache, first, last)
+
+    def planned(
+        self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, first: int, last: int
+    ) -> Float[torch.Tensor, "t d"]:
+        """Blocks `first .. last-1` on device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured."""
         for i in range(first, last):
             block = self.blocks[i]
             assert isinstance(block, Block)
             if i not in self.skip.attention:
-                part = self._attention(block, i, block.attention_norm(x), position, layout, cache, plan)
+                part = self._attention(block, i, block.attention_norm(x), cache, plan)
                 x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
             if i not in self.skip.mlp:
                 part = block.mlp(block.mlp_norm(x))
                 x = x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
         return x
 
-    def _attention(
-        self, block: Block, i: int, x: torch.Tensor, position: torch.Tensor, layout: Layout, cache: Cache, plan: Plan
-    ) -> torch.Tensor:
+    def _attention(self, block: Block, i: int, x: torch.Tensor, cache: Cache, plan: Plan) -> torch.Tensor:
         c = self.config
         heads = block.qkv(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 1)
@@ -161,8 +164,8 @@ class Decoder(nn.Module):
         k = k if block.k_norm is None else block.k_norm(k)
         window = c.window_of(i)
         table = self.local_rope if window else self.rope
-        cache.write(i, layout, rotate(k, position, table), v)
-        q = rotate(q, position, table)
+        cache.write(i, plan.row, plan.slot, rotate(k, plan.position, table), v)
+        q = rotate(q, plan.position, table)
         return block.output(attend(q, i, cache, plan, window, c.scale, c.attention_softcap))
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
@@ -170,7 +173,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Scores of the next token in float32, from what `final` gave."""
-        out = self.head(x).float()
+        """Scores of the next token in float32 or wider, from what `final` gave."""
+        out = widen(self.head(x))
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out

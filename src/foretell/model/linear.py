@@ -6,6 +6,11 @@ from jaxtyping import Float
 from torch import nn
 
 
+def widen(x: Float[torch.Tensor, "*any"]) -> Float[torch.Tensor, "*any"]:
+    """`x` in float32, or as it is where it is wider: what norms, softmaxes and logits are computed in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class Linear(nn.Module):
     """`x @ weight.T + bias` with weight `[out, in]`."""
 

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from foretell.model.config import Experts
-from foretell.model.linear import Linear
+from foretell.model.linear import Linear, widen
 
 
 class ExpertFeedForward(nn.Module):
@@ -32,7 +32,7 @@ class ExpertFeedForward(nn.Module):
 
     def route(self, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
         """Weight and index of the experts that each token visits."""
-        weight, index = torch.softmax(self.router(x).float(), -1).topk(self.experts.active, -1)
+        weight, index = torch.softmax(widen(self.router(x)), -1).topk(self.experts.active, -1)
         return (weight / weight.sum(-1, keepdim=True) if self.experts.renormalize else weight), index
 
     def forward(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from foretell.model.config import ModelConfig
 from foretell.tree import TokenTree
 
 
+@runtime_checkable
 class Network(Protocol):
     """Weights that a `DecoderRunner` can run: the torch decoder, or its blocks on native kernels."""
 

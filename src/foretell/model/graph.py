@@ -1,0 +1,123 @@
+"""Captured passes: a decoder whose small passes have static shapes and, on CUDA, are replayed as one graph."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.model.attention import Plan, first_places, rectangle
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder
+
+_MOST_TOKENS = 64
+"""Larger passes are not bound by launches, so they run as they are."""
+
+
+class _Shape(NamedTuple):
+    """What a captured pass depends on: rows, queries per row, slots of the masks, and which cache it points into."""
+
+    rows: int
+    queries: int
+    slots: int
+    cache: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Static tensors of one shape, and the graph that works on them (None: run the code again, as on the CPU)."""
+
+    x: Float[torch.Tensor, "t d"]
+    plan: Plan
+    out: Float[torch.Tensor, "t d"]
+    graph: torch.cuda.CUDAGraph | None
+
+
+class GraphedDecoder:
+    """Implements `Network` by a torch decoder with captured passes: the launch cost of some hundred kernels falls to that of one graph.
+
+    Rows, queries and slots are padded to powers of two (slots to multiples of 256), so a handful of graphs serves all steps; each is captured the first time
+    its shape occurs. On the CPU the same static tensors are used without a graph, which is how the tests compare it with the decoder.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.config: ModelConfig = decoder.config
+        self._passes: dict[_Shape, _Pass] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._decoder.device
+
+    def new_cache(self) -> Cache:
+        """An empty cache for this network."""
+        return self._decoder.new_cache()
+
+    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block."""
+        return self._decoder.embed(token)
+
+    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """What the head sees."""
+        return self._decoder.final(x)
+
+    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
+        """Next-token scores."""
+        return self._decoder.logits(x)
+
+    def cut(self, layers: int) -> "GraphedDecoder":
+        """The first blocks under the same head, sharing weights."""
+        return GraphedDecoder(self._decoder.cut(layers))
+
+    def run(
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
+    ) -> Float[torch.Tensor, "t d"]:
+        """Blocks `first .. last-1`; whole passes over few tokens are replayed."""
+        if layout.tokens > _MOST_TOKENS or (first, last) != (0, self.config.layers):
+            return self._decoder.run(x, layout, cache, first, last)
+        grid = rectangle(layout)
+        grid = rectangle(layout, _power(grid.shape[0]), _power(grid.shape[1]))
+        wide = _padded(layout, grid)
+        slots = min(-(-int(max(layout.prefix.max(), layout.slot.max() + 1)) // 256) * 256, cache.k.shape[3])
+        plan = Plan.of(wide, x.device, torch.arange(grid.numel()).view(grid.shape), slots)
+        shape = _Shape(grid.shape[0], grid.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape))
+        flat = x[grid.flatten().to(x.device)]
+        static = self._passes.get(shape)
+        if static is None:
+            static = self._passes[shape] = self._capture(flat, plan, cache)
+        static.x.copy_(flat)
+        static.plan.copy_(plan)
+        if static.graph is None:
+            static.out.copy_(self._decoder.planned(static.x, static.plan, cache, first, last))
+        else:
+            static.graph.replay()
+        return static.out[first_places(grid, layout.tokens).to(x.device)]
+
+    def _capture(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache) -> _Pass:
+        """Record the pass on its own static tensors; warmed up on a side stream first, as CUDA graphs ask for."""
+        x = x.clone()
+        if x.device.type != "cuda":
+            return _Pass(x, plan, torch.empty_like(x), None)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._decoder.planned(x, plan, cache, 0, self.config.layers)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self._decoder.planned(x, plan, cache, 0, self.config.layers)
+        return _Pass(x, plan, out, graph)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _padded(layout: Layout, grid: Int[torch.Tensor, "b n"]) -> Layout:
+    """The layout of all places of a rectangle, padding included."""
+    at = grid.flatten()
+    return Layout(layout.row[at], layout.slot[at], layout.position[at], layout.prefix[at], layout.extra[at])
+

@@ -1,0 +1,41 @@
+"""Static shapes: padded passes give what ragged ones give."""
+
+from dataclasses import replace
+
+import torch
+
+from foretell.accept import Match
+from foretell.draft import Recycling
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.graph import GraphedDecoder
+from foretell.model.runner import DecoderRunner, Network
+from foretell.shape import Trie
+from foretell.testing import TINY, tiny_decoder
+
+CONFIG = replace(TINY, vocab=23, window=6, window_layers=(1,))
+
+
+def _generate(network: Network) -> list[list[int]]:
+    engine = Engine(DecoderRunner(network), Method(Recycling(CONFIG.vocab), Trie(6), Match()), rows=3)
+    numbers = [engine.submit(Request(list(range(1, n)), max_new_tokens=25)) for n in (4, 9, 15, 3)]
+    tokens: dict[int, list[int]] = {n: [] for n in numbers}
+    for update in engine.run():
+        tokens[update.request] += update.tokens
+    return list(tokens.values())
+
+
+def test_static_passes_generate_what_the_decoder_generates() -> None:
+    decoder = tiny_decoder(CONFIG)
+    assert _generate(GraphedDecoder(decoder)) == _generate(decoder)
+
+
+def test_few_shapes_serve_all_steps() -> None:
+    graphed = GraphedDecoder(tiny_decoder(CONFIG))
+    _generate(graphed)
+    assert len(graphed._passes) <= 12
+
+
+def test_a_cut_decoder_is_static_too() -> None:
+    decoder = tiny_decoder(CONFIG)
+    assert torch.equal(torch.tensor(_generate(GraphedDecoder(decoder).cut(1))), torch.tensor(_generate(decoder.cut(1))))
