@@ -1,7 +1,9 @@
 """A decoding method: a drafter that guesses, a shape that arranges the guesses into a tree, an acceptor that decides which of them stand."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from foretell.accept.base import Acceptor
 from foretell.context import Context
@@ -39,7 +41,9 @@ class Method(Generic[D]):
         return self.accept.lossless
 
     def propose(self, context: Context) -> TokenTree:
-        """Draft trees for the texts of `context`, no deeper than they have room for."""
+        """Draft trees for the texts of `context`, no deeper than they have room for and the drafter can read."""
+        reach = np.array([max(0, self.draft.reach + 1 - t.length) for t in context.texts])
+        context = replace(context, room=np.minimum(context.room, reach))
         return self.draft.probe(self.tree.grow(self.draft, context).limited(context.room), context)
 
 

@@ -73,8 +73,8 @@ class Noise:
         self._key = _mix((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
 
     def uniform(self, position: int, stream: int = 0) -> float:
-        """A number in [0, 1) for the token at `position` of the text; `stream` separates independent uses (0: the target's own draw)."""
-        return _mix(self._key ^ _mix((position << 20) + stream + 1)) / 2.0**64
+        """A number in [0, 1) for the token at `position` of the text; `stream` (below 2^32) separates independent uses (0: the target's own draw)."""
+        return (_mix(self._key ^ _mix((position << 32) + stream)) >> 11) / 2.0**53
 
 
 def _mix(x: int) -> int:

@@ -16,6 +16,8 @@ class Drafter(ABC):
 
     taps: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
+    reach: int = 1 << 31
+    """Longest text it can read, in tokens; longer ones are decoded without drafts."""
 
     def keep(self, step: Step) -> None:
         """Learn what happened, after every pass of the target (the reading of a prompt included)."""

@@ -26,6 +26,7 @@ class Mix(Predictor):
         self.drafters = tuple(drafters)
         self._log_weights = torch.tensor([w / sum(weights) for w in weights]).log()
         self.taps = tuple(sorted({t for d in drafters for t in d.taps}))
+        self.reach = min(d.reach for d in drafters)
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

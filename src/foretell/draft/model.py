@@ -1,5 +1,7 @@
 """A smaller model as drafter: a second checkpoint, or the target itself cut after some layers."""
 
+from itertools import takewhile
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +20,7 @@ class DraftModel(Predictor):
     """
 
     def __init__(self, runner: Runner, chunk: int = 512) -> None:
-        self.runner = runner
+        self.runner, self.reach = runner, runner.context
         self._chunk = chunk
         self._tree: TokenTree | None = None
         """The tree under construction below everything unread, as this model's cache holds it."""
@@ -28,22 +30,29 @@ class DraftModel(Predictor):
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores after the frontier, in one pass of the draft model over it (the first pass reads the backlog too)."""
+        """Scores after the frontier, in one pass of the draft model over it (the first pass reads the backlog too).
+
+        Texts without room for children of the frontier are not read.
+        """
         if tree.nodes == 1:
             self._rows = context.rows
             self._catch_up(context)
-        unread = [t.tokens[self.runner.length(row) :].tolist() for row, t in zip(context.rows, context.texts, strict=True)]
+        unread = [
+            t.tokens[self.runner.length(row) if room else -1 :].tolist()
+            for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
+        ]
         full = tree.with_trunk(unread)
         shift = full.trunk - 1
         place = np.minimum(np.arange(tree.nodes) + shift[:, None], full.nodes - 1)
         wanted = np.zeros(full.token.shape, bool)
         np.put_along_axis(wanted, np.take_along_axis(place, frontier, 1), True, 1)
-        wanted &= full.live
+        growing = full.live & (full.depth - shift[:, None] < context.room[:, None])
+        wanted &= growing
         first = tree.nodes == 1
-        output = self.runner.forward(context.rows, full, read=full.live if first else wanted, scored=wanted)
+        output = self.runner.forward(context.rows, full, read=growing if first else wanted, scored=wanted)
         self._tree = full
         before = np.zeros(full.token.shape, bool) if first else np.pad(self._read, ((0, 0), (0, full.nodes - self._read.shape[1])))
-        self._read = full.live if first else before | wanted
+        self._read = growing if first else before | wanted
         return output.logits, np.take_along_axis(output.at, place, 1)
 
     def _catch_up(self, context: Context) -> None:
@@ -51,8 +60,8 @@ class DraftModel(Predictor):
         while True:
             behind = [
                 (row, t.tokens[(have := self.runner.length(row)) : have + self._chunk].tolist())
-                for row, t in zip(context.rows, context.texts, strict=True)
-                if t.length - self.runner.length(row) > self._chunk
+                for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
+                if room and t.length - self.runner.length(row) > self._chunk
             ]
             if not behind:
                 return
@@ -69,13 +78,8 @@ class DraftModel(Predictor):
         for i, row in enumerate(step.context.rows):
             if row in self._rows:
                 mine = self._rows.index(row)
-                trunk = int(self._tree.trunk[mine])
-                path = [*range(trunk)]
-                for node in self._tree.follow(mine, step.decided[i][:-1]):
-                    if not self._read[mine, node]:
-                        break
-                    path.append(node)
-                self.runner.keep(row, path)
+                nodes = [*range(int(self._tree.trunk[mine])), *self._tree.follow(mine, step.decided[i][:-1])]
+                self.runner.keep(row, list(takewhile(lambda node, mine=mine: self._read[mine, node], nodes)))
         self._tree, self._rows = None, ()
 
     def clear(self, row: int) -> None:

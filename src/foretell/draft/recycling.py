@@ -24,8 +24,8 @@ class Recycling(Retriever):
     def __init__(self, vocab: int, width: int = 8) -> None:
         if not 1 <= width <= len(_RANKS):
             raise ValueError(f"token recycling keeps 1 to {len(_RANKS)} successors per token, found {width}")
-        self.width = width
-        self.successors: Int[np.ndarray, "v w"] = np.full((vocab, width), -1, np.int32)
+        self.width = min(width, vocab)
+        self.successors: Int[np.ndarray, "v w"] = np.full((vocab, self.width), -1, np.int32)
         self._odds: dict[int, Odds] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:

@@ -50,6 +50,11 @@ class Growth:
         self.tree = replace(root(context.last), distinct=distinct)
         self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
+        self._depth = 0
+
+    def grows(self, row: int, node: int) -> bool:
+        """Whether this node of the frontier may have children: it is live, and its text has room for them."""
+        return bool(self.tree.live[row, node]) and self._depth < self.context.room[row]
 
     def laws(self, draft: Predictor) -> Laws:
         """The drafter's distributions after the frontier."""
@@ -79,6 +84,7 @@ class Growth:
             drawn_from=np.concatenate([t.drawn_from, np.full_like(token, -1) if drawn_from is None else drawn_from], 1),
         )
         self.frontier = np.arange(first, first + token.shape[1]) + np.zeros_like(token)
+        self._depth += 1
 
     def done(self) -> TokenTree:
         """The finished tree, with the distributions its drawn nodes came from."""
@@ -96,7 +102,7 @@ class Growth:
 def level(growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool) -> None:
     """Give the `i`-th frontier node of every row one child per entry of `ranks[i]`: the token of that rank, or a draw.
 
-    Children of dead nodes are dead, as are those that a truncated distribution cannot fill.
+    Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot fill.
     """
     b, width = len(growth.frontier), sum(len(r) for r in ranks)
     parent = np.repeat(growth.frontier, [len(r) for r in ranks], axis=1)
@@ -104,7 +110,7 @@ def level(growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool
     for row in range(b):
         place = 0
         for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
-            if wanted and growth.tree.live[row, node]:
+            if wanted and growth.grows(row, node):
                 for j, (t, number) in enumerate(_children(growth, laws, row, node, wanted, draw)):
                     token[row, place + j], live[row, place + j], origin[row, place + j] = t, True, number
             place += len(wanted)
@@ -119,8 +125,9 @@ def _children(growth: Growth, laws: Laws, row: int, node: int, ranks: Sequence[i
     if not draw or laws.sampling(row).temperature == 0:
         if tuple(ranks) == (0,):
             return [(laws.best(row, node), -1)]
-        best = laws.confidence(row, node).topk(max(ranks) + 1).indices.tolist()
-        return [(best[r], -1) for r in ranks]
+        confidence = laws.confidence(row, node)
+        best = confidence.topk(min(max(ranks) + 1, len(confidence))).indices.tolist()
+        return [(best[r], -1) for r in ranks if r < len(best)]
     q = laws.probabilities(row, node)
     number, left, out = growth.remember(row, q), q, list[tuple[int, int]]()
     for i in range(len(ranks)):

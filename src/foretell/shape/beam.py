@@ -48,9 +48,10 @@ class Beam(Shape[Predictor]):
         token, new = np.zeros((b, f * self.width), np.int64), np.zeros((b, f * self.width))
         for row in range(b):
             for i, node in enumerate(growth.frontier[row].tolist()):
-                if growth.tree.live[row, node]:
-                    best = laws.confidence(row, node).topk(self.width)
-                    part = slice(i * self.width, (i + 1) * self.width)
+                if growth.grows(row, node):
+                    confidence = laws.confidence(row, node)
+                    best = confidence.topk(min(self.width, len(confidence)))
+                    part = slice(i * self.width, i * self.width + len(best.values))
                     token[row, part] = best.indices.cpu().numpy()
                     new[row, part] = score[row, node] * best.values.double().cpu().numpy()
         growth.add(np.repeat(growth.frontier, self.width, axis=1), token, (new > 0) & (new >= self.least))

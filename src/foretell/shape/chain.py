@@ -39,7 +39,8 @@ class Chain(Shape[Predictor]):
             parents = growth.frontier[:, 0]
             level(growth, laws, [(0,)], self.draw)
             node = growth.tree.nodes - 1
-            growth.tree.live[:, node] &= going
+            going &= growth.tree.live[:, node]
+            growth.tree.live[:, node] = going
             if self.confidence > 0:
                 for row in np.nonzero(going)[0].tolist():
                     sure = laws.confidence(row, int(parents[row]))[growth.tree.token[row, node]]
