@@ -119,12 +119,36 @@ class _Running:
         """New tokens it may still get."""
         return self.limit - len(self.text.generated)
 
+    def write(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
+        """Turn new tokens into text: how many of them count, the text that may be shown, and whether a stop string ended it."""
+        if self.detokenizer is None:
+            return len(tokens), "", False
+        if not self.request.stop:
+            return len(tokens), self.detokenizer.push(tokens), False
+        shown = ""
+        for count, token in enumerate(tokens, 1):
+            text, stopped = self.stops.push(self.detokenizer.push([token]))
+            shown += text
+            if stopped:
+                return count, shown, True
+        return len(tokens), shown, False
+
+    def flush(self) -> tuple[str, bool]:
+        """The text held back so far, and whether a stop string ended it after all."""
+        if self.detokenizer is None:
+            return "", False
+        text, stopped = self.stops.push(self.detokenizer.finish())
+        return (text if stopped else text + self.stops.finish()), stopped
+
 
 class Engine:
     """Runs requests of unequal length with one method; they join and leave at any step.
 
     `rows`: most requests decoded together; `chunk`: most prompt tokens read in a step; `detokenizer` makes the incremental decoder of a request
     (None: tokens only, no stop strings).
+
+    Raises:
+        ValueError: no rows, or chunks of no tokens.
     """
 
     def __init__(
@@ -135,6 +159,8 @@ class Engine:
         chunk: int = 512,
         detokenizer: Callable[[], Detokenizer] | None = None,
     ) -> None:
+        if rows < 1 or chunk < 1:
+            raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._chunk, self._detokenizer = chunk, detokenizer
         self._free = list(range(rows))[::-1]
@@ -147,7 +173,7 @@ class Engine:
         """Queue a request; its number.
 
         Raises:
-            ValueError: an empty prompt, one that leaves no room in the model's context, or a negative limit.
+            ValueError: an empty prompt, one that leaves no room in the model's context, a token outside the vocabulary, or a negative limit.
         """
         if len(request.prompt) == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -157,6 +183,8 @@ class Engine:
             raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
         if not all(0 <= t < self.runner.vocab for t in request.prompt):
             raise ValueError(f"the prompt holds a token outside the model's vocabulary of {self.runner.vocab}")
+        if not all(0 <= t < self.runner.vocab for t in request.sampling.bias):
+            raise ValueError(f"the bias names a token outside the model's vocabulary of {self.runner.vocab}")
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
         self._count += 1
@@ -165,10 +193,13 @@ class Engine:
         return self._count
 
     def cancel(self, number: int) -> Update | None:
-        """End a request now; its last update, or None if it was over."""
-        self._queue = deque(item for item in self._queue if item[0] != number)
+        """End a request now; its last update, with the text that was held back, or None if it was over."""
         running = next((r for r in self._running if r.number == number), None)
-        return None if running is None else self._end(running, Update(number, (), "", 0, finish_reason="cancelled"))
+        if running is not None:
+            return self._end(running, Update(number, (), running.flush()[0], 0, finish_reason="cancelled"))
+        waiting = any(item[0] == number for item in self._queue)
+        self._queue = deque(item for item in self._queue if item[0] != number)
+        return Update(number, (), "", 0, finish_reason="cancelled") if waiting else None
 
     @property
     def busy(self) -> bool:
@@ -214,11 +245,11 @@ class Engine:
         left, out = self._chunk, dict[_Running, list[int]]()
         for r in self._running:
             have = self.runner.length(r.row)
-            take = min(r.text.length - have, max(left, 1))
-            if take > 1 and left <= 0:
-                continue
-            out[r] = r.text.tokens[have : have + take].tolist()
-            left -= take if take > 1 else 0
+            backlog = r.text.length - have
+            take = min(backlog, left) if backlog > 1 else 1
+            if take > 0:
+                out[r] = r.text.tokens[have : have + take].tolist()
+                left -= take if backlog > 1 else 0
         return out
 
     def _propose(self, unread: dict[_Running, list[int]]) -> tuple[TokenTree, np.ndarray]:
@@ -264,23 +295,20 @@ class Engine:
         return Step(context, tree, output, tuple(paths), tuple(decided))
 
     def _tell(self, r: _Running, verdict: Accepted | None, step: Step, i: int, cost: "_Cost") -> Update | None:
-        """Account for the step and report it; None while a prompt is still being read."""
-        trunk, tokens = int(step.tree.trunk[i]), step.decided[i]
+        """Account for the step and report it; None while a prompt is still being read. Tokens after a stop string do not count."""
+        count, text, stopped = r.write(step.decided[i])
+        trunk, tokens = int(step.tree.trunk[i]), step.decided[i][:count]
         self.statistics[r.number].add(cost, trunk, int(step.tree.live[i].sum()) - trunk, verdict and len(verdict.path), len(tokens))
         if verdict is None:
             return None
-        logprobs = _logprobs(step, i) if r.request.logprobs else ()
+        logprobs = _logprobs(step, i)[:count] if r.request.logprobs else ()
         accepted = min(len(verdict.path), len(tokens))
-        text, stopped = "", False
-        if r.detokenizer is not None:
-            text, stopped = r.stops.push(r.detokenizer.push(tokens))
         reason = "stop" if stopped or tokens[-1] in r.request.eos else "length" if r.wanted <= 0 else None
         if reason is None:
             return Update(r.number, tokens, text, accepted, logprobs)
-        if r.detokenizer is not None and not stopped:
-            rest, stopped = r.stops.push(r.detokenizer.finish())
-            text += rest if stopped else rest + r.stops.finish()
-            reason = "stop" if stopped else reason
+        if not stopped:
+            rest, stopped = r.flush()
+            text, reason = text + rest, "stop" if stopped else reason
         return self._end(r, Update(r.number, tokens, text, accepted, logprobs, reason))
 
     def _end(self, r: _Running, update: Update) -> Update:
