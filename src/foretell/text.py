@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 Message = Mapping[str, str]
 """A turn of a conversation: `role` (system, user, assistant) and `content`."""
@@ -23,7 +23,6 @@ class TextCodec:
     chat_template: str | None = None
     bos: str | None = None
     eos: str | None = None
-    add_bos: bool = False
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of raw text; `special`: add what the tokenizer puts around a prompt."""
@@ -174,7 +173,11 @@ def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
         index = meta.get(f"tokenizer.ggml.{name}_token_id")
         return None if index is None else tokens[int(index)]
 
-    return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), token("bos"), token("eos"), bool(meta.get("tokenizer.ggml.add_bos_token", False)))
+    bos = token("bos")
+    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", False):
+        first = (bos, int(meta["tokenizer.ggml.bos_token_id"]))
+        tokenizer.post_processor = processors.TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:0", [first])
+    return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
 
 
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
