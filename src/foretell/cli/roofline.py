@@ -1,6 +1,7 @@
 """`foretell roofline`: predict before you run."""
 
 import json
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ from foretell.roofline.setting import FUSIONS, STAGES, Setting
 from foretell.roofline.speculate import MOST_NODES
 from foretell.roofline.sweep import parse_axis, sweep
 from foretell.roofline.table1 import table1
+from foretell.roofline.viewer.page import page
+from foretell.roofline.viewer.server import serve
 
 
 class Spoken(TyperGroup):
@@ -224,6 +227,44 @@ def figure_command(
     draw(drawn, out)
     out.with_suffix(".csv").write_text(report.to_csv(drawn.records), "utf-8")
     typer.echo(f"{drawn.title}: {out} and {out.with_suffix('.csv')}\n{drawn.note}")
+
+
+Extra = Annotated[
+    list[str] | None, typer.Option("--model", help="A model of your own beside the built-in ones; repeatable.")
+]
+
+
+@app.command()
+def view(
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 8712,
+    model: Extra = None,
+    hardware_file: DeviceFile = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+) -> None:
+    """Show the analyzer as a local page."""
+    server = serve(page(devices(hardware_file), [Model(*find(m)) for m in model or ()]), port)
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
+    typer.echo(f"{address} (stop with Ctrl+C)")
+    if browser:
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        typer.echo("stopped")
+    finally:
+        server.server_close()
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Argument(help="HTML file to write.")],
+    model: Extra = None,
+    hardware_file: DeviceFile = None,
+) -> None:
+    """Write the analyzer as one HTML file that opens from disk."""
+    text = page(devices(hardware_file), [Model(*find(m)) for m in model or ()])
+    out.write_text(text, "utf-8")
+    typer.echo(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
 
 
 @app.command()

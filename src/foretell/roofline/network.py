@@ -1,6 +1,6 @@
 """A network as a list of priced operations: the data that every question is asked of."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from foretell.roofline.amount import NOTHING, Amount
@@ -139,7 +139,11 @@ def alive(ops: tuple[Op, ...], entering: Amount) -> tuple[tuple[Amount, Amount],
             whole, cut = (whole, cut + size) if is_cut else (whole + size, cut)
         steps.append((whole, cut))
         tensors = {name: t for name, t in tensors.items() if last.get(name, -1) > at}
-    return tuple(dict.fromkeys(steps))
+    return tuple(s for s in dict.fromkeys(steps) if not any(_exceeds(o, s) for o in steps if o != s))
+
+
+def _exceeds(one: tuple[Amount, Amount], other: tuple[Amount, Amount]) -> bool:
+    return all(x >= y for a, b in zip(one, other, strict=True) for x, y in zip(astuple(a), astuple(b), strict=True))
 
 
 def with_lifetimes(block: Block, entering: Amount) -> Block:

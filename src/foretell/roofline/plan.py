@@ -48,7 +48,7 @@ def drafts(
     refused: dict[str, str] = {}
     for name, method in methods.items():
         try:
-            ready[name] = make(method.draft, target, other, method.share, method.heads)  # type: ignore[arg-type]
+            ready[name] = make(method.draft, target, other, method.share, method.heads)
         except ValueError as error:
             refused[name] = str(error)
     return ready, refused

@@ -13,7 +13,7 @@ from foretell.roofline.acceptance import Acceptance, Growth, fitted, grow, profi
 from foretell.roofline.amount import Array, Number
 from foretell.roofline.analysis import Model
 from foretell.roofline.cost import Cost, lines, rates, total
-from foretell.roofline.draft import Draft
+from foretell.roofline.draft import Draft, DraftKind
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.network import Network
 from foretell.roofline.setting import Group, Phase, Setting
@@ -27,7 +27,7 @@ class Method:
 
     name: str
     title: str
-    draft: str
+    draft: DraftKind
     shape: str
     acceptance: Acceptance
     basis: str

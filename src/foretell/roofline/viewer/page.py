@@ -1,0 +1,36 @@
+"""The page as one self-contained file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from foretell.roofline.analysis import Model
+from foretell.roofline.hardware import Hardware
+from foretell.roofline.viewer.data import payload
+
+SCRIPTS = ("engine.js", "methods.js", "charts.js", "graph.js", "app.js")
+
+
+def _text(name: str) -> str:
+    return resources.files("foretell.roofline.viewer").joinpath(name).read_text("utf-8")
+
+
+def page(devices: Mapping[str, Hardware], extra: Sequence[Model] = ()) -> str:
+    """HTML with style, scripts and data inside: it loads nothing and opens from disk."""
+    script = "\n".join(_text(name).replace('"use strict";\n', "", index > 0) for index, name in enumerate(SCRIPTS))
+    parts = {
+        "STYLE": _text("style.css"),
+        "DRAWING": _text("drawing.css"),
+        "DATA": embedded(payload(devices, extra)),
+        "SCRIPT": script,
+    }
+    html = _text("page.html")
+    for name, text in parts.items():
+        html = html.replace(f"/*{name}*/", text, 1)
+    return html
+
+
+def embedded(data: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
