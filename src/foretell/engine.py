@@ -227,7 +227,7 @@ class Engine:
         verdicts = [self.method.accept.accept(tree, i, laws) if yes else None for i, yes in enumerate(ready)]
         step = self._keep(unread, context, tree, output, verdicts)
         kept = time.perf_counter()
-        self.method.draft.keep(step)
+        self.method.keep(step)
         over = time.perf_counter()
         cost = _Cost(draft=drafted - started + over - kept, verify=verified - drafted, all=over - started)
         return [u for i, (r, v) in enumerate(zip(unread, verdicts, strict=True)) if (u := self._tell(r, v, step, i, cost))]
@@ -314,7 +314,7 @@ class Engine:
     def _end(self, r: _Running, update: Update) -> Update:
         self._running.remove(r)
         self._free.append(r.row)
-        self.method.draft.clear(r.row)
+        self.method.clear(r.row)
         return update
 
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from foretell.accept.base import Acceptor
-from foretell.context import Context
+from foretell.context import Context, Step
 from foretell.draft.base import Drafter
 from foretell.shape.base import Shape
 from foretell.tree import TokenTree
@@ -45,6 +45,16 @@ class Method(Generic[D]):
         reach = np.array([max(0, self.draft.reach + 1 - t.length) for t in context.texts])
         context = replace(context, room=np.minimum(context.room, reach))
         return self.draft.probe(self.tree.grow(self.draft, context).limited(context.room), context)
+
+    def keep(self, step: Step) -> None:
+        """Tell drafter and shape what happened."""
+        self.draft.keep(step)
+        self.tree.keep(step)
+
+    def clear(self, row: int) -> None:
+        """Have drafter and shape forget a row: its request is over."""
+        self.draft.clear(row)
+        self.tree.clear(row)
 
 
 AnyMethod = Method[Any]

@@ -1,5 +1,6 @@
 """Shapes: how a drafter's guesses become a token tree. One file per way to grow."""
 
+from foretell.shape.adaptive import Adaptive, Schedule, Threshold
 from foretell.shape.base import Growth, Root, Shape
 from foretell.shape.beam import Beam
 from foretell.shape.branch import Branch
@@ -8,4 +9,17 @@ from foretell.shape.fixed import Fixed
 from foretell.shape.optimal import optimal
 from foretell.shape.trie import Trie
 
-__all__ = ["Beam", "Branch", "Chain", "Fixed", "Growth", "Root", "Shape", "Trie", "optimal"]
+__all__ = [
+    "Adaptive",
+    "Beam",
+    "Branch",
+    "Chain",
+    "Fixed",
+    "Growth",
+    "Root",
+    "Schedule",
+    "Shape",
+    "Threshold",
+    "Trie",
+    "optimal",
+]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.context import Context
+from foretell.context import Context, Step
 from foretell.draft.base import Drafter, Predictor
 from foretell.laws import Laws
 from foretell.sampling import pick
@@ -30,6 +30,14 @@ class Shape(ABC, Generic[D]):
     @abstractmethod
     def grow(self, draft: D, context: Context) -> TokenTree:
         """One tree per text, trunk 1."""
+
+    def keep(self, step: Step) -> None:
+        """Learn what became of the trees, after every pass of the target."""
+        return
+
+    def clear(self, row: int) -> None:
+        """Forget a row: its request is over."""
+        return
 
 
 class Root(Shape[Drafter]):
@@ -111,16 +119,19 @@ def level(growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool
         place = 0
         for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
             if wanted and growth.grows(row, node):
-                for j, (t, number) in enumerate(_children(growth, laws, row, node, wanted, draw)):
+                for j, (t, number) in enumerate(_children(growth, laws, row, node, wanted, draw, DRAFT + place)):
                     token[row, place + j], live[row, place + j], origin[row, place + j] = t, True, number
             place += len(wanted)
     growth.add(parent, token, live, origin)
 
 
-def _children(growth: Growth, laws: Laws, row: int, node: int, ranks: Sequence[int], draw: bool) -> list[tuple[int, int]]:
+def _children(
+    growth: Growth, laws: Laws, row: int, node: int, ranks: Sequence[int], draw: bool, stream: int
+) -> list[tuple[int, int]]:
     """Children of a node as (token, number of the distribution drawn from; -1: picked).
 
-    At temperature 0 a draw is a pick: the distribution is one point, and further ranks are points of their own.
+    The `i`-th draw uses random stream `stream + i`: no two draws of a level share one, so that chains side by side are independent. At temperature 0
+    a draw is a pick: the distribution is one point, and further ranks are points of their own.
     """
     if not draw or laws.sampling(row).temperature == 0:
         if tuple(ranks) == (0,):
@@ -136,5 +147,5 @@ def _children(growth: Growth, laws: Laws, row: int, node: int, ranks: Sequence[i
             left[out[-1][0]] = 0
             if not left.sum() > 0:
                 break
-        out.append((pick(left, laws.uniform(row, node, DRAFT + i)), number))
+        out.append((pick(left, laws.uniform(row, node, stream + i)), number))
     return out

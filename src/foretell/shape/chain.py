@@ -1,6 +1,7 @@
 """One guess after another: the shape of speculative sampling."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,40 +12,72 @@ from foretell.tree import TokenTree
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How far one text's chain goes.
+
+    `confidence`: it ends *with* a token to which the drafter itself gives less than this probability (Draft & Verify, arXiv 2309.08168; Hugging
+    Face's `assistant_confidence_threshold`). `fallback`: it ends *before* a token where the drafter's best guess has less (BiLD, arXiv 2302.07863).
+    Which tokens end a chain may depend on draws, which tokens are left out may not: that would bias what is drawn.
+    """
+
+    length: int
+    confidence: float = 0.0
+    fallback: float = 0.0
+
+
+@dataclass(frozen=True)
 class Chain(Shape[Predictor]):
     """A chain of up to `length` tokens (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-    `draw`: sampled from the drafter's distribution; else its most probable token. `confidence`: a row stops after a token to which the drafter
-    itself gives less than this probability (Draft & Verify, arXiv 2309.08168; Hugging Face's `assistant_confidence_threshold`).
+    `draw`: sampled from the drafter's distribution; else its most probable token. `confidence` and `fallback` stop a row early: see `Pace`.
     """
 
     length: int
     draw: bool = True
     confidence: float = 0.0
+    fallback: float = 0.0
 
     needs = Predictor
 
     def __post_init__(self) -> None:
         if self.length < 0:
             raise ValueError(f"a chain has 0 or more drafted tokens, found {self.length}")
-        if not 0 <= self.confidence <= 1:
-            raise ValueError(f"the confidence to stop at lies in 0..1, found {self.confidence}")
+        if not (0 <= self.confidence <= 1 and 0 <= self.fallback <= 1):
+            raise ValueError(
+                f"the confidence to stop at lies in 0..1, found {self.confidence} and fallback {self.fallback}"
+            )
+
+    @property
+    def pace(self) -> Pace:
+        """How far every text's chain goes."""
+        return Pace(self.length, self.confidence, self.fallback)
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain per text; rows that stop early have dead nodes at the end."""
-        growth = Growth(context)
-        going = np.ones(len(context.rows), bool)
-        for _ in range(min(self.length, int(context.room.max()))):
-            laws = growth.laws(draft)
-            parents = growth.frontier[:, 0]
-            level(growth, laws, [(0,)], self.draw)
-            node = growth.tree.nodes - 1
-            going &= growth.tree.live[:, node]
-            growth.tree.live[:, node] = going
-            if self.confidence > 0:
-                for row in np.nonzero(going)[0].tolist():
-                    sure = laws.confidence(row, int(parents[row]))[growth.tree.token[row, node]]
-                    going[row] = float(sure) >= self.confidence
-            if not going.any():
-                break
-        return growth.done()
+        return grow_chains(draft, context, [self.pace] * len(context.rows), self.draw)
+
+
+def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw: bool) -> TokenTree:
+    """A chain per text, each at its own pace."""
+    growth = Growth(replace(context, room=np.minimum(context.room, [p.length for p in paces])))
+    going = np.ones(len(paces), bool)
+    for _ in range(int(growth.context.room.max())):
+        laws, parents = growth.laws(draft), growth.frontier[:, 0].tolist()
+        for row in _asking(growth, going, [p.fallback for p in paces]):
+            going[row] = float(laws.confidence(row, parents[row]).max()) >= paces[row].fallback
+        level(growth, laws, [(0,)], draw)
+        node = growth.tree.nodes - 1
+        going &= growth.tree.live[:, node]
+        growth.tree.live[:, node] = going
+        for row in np.flatnonzero(going & np.array([p.confidence > 0 for p in paces])).tolist():
+            sure = laws.confidence(row, parents[row])[growth.tree.token[row, node]]
+            going[row] = float(sure) >= paces[row].confidence
+        if not going.any():
+            break
+    return growth.done()
+
+
+def _asking(growth: Growth, going: np.ndarray, least: Sequence[float]) -> list[int]:
+    """Rows whose chain would go on if the drafter is sure enough."""
+    nodes = growth.frontier[:, 0].tolist()
+    return [row for row, node in enumerate(nodes) if going[row] and least[row] > 0 and growth.grows(row, node)]
