@@ -179,6 +179,10 @@ const Roofline = (() => {
       series: both("context", powers(4, 17, s.stage === "chat" ? 1 : 0.5), (q) => q.seconds), here: s.context <= 131072 && s.context > 15 ? [s.context, a.seconds] : null,
       xlabel: "tokens", ylabel: s.stage === "chat" ? "time per chat" : "time", format: (v) => v ? duration(v) : "0",
     });
+    Charts.curves($("#memorybylength"), {
+      series: both("context", powers(4, 17, 0.5), (q) => q.memory), here: s.context <= 131072 && s.context > 15 ? [s.context, a.memory.total] : null,
+      even: a.hardware.capacity || undefined, xlabel: "tokens", ylabel: a.hardware.capacity ? "memory, capacity dashed" : "memory", format: (v) => amount(v, "B"),
+    });
     plan();
   }
   function plan() {

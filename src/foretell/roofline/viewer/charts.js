@@ -23,7 +23,7 @@ const Charts = (() => {
 
   function niceTop(v) {
     const p = Math.pow(10, Math.floor(Math.log10(v || 1)));
-    return [1, 1.5, 2, 3, 4, 5, 7.5, 10].map((k) => k * p).find((k) => k >= v) || v;
+    return [1, 2, 4, 6, 8, 10].map((k) => k * p).find((k) => k >= v) || v;
   }
 
   /* series: [{points: [[x, y, fits]], other}], here: [x, y], even: y drawn as a dashed line. x logarithmic, y from 0. */
@@ -40,7 +40,7 @@ const Charts = (() => {
     }
     const step = Math.ceil((x1 - x0) / 6);
     for (let e = Math.ceil(x0); e <= x1; e += step) {
-      svg.append(make("text", { x: X(2 ** e), y: H - B + 14, "text-anchor": "middle", class: "tick" }, amount(2 ** e).replace(" ", "")));
+      svg.append(make("text", { x: X(2 ** e), y: H - B + 14, "text-anchor": "middle", class: "tick" }, e < 10 ? String(2 ** e) : `${2 ** (e - 10)}k`));
     }
     svg.append(make("text", { x: W - R, y: H - 4, "text-anchor": "end", class: "label" }, xlabel), make("text", { x: 4, y: 12, class: "label" }, ylabel));
     if (even !== undefined) svg.append(make("line", { x1: L, x2: W - R, y1: Y(even), y2: Y(even), class: "even" }));
