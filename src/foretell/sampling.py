@@ -6,7 +6,7 @@ history is its text plus its ancestors in the tree, so every parameter is exact 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -38,19 +38,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(name: str, low: float, high: float, open_low: bool = False) -> None:
-            value = getattr(self, name)
-            if not (isfinite(value) and low <= value <= high) or (open_low and value == low):
-                bound = f"{'above' if open_low else 'at least'} {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
-                raise ValueError(f"{name} must be {bound}, found {value}")
-
-        check("temperature", 0, float("inf"))
-        check("top_k", 0, float("inf"))
-        check("top_p", 0, 1, open_low=True)
-        check("min_p", 0, 1)
-        check("repetition_penalty", 0, float("inf"), open_low=True)
-        check("presence_penalty", -2, 2)
-        check("frequency_penalty", -2, 2)
+        _check("temperature", self.temperature, 0)
+        _check("top_k", self.top_k, 0)
+        _check("top_p", self.top_p, 0, 1, above=True)
+        _check("min_p", self.min_p, 0, 1)
+        _check("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _check("presence_penalty", self.presence_penalty, -2, 2)
+        _check("frequency_penalty", self.frequency_penalty, -2, 2)
 
     @property
     def remembers(self) -> bool:
@@ -61,6 +55,12 @@ class Sampling:
     def plain(self) -> bool:
         """Whether logits are used as they are, up to temperature."""
         return not self.remembers and not self.bias
+
+
+def _check(name: str, value: float, low: float, high: float = inf, above: bool = False) -> None:
+    if not (isfinite(value) and low <= value <= high) or (above and value == low):
+        bound = f"{'above' if above else 'at least'} {low:g}" + ("" if high == inf else f" and at most {high:g}")
+        raise ValueError(f"{name} must be {bound}, found {value}")
 
 
 class Noise:
