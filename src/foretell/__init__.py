@@ -1,7 +1,7 @@
 """Foretell: large language models that decode faster and say the same.
 
-A decoding method is a drafter that guesses, a shape that arranges the guesses into a token tree, and an acceptor that decides which of them stand; one batched
-engine runs them all.
+A decoding method is a drafter that guesses, a shape that arranges the guesses into a token tree, and an acceptor that decides which of them
+stand; one batched engine runs them all.
 
     import foretell
 
@@ -10,15 +10,20 @@ engine runs them all.
     print(answer.text, answer.statistics.tokens_per_pass)
 """
 
+import sys
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from foretell.api import Answer, Model
-from foretell.catalogue import catalogue
-from foretell.config import SpeculativeConfig
-from foretell.engine import Engine, Request, Statistics, Update
-from foretell.load import load
-from foretell.method import Method
-from foretell.sampling import Sampling
+if TYPE_CHECKING:
+    from foretell.api import Answer, Model
+    from foretell.catalogue import catalogue
+    from foretell.config import SpeculativeConfig
+    from foretell.engine import Engine, Request, Statistics, Update
+    from foretell.load import load
+    from foretell.method import Method
+    from foretell.sampling import Sampling
 
 __version__ = version("foretell")
 __all__ = [
@@ -35,3 +40,37 @@ __all__ = [
     "catalogue",
     "load",
 ]
+_HOME = {
+    "Answer": "api",
+    "Engine": "engine",
+    "Method": "method",
+    "Model": "api",
+    "Request": "engine",
+    "Sampling": "sampling",
+    "SpeculativeConfig": "config",
+    "Statistics": "engine",
+    "Update": "engine",
+    "catalogue": "catalogue",
+    "load": "load",
+}
+
+
+class _Package(ModuleType):
+    """Imports a public name when it is first used: torch takes seconds, and `foretell --help` does not need it.
+
+    `load` and `catalogue` are functions as well as the modules they live in; importing such a module must not hide its function.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = vars(import_module(f"{__name__}.{_HOME[name]}"))[name]
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

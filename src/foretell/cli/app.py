@@ -1,0 +1,100 @@
+"""`foretell`: the table of commands. A command's module is imported only when the command is called, so that help appears at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from foretell.cli.errors import spoken
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of the table: `module` holds a typer application named `app`, of one command or several."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS: Sequence[Command] = (
+    Command("generate", "foretell.cli.generate", "Answer a prompt, or a file of prompts, with any decoding method."),
+    Command("chat", "foretell.cli.chat", "Talk with a model in the terminal."),
+    Command("methods", "foretell.cli.methods", "List the decoding methods: the field's taxonomy as a table."),
+    Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
+    Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
+    Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up before anything runs."),
+)
+"""Every command, in the order of the help; a new one is a line here and a file beside this one."""
+
+
+class Commands(TyperGroup):
+    """The group over `COMMANDS`: help shows the table; calling a command imports it; errors become one sentence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options before the command."""
+        with spoken():
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The real command behind a line of the table."""
+        name, line, rest = super().resolve_command(ctx, args)
+        module = next((c.module for c in COMMANDS if line is not None and c.name == name), None)
+        return name, line if module is None else get_command(import_module(module).app), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with spoken():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _line_of_the_table() -> None:
+    """Stands in the help for a command that is not imported yet."""
+
+
+for _command in COMMANDS:
+    app.command(_command.name, help=_command.summary)(_line_of_the_table)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foretell {version('foretell')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Large language models that decode several times faster and say the same, token for token.
+
+    Try it with the embedded model, which needs no download:
+
+        foretell generate "Why is the sky blue?" --method sam_recycling
+
+        foretell verify sam_recycling        [dim]proof that it changes nothing[/]
+    """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="foretell")
