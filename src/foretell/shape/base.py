@@ -62,7 +62,7 @@ class Growth:
 
     def grows(self, row: int, node: int) -> bool:
         """Whether this node of the frontier may have children: it is live, and its text has room for them."""
-        return bool(self.tree.live[row, node]) and self._depth < self.context.room[row]
+        return bool(self.tree.live[row, node] and self._depth < self.context.room[row])
 
     def laws(self, draft: Predictor) -> Laws:
         """The drafter's distributions after the frontier."""
