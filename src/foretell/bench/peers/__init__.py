@@ -1,0 +1,1 @@
+"""Other runtimes, measured in the same run with the same weights."""

@@ -1,0 +1,34 @@
+"""What a runtime must do to be measured beside ours: generate a fixed number of tokens greedily, and read tokens on top of a cached text."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from foretell.bench.arrivals import Arrivals
+
+
+class Stepper(ABC):
+    """Reads a few new tokens on top of a text that it holds, again and again, as a target pass does."""
+
+    name: str
+
+    @abstractmethod
+    def hold(self, text: Sequence[int]) -> None:
+        """Read the text that every pass continues."""
+
+    @abstractmethod
+    def read(self, tokens: Sequence[int]) -> None:
+        """One pass over new tokens, a score of the whole vocabulary for each."""
+
+    def forget(self) -> None:
+        """Drop what the last pass added; not timed."""
+        return
+
+
+class Peer(ABC):
+    """Another runtime with the same weights."""
+
+    name: str
+
+    @abstractmethod
+    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
+        """Exactly `count` tokens after the prompt, greedily; an end of sequence does not end it."""

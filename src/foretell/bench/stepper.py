@@ -1,0 +1,64 @@
+"""Our own runtime as a contender of the step measurement."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foretell.api import Model
+from foretell.bench.peers.base import Stepper
+from foretell.engine import Request
+from foretell.tree import from_lists, root
+
+
+class OwnStepper(Stepper):
+    """`Runner.forward` over a chain, or over a binary tree of as many nodes, every node scored."""
+
+    def __init__(self, model: Model, branching: bool = False) -> None:
+        self.name = f"foretell {model.precision}" + (" tree" if branching else "")
+        self._runner, self._branching = model.runner(), branching
+
+    def hold(self, text: Sequence[int]) -> None:
+        """Read the text that every pass continues."""
+        self._runner.crop(0, 0)
+        for start in range(0, len(text), 512):
+            part = list(text[start : start + 512])
+            tree = root([part[-1]]).with_trunk([part])
+            self._runner.forward([0], tree, scored=np.zeros_like(tree.live))
+            self._runner.keep(0, range(len(part)))
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """One pass over new tokens; nothing is kept, so the next pass overwrites them."""
+        parents = [(i - 1) // 2 if i and self._branching else i - 1 for i in range(len(tokens))]
+        self._runner.forward([0], from_lists([tokens], [parents]))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A few engine steps: tokens decided, seconds in all, seconds in the target's pass."""
+
+    tokens: int
+    seconds: float
+    verify: float
+
+
+class EngineStretches:
+    """Steps of a whole engine that decodes `rows` texts at once without end, past their prompts."""
+
+    def __init__(self, model: Model, method: str, rows: int, text: Sequence[int], most: int) -> None:
+        self._engine = model.engine(method, rows=rows)
+        shifted = [[*text[r:], *text[:r]] for r in range(rows)]
+        numbers = [self._engine.submit(Request(t, max_new_tokens=most)) for t in shifted]
+        self._first = numbers[0]
+        while self._engine.statistics[self._first].new_tokens < 4:
+            self._engine.step()
+
+    def run(self, steps: int) -> Stretch:
+        """Time some steps; the first request's account tells how much of them the target took."""
+        before, tokens = self._engine.statistics[self._first].verify_seconds, 0
+        started = time.perf_counter()
+        for _ in range(steps):
+            tokens += sum(len(u.tokens) for u in self._engine.step())
+        seconds = time.perf_counter() - started
+        return Stretch(tokens, seconds, self._engine.statistics[self._first].verify_seconds - before)

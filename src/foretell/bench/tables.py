@@ -1,0 +1,38 @@
+"""Results as tables for the terminal."""
+
+from rich.table import Table
+
+from foretell.bench.step import StepReport
+
+
+def step_tables(report: StepReport) -> list[Table]:
+    """Times of a pass, batch throughput, and the promised ratios."""
+    sizes = sorted({p.tokens for p in report.passes})
+    times = Table(title=f"one pass over n new tokens, {report.context} cached, {report.threads} threads: median ms")
+    times.add_column("contender")
+    for n in sizes:
+        times.add_column(f"n={n}", justify="right")
+    by_key = {(p.contender, p.tokens): p.median_ms for p in report.passes}
+    for name in dict.fromkeys(p.contender for p in report.passes):
+        times.add_row(name, *(f"{by_key[name, n]:.2f}" for n in sizes))
+    return [times, *([_throughput(report)] if report.throughput else []), _figures(report)]
+
+
+def _throughput(report: StepReport) -> Table:
+    table = Table(title="plain decoding of a batch, whole engine steps")
+    for name in ("contender", "rows", "tokens/s"):
+        table.add_column(name, justify="left" if name == "contender" else "right")
+    for s in report.throughput:
+        table.add_row(s.contender, str(s.rows), f"{s.tokens_per_second:.1f}")
+    return table
+
+
+def _figures(report: StepReport) -> Table:
+    table = Table(title="ratios (median over the rounds) and goals")
+    for name in ("figure", "value", "goal", ""):
+        table.add_column(name, justify="left" if name == "figure" else "right")
+    for f in report.figures:
+        table.add_row(
+            f.name, f"{f.value:.3f}", f"{'≤' if f.at_most else '≥'} {f.goal:g}", "met" if f.met else "[red]missed[/]"
+        )
+    return table

@@ -1,0 +1,152 @@
+"""Questions to measure with: Spec-Bench and HumanEval files, JSONL of prompts, plain text, and a small set of our own."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from foretell.names import unknown
+
+BUILT_IN = "builtin"
+"""Name of the questions that come with the package: original texts in Spec-Bench's six categories."""
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "conversation")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation: the user's turns; the second is asked after the model's own answer to the first."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+    @property
+    def group(self) -> str:
+        """The column of Spec-Bench's table: its eight MT-bench categories are one."""
+        return "mt_bench" if self.category in _MT_BENCH else self.category
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Questions of a file, and what was wrong with the lines that held none."""
+
+    source: str
+    questions: tuple[Question, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """In order of first appearance."""
+        return tuple(dict.fromkeys(q.category for q in self.questions))
+
+    @property
+    def digest(self) -> str:
+        """Changes when any question does."""
+        return sha256(json.dumps([[q.id, q.category, *q.turns] for q in self.questions]).encode()).hexdigest()[:16]
+
+    def select(self, per_category: int | None = None, categories: Sequence[str] = ()) -> "Tasks":
+        """The first `per_category` questions of the named categories (none named: of all).
+
+        Raises:
+            ValueError: a category that the file does not have, or nothing is left.
+        """
+        for name in categories:
+            if name not in self.categories:
+                raise unknown("category", name, self.categories)
+        if per_category is not None and per_category < 1:
+            raise ValueError(f"at least one question per category is needed, found {per_category}")
+        taken: dict[str, int] = defaultdict(int)
+        kept = []
+        for q in self.questions:
+            if (not categories or q.category in categories) and (
+                per_category is None or taken[q.category] < per_category
+            ):
+                taken[q.category] += 1
+                kept.append(q)
+        return Tasks(self.source, tuple(kept), self.problems)
+
+
+def load(source: str) -> Tasks:
+    """Read questions: `builtin`, or a file.
+
+    JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`, `prompt`), or a `prompt` with
+    optional `id` and `category`; a line may also be a bare JSON string. Any other file is plain text, one prompt a line. Broken lines are reported
+    in `problems` and left out.
+
+    Raises:
+        ValueError: there is no such file, or no question in it.
+    """
+    if source == BUILT_IN:
+        return _parse(source, files("foretell.bench").joinpath("builtin.jsonl").read_text("utf-8"), _json_line)
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"{source}: no such question file; give a path, or {BUILT_IN!r} for the questions that come with foretell"
+        )
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source}: not a UTF-8 text file (byte {error.start}); questions are JSONL or plain text"
+        ) from error
+    return _parse(source, text, _json_line if path.suffix in (".jsonl", ".json") else _text_line)
+
+
+def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> Tasks:
+    questions: dict[str, Question] = {}
+    problems = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            question = read(line, number)
+            if question.id in questions:
+                raise ValueError(f"question {question.id!r} is there already")
+            questions[question.id] = question
+        except ValueError as error:
+            problems.append(f"{source}, line {number}: {error}; the line is left out")
+    if not questions:
+        detail = f" ({problems[0]})" if problems else ""
+        raise ValueError(f"{source}: there is no question in this file{detail}")
+    return Tasks(source, tuple(questions.values()), tuple(problems))
+
+
+def _text_line(line: str, number: int) -> Question:
+    return Question(str(number), "text", (line.strip(),))
+
+
+def _json_line(line: str, number: int) -> Question:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos + 1})") from error
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object or a string was expected")
+    turns, category = _turns(value)
+    if not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise ValueError("a question needs `turns` (a list of texts) or a `prompt`, and none may be empty")
+    name = next((value[k] for k in ("question_id", "task_id", "id") if k in value), number)
+    return Question(str(name), str(value.get("category", category)), tuple(turns))
+
+
+def _turns(value: dict[str, Any]) -> tuple[list[Any], str]:
+    """The user's turns and the category that the kind of record implies."""
+    if isinstance(value.get("turns"), list):
+        return value["turns"], "questions"
+    if "task_id" in value and isinstance(value.get("prompt"), str):
+        return ["Complete the following Python function.\n\n" + value["prompt"]], "humaneval"
+    return [value["prompt"]] if "prompt" in value else [], "prompts"
+
+
+def by_category(questions: Iterable[Question]) -> dict[str, list[Question]]:
+    """Questions of every category, in order."""
+    found: dict[str, list[Question]] = defaultdict(list)
+    for q in questions:
+        found[q.category].append(q)
+    return dict(found)
