@@ -58,6 +58,8 @@ class Model:
             network=self.network,
             drafts=tuple(d.runner() for d in drafts),
             references=tuple(tuple(self.codec.encode(r, special=False)) for r in references),
+            eos=self.eos,
+            codec=self.codec,
         )
         return build(name, parts, config)
 

@@ -6,11 +6,12 @@ from importlib.metadata import entry_points
 
 from foretell.accept import Acceptor, Block, Match, Rejection, Typical
 from foretell.config import SpeculativeConfig
-from foretell.draft import DraftModel, Lookup, Mix, Nothing, Predictor, Recycling, Suffix, Together
+from foretell.draft import DraftModel, Jacobi, Lookahead, Lookup, Mix, Nothing, Predictor, Recycling, Suffix, Together
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.names import unknown
 from foretell.shape import Beam, Branch, Chain, Fixed, Root, Trie, optimal
+from foretell.text import TextCodec
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Parts:
     """The target's weights, where the own decoder runs it (a method that cuts the target needs them)."""
     drafts: tuple[Runner, ...] = ()
     references: tuple[tuple[int, ...], ...] = ()
+    eos: tuple[int, ...] = ()
+    """Tokens that end an answer of the target."""
+    codec: TextCodec | None = None
+    """The target's tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,22 @@ def _sam_recycling(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     return Method(Together([Suffix(parts.references), Recycling(parts.vocab)]), _trie(config, 16, 0.04), Match())
 
 
+def _lookahead(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    width, ngram = config.max_window_size or 7, config.max_ngram_size or 5
+    candidates = width if config.max_verification_set_size is None else config.max_verification_set_size
+    return Method(Lookahead(width, ngram, candidates, eos=parts.eos), _trie(config, candidates * (ngram - 1), 0.0), Match())
+
+
+def _jacobi(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    width = config.max_window_size or config.num_speculative_tokens or 8
+    return Method(Jacobi(width), _trie(config, width, 0.0), Match())
+
+
+def _gauss_seidel_jacobi(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    width = config.max_window_size or config.num_speculative_tokens or 3
+    return Method(Jacobi(width, slide=False), _trie(config, width, 0.0), Match())
+
+
 _CHAIN, _NONE = "arXiv 2211.17192, 2302.01318", "none"
 
 BUILT_IN: tuple[Entry, ...] = (
@@ -158,6 +179,10 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("suffix", "longest suffix match (automaton)", "trie", "match", True, _NONE, "arXiv 2411.10666, 2411.04975", _suffix, aliases=("sam",)),
     Entry("recycling", "successors from earlier passes", "trie", "match", True, _NONE, "arXiv 2408.08696", _recycling, aliases=("token_recycling",)),
     Entry("sam_recycling", "suffix match and recycled successors", "trie", "match", True, _NONE, "arXiv 2411.10666, 2408.08696", _sam_recycling),
+    Entry("lookahead", "n-grams of its own Jacobi trajectories", "trie beside the window", "match", True, _NONE, "arXiv 2402.02057", _lookahead),
+    Entry("jacobi", "its own previous iterate", "chain", "match", True, _NONE, "arXiv 2002.03629", _jacobi),
+    Entry("gauss_seidel_jacobi", "its own previous iterate, block by block", "chain", "match", True, _NONE, "arXiv 2305.10427",
+          _gauss_seidel_jacobi, aliases=("gs_jacobi",)),
     Entry("draft_model", "small model", "chain", "rejection", True, _NONE, _CHAIN, _draft_model, "draft model", False, ("speculative_sampling",)),
     Entry("block_verification", "small model", "chain", "block", True, _NONE, "arXiv 2403.10444", _block, "draft model", False),
     Entry("layer_skip", "first layers of the target", "chain, stops when unsure", "rejection", True, "optional", "arXiv 2404.16710", _layer_skip,

@@ -22,6 +22,12 @@ class SpeculativeConfig(BaseModel):
     """Length of a chain, or nodes of a tree."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
+    max_window_size: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Positions that lookahead iterates on, or a block of Jacobi decoding (this and the next two: names of TensorRT-LLM)."""
+    max_ngram_size: Annotated[int, Field(ge=2, le=32)] | None = None
+    max_verification_set_size: Annotated[int, Field(ge=0, le=64)] | None = None
+    datastore: str | None = None
+    """Directory that `foretell datastore build` wrote."""
     rejection_sample_method: Literal["standard", "block"] = "standard"
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     num_steps: Annotated[int, Field(ge=1)] | None = None

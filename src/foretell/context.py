@@ -30,6 +30,13 @@ class Text:
         """Tokens after the prompt, as a view."""
         return self._buffer[self.prompt_length : self.length]
 
+    def until(self, length: int) -> "Text":
+        """The text as it stood at an earlier length."""
+        out = Text(())
+        out.prompt_length, out.length = min(self.prompt_length, length), length
+        out._buffer = self._buffer[:length]
+        return out
+
     def append(self, tokens: Sequence[int]) -> None:
         """Add decided tokens."""
         end = self.length + len(tokens)

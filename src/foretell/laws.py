@@ -1,10 +1,12 @@
 """Processed next-token distributions at the nodes of a tree, computed when an acceptor or a shape asks for one."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.context import Context
+from foretell.context import Context, Step
 from foretell.sampling import Sampling, argmax, penalize, pick, truncate
 from foretell.tree import TokenTree
 
@@ -57,6 +59,12 @@ class Laws:
             return one_hot
         return truncate(torch.softmax(self._processed(row, node).double() / sampling.temperature, -1), sampling)
 
+    def graded(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """As `probabilities`, but at temperature 0 the softmax whose peak greedy decoding takes."""
+        if self.sampling(row).temperature > 0:
+            return self.probabilities(row, node)
+        return torch.softmax(self._processed(row, node).double(), -1)
+
     def confidence(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         """The model's own softmax after this node, before any sampling parameter: what drafters rank and stop by."""
         return torch.softmax(self._logits[self._at[row, node]], -1)
@@ -72,3 +80,9 @@ class Laws:
 
     def _below(self, row: int, node: int) -> int:
         return int(self._tree.depth[row, node] - self._tree.trunk[row]) + 1
+
+
+def laws_of(step: Step) -> Laws:
+    """The target's distributions at the nodes of a finished step, as its acceptor saw them: before the texts grew."""
+    texts = tuple(t.until(t.length - len(d)) for t, d in zip(step.context.texts, step.decided, strict=True))
+    return Laws(replace(step.context, texts=texts), step.tree, step.output.logits, step.output.at)

@@ -99,6 +99,22 @@ class TokenTree:
             return self
         return replace(self, live=self.live & (below <= room[:, None]))
 
+    def with_probes(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> "TokenTree":
+        """The tree and nodes that the target reads and never accepts, from index `nodes` on, padded to the longest row.
+
+        `parents` are indices in the new tree; a probe may hang below the root, a draft or an earlier probe.
+        """
+        first, most = self.nodes, max(len(t) for t in tokens)
+        if most == 0:
+            return self
+        out = concatenate([self, _blank(0, first + most)])
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            end = first + len(token)
+            out.token[row, first:end] = token
+            out.parent[row, first:end] = parent
+            out.probe[row, first:end] = True
+        return out
+
     def select(self, rows: Int[np.ndarray, " b"]) -> "TokenTree":
         """The trees of these rows, in this order."""
         return replace(

@@ -1,6 +1,8 @@
 """Drafters: what guesses the next tokens. One file per guesser."""
 
 from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
+from foretell.draft.jacobi import Jacobi
+from foretell.draft.lookahead import Lookahead
 from foretell.draft.lookup import Lookup
 from foretell.draft.mix import Mix
 from foretell.draft.model import DraftModel
@@ -12,6 +14,8 @@ __all__ = [
     "Continuation",
     "DraftModel",
     "Drafter",
+    "Jacobi",
+    "Lookahead",
     "Lookup",
     "Mix",
     "Nothing",
