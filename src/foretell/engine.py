@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from foretell.accept.base import Accepted
+from foretell.accept.price import Price
 from foretell.context import Context, Output, Step, Text
 from foretell.laws import Laws
 from foretell.method import AnyMethod
@@ -59,6 +60,8 @@ class Statistics:
     verify_seconds: float = 0.0
     decode_tokens: int = 0
     """New tokens that `decode_seconds` paid for."""
+    price: Price = field(default_factory=Price)
+    """How far a lossy method strayed from the target; zero for lossless ones."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -298,9 +301,12 @@ class Engine:
         """Account for the step and report it; None while a prompt is still being read. Tokens after a stop string do not count."""
         count, text, stopped = r.write(step.decided[i])
         trunk, tokens = int(step.tree.trunk[i]), step.decided[i][:count]
-        self.statistics[r.number].add(cost, trunk, int(step.tree.live[i].sum()) - trunk, verdict and len(verdict.path), len(tokens))
+        stood = None if verdict is None else len(verdict.path)
+        self.statistics[r.number].add(cost, trunk, int(step.tree.live[i].sum()) - trunk, stood, len(tokens))
         if verdict is None:
             return None
+        for toll in verdict.tolls[: len(tokens)]:
+            self.statistics[r.number].price.add(toll)
         logprobs = _logprobs(step, i)[:count] if r.request.logprobs else ()
         accepted = min(len(verdict.path), len(tokens))
         reason = "stop" if stopped or tokens[-1] in r.request.eos else "length" if r.wanted <= 0 else None

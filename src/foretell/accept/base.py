@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from foretell.accept.price import Toll
 from foretell.laws import Laws
 from foretell.tree import TokenTree
 
@@ -14,6 +15,8 @@ class Accepted:
 
     path: tuple[int, ...]
     token: int
+    tolls: tuple[Toll, ...] = ()
+    """What each decided token cost in fidelity, in order; nothing for a lossless rule."""
 
 
 class Acceptor(ABC):

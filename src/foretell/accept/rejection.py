@@ -41,24 +41,44 @@ class Rejection(Acceptor):
         if not drawn:
             token = laws.draw(row, node)
         else:
-            p = laws.probabilities(row, node)
-            used: dict[int, Float[torch.Tensor, " v"]] = {}
+            p, origins = laws.probabilities(row, node), Origins(tree, row)
             for trial, child in enumerate(drawn):
-                origin, token = int(tree.drawn_from[row, child]), int(tree.token[row, child])
-                q = used.get(origin)
-                if q is None:
-                    assert tree.q is not None
-                    q = tree.q[row, origin].to(p)
+                token, q = int(tree.token[row, child]), origins.law(child, p)
                 if laws.uniform(row, node, TRIAL + trial) * float(q[token]) < float(p[token]):
                     return child, token
                 p = residual(p, q)
-                if tree.distinct:
-                    q = q.clone()
-                    q[token] = 0
-                    total = q.sum()
-                    used[origin] = q / total if total > 0 else q
+                origins.refuse(child)
             token = pick(p, laws.uniform(row, node, RESIDUAL))
         return next((c for c in picked if tree.token[row, c] == token), None), token
+
+
+class Origins:
+    """The laws that the children of one node were drawn from, less what was refused where draws were without replacement."""
+
+    def __init__(self, tree: TokenTree, row: int) -> None:
+        self._tree, self._row = tree, row
+        self._left: dict[int, Float[torch.Tensor, " v"]] = {}
+
+    def law(self, child: int, like: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
+        """What this child is a draw from, in the precision of `like`; one point for a picked child."""
+        origin = int(self._tree.drawn_from[self._row, child])
+        if origin < 0:
+            point = torch.zeros_like(like)
+            point[int(self._tree.token[self._row, child])] = 1
+            return point
+        if origin not in self._left:
+            assert self._tree.q is not None
+            self._left[origin] = self._tree.q[self._row, origin].to(like)
+        return self._left[origin]
+
+    def refuse(self, child: int) -> None:
+        """Take a refused child out of the law of its later siblings."""
+        origin = int(self._tree.drawn_from[self._row, child])
+        if origin >= 0 and self._tree.distinct:
+            left = self._left[origin].clone()
+            left[int(self._tree.token[self._row, child])] = 0
+            total = left.sum()
+            self._left[origin] = left / total if total > 0 else left
 
 
 def residual(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:

@@ -4,26 +4,25 @@ import math
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
 
-from foretell.accept.base import Accepted, Acceptor
-from foretell.laws import Laws
-from foretell.tree import TokenTree
+from foretell.accept.tolerant import Tolerant
 
 
 @dataclass(frozen=True)
-class Typical(Acceptor):
-    """Accepts x when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats (Medusa, arXiv 2401.10774). Lossy.
+class Typical(Tolerant):
+    """Tolerates x where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats (Medusa, arXiv 2401.10774). Lossy.
 
-    The longest accepted path wins, ties by probability; the token after it is the target's own draw. `delta` None stands for sqrt(epsilon).
+    At temperature 0 that is the target's best token only. `delta` None stands for sqrt(epsilon).
     """
 
     epsilon: float = 0.09
     delta: float | None = None
 
-    lossless = False
-    same_seed = False
+    graded = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.epsilon <= 1:
             raise ValueError(f"typical acceptance: epsilon lies in (0, 1], found {self.epsilon}")
 
@@ -32,21 +31,6 @@ class Typical(Acceptor):
         delta = math.sqrt(self.epsilon) if self.delta is None else self.delta
         return min(self.epsilon, delta * math.exp(-entropy))
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
-        """Walk all accepted paths of text `row`."""
-        children, root = tree.children(row), int(tree.trunk[row]) - 1
-        best: tuple[int, float, tuple[int, ...]] = (0, 0.0, ())
-        queue: list[tuple[int, float, tuple[int, ...]]] = [(root, 0.0, ())]
-        while queue:
-            node, score, path = queue.pop()
-            best = max(best, (len(path), score, path), key=lambda x: x[:2])
-            if node not in children:
-                continue
-            p = laws.probabilities(row, node)
-            least = self.threshold(float(-torch.special.xlogy(p, p).sum()))
-            for child in children[node]:
-                chance = float(p[int(tree.token[row, child])])
-                if chance > least:
-                    queue.append((child, score + math.log(chance), (*path, child)))
-        path = best[2]
-        return Accepted(path, laws.draw(row, path[-1] if path else root))
+    def tolerated(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
+        """Tokens above the threshold of p's entropy."""
+        return p > self.threshold(float(-torch.special.xlogy(p, p).sum()))

@@ -1,0 +1,141 @@
+"""SpecTr: exact laws by enumeration, its guarantees, and end to end."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.accept import Transport
+from foretell.accept.transport import division, remainder
+from foretell.context import Context, Text
+from foretell.engine import Request
+from foretell.method import Method
+from foretell.sampling import Noise, Sampling
+from foretell.shape import Branch, Chain
+from helpers import exact_law, generate, p_value, small_model, target, unchecked
+
+
+def laws(vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two random distributions, some entries zero."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = torch.rand(2, vocab, generator=generator, dtype=torch.float64) ** 3
+    if seed % 3 == 1:
+        p[0] = 0
+    if seed % 3 == 2:
+        q[-1] = 0
+    return p / p.sum(), q / q.sum()
+
+
+def beta_of(p: torch.Tensor, q: torch.Tensor, rho: float) -> float:
+    return float(torch.minimum(q, p / rho).sum())
+
+
+def decided(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor, float]:
+    """The law of the decided token, over all draws, and the chance that it is one of them by acceptance."""
+    rho = division(p, q, draws)
+    out, accepted = torch.zeros_like(p), 0.0
+    for tokens in itertools.product(range(len(p)), repeat=draws):
+        chance = float(q[list(tokens)].prod())
+        for token in tokens:
+            part = min(1.0, float(p[token] / (rho * q[token]))) if q[token] > 0 else 0.0
+            out[token] += chance * part
+            accepted += chance * part
+            chance *= 1 - part
+        left = remainder(p, q, draws, rho)
+        out += chance * left / left.sum()
+    return out, accepted
+
+
+@pytest.mark.parametrize("draws", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(9))
+def test_the_law_is_exact(draws: int, seed: int) -> None:
+    p, q = laws(4, seed)
+    out, accepted = decided(p, q, draws)
+    assert float((out - p).abs().sum()) / 2 < 1e-12
+    beta = beta_of(p, q, division(p, q, draws))
+    assert accepted == pytest.approx(1 - (1 - beta) ** draws, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_the_guarantees_of_the_factor(seed: int) -> None:
+    p, q = laws(6, seed)
+    assert division(p, q, 1) == 1
+    before = 0.0
+    for draws in (1, 2, 3, 5):
+        rho = division(p, q, draws)
+        beta = beta_of(p, q, rho)
+        chance = 1 - (1 - beta) ** draws
+        raw = p - torch.minimum(q, p / rho) * (chance / beta)
+        best = float(torch.minimum(p, 1 - (1 - q) ** draws).sum())
+        assert float(raw.min()) >= -1e-12
+        assert float(raw.sum()) == pytest.approx(1 - chance, abs=1e-12)
+        assert before - 1e-12 <= chance <= best + 1e-12
+        assert chance >= (1 - (1 - 1 / draws) ** draws) * best - 1e-12
+        before = chance
+    beta = beta_of(q, q, division(q, q, 3))
+    assert 1 - (1 - beta) ** 3 == pytest.approx(1)
+
+
+def test_accepts_more_than_recursive_rejection() -> None:
+    def recursive(p: torch.Tensor, q: torch.Tensor, draws: int) -> float:
+        refused = 1.0
+        for _ in range(draws):
+            refused *= 1 - float(torch.minimum(p, q).sum())
+            p = (p - q).clamp_min(0)
+            p = p / p.sum()
+        return 1 - refused
+
+    for seed in range(0, 30, 3):
+        p, q = laws(5, seed)
+        assert 1 - (1 - beta_of(p, q, division(p, q, 3))) ** 3 >= recursive(p, q, 3) - 1e-9
+
+
+def test_nothing_in_common_leaves_the_target_s_law() -> None:
+    p, q = torch.tensor([0.5, 0.5, 0, 0]).double(), torch.tensor([0, 0, 0.25, 0.75]).double()
+    assert torch.equal(remainder(p, q, 3, division(p, q, 3)), p)
+
+
+def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-arg]
+    return Method(small_model(vocab), Branch(widths, distinct=False), Transport())
+
+
+def test_the_law_of_whole_answers() -> None:
+    vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 1500
+    sampling = Sampling(temperature=1.2, frequency_penalty=0.4)
+    law = exact_law(target(vocab), prompt, length, sampling)
+    requests = [
+        Request(prompt, Sampling(temperature=1.2, frequency_penalty=0.4, seed=s), max_new_tokens=length)
+        for s in range(count)
+    ]
+    with unchecked():
+        answers = generate(method(vocab, (3, 1, 1)), requests, rows=64, chunk=512, vocab=vocab)
+    index = np.array(answers) @ vocab ** np.arange(length)[::-1]
+    assert p_value(np.bincount(index, minlength=len(law)), law) > 1e-3
+
+
+def test_chains_side_by_side_are_independent() -> None:
+    """Equal draws at a node must not go on alike: their next tokens are draws of their own."""
+    same = agree = 0
+    draft = small_model(5)
+    for seed in range(80):
+        sampling = Sampling(temperature=4, seed=seed)
+        context = Context((0,), (Text([1, 2, 3]),), (sampling,), (Noise(seed),), np.array([9]))
+        tree = Branch((2, 1), distinct=False).grow(draft, context)
+        first, second = tree.token[0, 1:3], tree.token[0, 3:5]
+        if first[0] == first[1]:
+            same += 1
+            agree += int(second[0] == second[1])
+    assert 0 < agree < same
+
+
+def test_draws_without_replacement_are_refused() -> None:
+    bad = Method(small_model(5), Branch((2,)), Transport())
+    with pytest.raises(ValueError, match="distinct=False"):
+        generate(bad, [Request([1, 2], Sampling(temperature=1), max_new_tokens=4)], vocab=5)
+
+
+def test_greedy_and_picked_drafts_follow_the_target() -> None:
+    request = Request([3, 1, 4], max_new_tokens=12)
+    plain = generate(Method(small_model(29), Chain(0), Transport()), [request])
+    assert generate(method(29, (3, 1, 1)), [request]) == plain
