@@ -7,6 +7,7 @@ import numpy as np
 
 from foretell.context import Context
 from foretell.draft.base import Predictor
+from foretell.laws import Laws
 from foretell.shape.base import Growth, Shape, level
 from foretell.tree import TokenTree
 
@@ -60,24 +61,25 @@ class Chain(Shape[Predictor]):
 def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw: bool) -> TokenTree:
     """A chain per text, each at its own pace."""
     growth = Growth(replace(context, room=np.minimum(context.room, [p.length for p in paces])))
-    going = np.ones(len(paces), bool)
-    for _ in range(int(growth.context.room.max())):
+    going = list(range(len(paces)))
+    while going := [row for row in going if growth.grows(row, int(growth.frontier[row, 0]))]:
         laws, parents = growth.laws(draft), growth.frontier[:, 0].tolist()
-        for row in _asking(growth, going, [p.fallback for p in paces]):
-            going[row] = float(laws.confidence(row, parents[row]).max()) >= paces[row].fallback
+        going = [row for row in going if _sure(laws, row, parents[row], paces[row].fallback)]
         level(growth, laws, [(0,)], draw)
-        node = growth.tree.nodes - 1
-        going &= growth.tree.live[:, node]
-        growth.tree.live[:, node] = going
-        for row in np.flatnonzero(going & np.array([p.confidence > 0 for p in paces])).tolist():
-            sure = laws.confidence(row, parents[row])[growth.tree.token[row, node]]
-            going[row] = float(sure) >= paces[row].confidence
-        if not going.any():
-            break
+        node, stopped = growth.tree.nodes - 1, np.ones(len(paces), bool)
+        stopped[going] = False
+        growth.tree.live[stopped, node] = False
+        going = [
+            row
+            for row in going
+            if _sure(laws, row, parents[row], paces[row].confidence, int(growth.tree.token[row, node]))
+        ]
     return growth.done()
 
 
-def _asking(growth: Growth, going: np.ndarray, least: Sequence[float]) -> list[int]:
-    """Rows whose chain would go on if the drafter is sure enough."""
-    nodes = growth.frontier[:, 0].tolist()
-    return [row for row, node in enumerate(nodes) if going[row] and least[row] > 0 and growth.grows(row, node)]
+def _sure(laws: Laws, row: int, node: int, least: float, token: int | None = None) -> bool:
+    """Whether the drafter gives `token` (its best one if None) at least this probability after `node`."""
+    if least <= 0:
+        return True
+    confidence = laws.confidence(row, node)
+    return float(confidence.max() if token is None else confidence[token]) >= least

@@ -1,0 +1,88 @@
+"""Chains that adapt: the published check values, and that adapting changes no answer."""
+
+import pytest
+
+from foretell.accept import Match, Rejection
+from foretell.draft import Nothing
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Adaptive, Chain, Root, Schedule, Threshold
+from foretell.shape.adaptive import Record
+from foretell.shape.chain import Pace
+from helpers import VOCAB, generate, good_model, random_tokens, small_model, target
+
+REQUESTS = [Request(random_tokens(n, seed=n), max_new_tokens=18) for n in (3, 17, 9)]
+RULES = [Schedule(), Threshold()]
+
+
+def test_the_heuristic_schedule() -> None:
+    record, lengths = Record(Pace(5)), []
+    for accepted in (5, 6, 7, 0, 2, 6):
+        record = Schedule().after(record, record.pace.length, accepted)
+        lengths.append(record.pace.length)
+    assert lengths == [7, 6, 5, 4, 3, 2]
+    shortest = Schedule().after(Record(Pace(1)), 1, 0)
+    assert shortest.pace.length == 1
+    assert Schedule(most=6).after(Record(Pace(5)), 5, 5).pace.length == 6
+
+
+def test_draft_and_verify_check_values() -> None:
+    record, found = Record(Pace(8, confidence=0.8)), []
+    for accepted, drafted in ((0, 4), (2, 4), (8, 8)):
+        record = Threshold().after(record, drafted, accepted)
+        found.append((record.acceptance, record.pace.confidence))
+    assert found == [
+        (0, pytest.approx(0.801)),
+        (0.25, pytest.approx(0.802)),
+        (0.625, pytest.approx(0.803)),
+    ]
+
+
+def test_the_threshold_falls_only_before_the_cap() -> None:
+    sure = Record(Pace(8, confidence=0.8), acceptance=1.0)
+    assert Threshold().after(sure, 4, 4).pace.confidence == pytest.approx(0.799)
+    assert Threshold().after(sure, 8, 8).pace.confidence == 0.8
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
+def test_adapting_changes_no_answer(rule: Schedule | Threshold) -> None:
+    plain = generate(Method(Nothing(), Root(), Match()), REQUESTS)
+    for rows, chunk in ((3, 16), (1, 512)):
+        method = Method(small_model(VOCAB), Adaptive(Chain(4, confidence=0.5), rule), Rejection())
+        assert generate(method, REQUESTS, rows, chunk) == plain
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
+def test_drawn_answers_do_not_depend_on_company(rule: Schedule | Threshold) -> None:
+    requests = [Request(r.prompt, Sampling(temperature=1, seed=3), 18) for r in REQUESTS]
+
+    def answers(rows: int) -> list[list[int]]:
+        method = Method(small_model(VOCAB), Adaptive(Chain(4, confidence=0.5), rule), Rejection())
+        return generate(method, requests, rows)
+
+    assert answers(3) == answers(1)
+
+
+def test_good_drafts_lengthen_the_chain_and_rows_are_forgotten() -> None:
+    shape = Adaptive(Chain(2), Schedule())
+    method = Method(good_model(VOCAB), shape, Match())
+    generate(method, [Request([1, 2, 3], max_new_tokens=20)], rows=1)
+    assert shape.record(0) == Record(Pace(2)), "the next request starts afresh"
+
+
+def test_a_row_falls_back_before_an_unsure_token() -> None:
+    never = Engine(DecoderRunner(target()), Method(small_model(VOCAB), Chain(5, fallback=1.0), Match()))
+    never.submit(REQUESTS[0])
+    list(never.run())
+    assert never.statistics[1].drafted == 0
+    one = Engine(DecoderRunner(target()), Method(small_model(VOCAB), Chain(5, confidence=1.0), Match()))
+    one.submit(REQUESTS[0])
+    list(one.run())
+    assert 0 < one.statistics[1].drafted <= one.statistics[1].target_passes
+
+
+def test_bad_thresholds_are_refused() -> None:
+    with pytest.raises(ValueError, match="lies in"):
+        Chain(4, fallback=1.5)
