@@ -1,0 +1,233 @@
+"""Shared by the tests: tiny models, every method and variant under its name, and references written without the engine."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jaxtyping
+import numpy as np
+import torch
+from scipy.stats import chisquare
+
+from foretell.accept import Block, Match, Rejection, Typical
+from foretell.catalogue import BUILT_IN, Entry, Parts
+from foretell.config import SpeculativeConfig
+from foretell.draft import DraftModel, Lookup, Mix
+from foretell.engine import Engine, Request, Update
+from foretell.method import AnyMethod, Method
+from foretell.model.decoder import Decoder
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Noise, Sampling
+from foretell.shape import Beam, Branch, Chain, Fixed, Trie, optimal
+from foretell.testing import TINY, tiny_decoder
+from foretell.text import Detokenizer
+from foretell.tree import TokenTree, root
+
+Law = np.ndarray
+VOCAB = 29
+"""Vocabulary of the tests that compare texts; the law tests have a smaller one."""
+
+
+@cache
+def target(vocab: int = VOCAB, layers: int = 2) -> Decoder:
+    """A small model in float64."""
+    return tiny_decoder(replace(TINY, vocab=vocab, layers=layers))
+
+
+@cache
+def sibling(vocab: int = VOCAB) -> Decoder:
+    """Another model, smaller and mostly of another opinion."""
+    return tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method under test: how to build it afresh for a vocabulary, and what it promises."""
+
+    name: str
+    make: Callable[[int], AnyMethod]
+    lossless: bool = True
+    same_seed: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _of_catalogue(entry: Entry) -> Variant:
+    def make(vocab: int) -> AnyMethod:
+        drafts = (DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1)))
+        drafts = drafts if entry.name == "specinfer" else drafts[:1]
+        references = (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9)))
+        return entry.build(Parts(vocab, target(vocab), drafts, references), SpeculativeConfig())
+
+    return Variant(entry.name, make, entry.lossless, entry.same_seed)
+
+
+def small_model(vocab: int) -> DraftModel:
+    """A drafter that is often wrong."""
+    return DraftModel(DecoderRunner(sibling(vocab)))
+
+
+def good_model(vocab: int) -> DraftModel:
+    """A drafter that is often right: the target's first layer."""
+    return DraftModel(DecoderRunner(target(vocab).cut(1)))
+
+
+_CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+_RATES = [0.5, 0.2, 0.1]
+_BY_HAND = (
+    Variant("sure_chain", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Rejection()), same_seed=False),
+    Variant("sure_block", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Block()), same_seed=False),
+    Variant("picked_chain", lambda v: Method(good_model(v), Chain(4, draw=False), Rejection())),
+    Variant("drawn_and_matched", lambda v: Method(small_model(v), Chain(4), Match())),
+    Variant(
+        "independent", lambda v: Method(small_model(v), Branch((3, 2), distinct=False), Rejection()), same_seed=False
+    ),
+    Variant("distinct", lambda v: Method(small_model(v), Branch((3, 2, 1)), Rejection()), same_seed=False),
+    Variant(
+        "mixed",
+        lambda v: Method(Mix([small_model(v), good_model(v)], [1, 2]), Branch((2, 2)), Rejection()),
+        same_seed=False,
+    ),
+    Variant("fixed_picked", lambda v: Method(good_model(v), Fixed(_CHOICES), Match())),
+    Variant("fixed_drawn", lambda v: Method(good_model(v), Fixed(_CHOICES, draw=True), Rejection()), same_seed=False),
+    Variant(
+        "optimal_drawn", lambda v: Method(small_model(v), optimal(8, _RATES, draw=True), Rejection()), same_seed=False
+    ),
+    Variant("beam", lambda v: Method(good_model(v), Beam(3, 3, 7), Match())),
+    Variant("beam_rejected", lambda v: Method(good_model(v), Beam(3, 3, 7), Rejection())),
+    Variant("first_copy", lambda v: Method(Lookup(2, 1, 4, choice="first"), Trie(4), Match())),
+    Variant(
+        "typical_tree",
+        lambda v: Method(small_model(v), Branch((2, 2), draw=False), Typical()),
+        lossless=False,
+        same_seed=False,
+    ),
+)
+
+VARIANTS = tuple(_of_catalogue(e) for e in BUILT_IN) + _BY_HAND
+"""The catalogue, then parts that it does not combine."""
+
+
+def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
+    """Tokens drawn evenly."""
+    tokens: list[int] = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tokens
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[list[Update]]:
+    """The updates of every request, all submitted at once."""
+    numbers = [engine.submit(r) for r in requests]
+    updates: dict[int, list[Update]] = {n: [] for n in numbers}
+    for update in engine.run():
+        updates[update.request].append(update)
+    return [updates[n] for n in numbers]
+
+
+def tokens_of(updates: Sequence[Update]) -> list[int]:
+    """What a request got."""
+    return [t for u in updates for t in u.tokens]
+
+
+def engine_for(method: AnyMethod, rows: int = 3, chunk: int = 16, vocab: int = VOCAB) -> Engine:
+    """The tiny target under a method, with letters for tokens."""
+    return Engine(
+        DecoderRunner(target(vocab)), method, rows=rows, chunk=chunk, detokenizer=lambda: Detokenizer(letters)
+    )
+
+
+def generate(
+    method: AnyMethod, requests: Sequence[Request], rows: int = 3, chunk: int = 16, vocab: int = VOCAB
+) -> list[list[int]]:
+    """What every request got from the tiny target."""
+    return [tokens_of(u) for u in run(engine_for(method, rows, chunk, vocab), requests)]
+
+
+def letters(tokens: Sequence[int]) -> str:
+    """One letter per token."""
+    return "".join(chr(ord("a") + t) for t in tokens)
+
+
+def chain_tree(tokens: Sequence[int]) -> TokenTree:
+    """Decided tokens as the tree of a pass."""
+    return root(tokens[-1:]).with_trunk([tokens])
+
+
+def all_logits(network: Decoder, tokens: Sequence[int]) -> np.ndarray:
+    """Scores after every token of a text read in one pass without a past."""
+    output = DecoderRunner(network).forward([0], chain_tree(tokens))
+    return output.logits.double().numpy()
+
+
+def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -> Law:
+    """The processed distribution, written plainly: penalties, bias, temperature, top-k, top-p, min-p."""
+    x = logits.astype(np.float64).copy()
+    for token in set(text):
+        x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
+    for token in text[prompt:]:
+        x[token] -= s.frequency_penalty
+    for token in set(text[prompt:]):
+        x[token] -= s.presence_penalty
+    for token, value in s.bias.items():
+        x[token] += value
+    if s.temperature == 0:
+        return np.eye(len(x))[x.argmax()]
+    p = np.exp((x - x.max()) / s.temperature)
+    order = np.argsort(-p, kind="stable")
+    if s.top_k:
+        p[order[s.top_k :]] = 0
+    p /= p.sum()
+    above = 0.0
+    for token in order.tolist() if s.top_p < 1 else []:
+        if above >= s.top_p:
+            p[token] = 0
+        above += p[token]
+    p[p < s.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def naive(network: Decoder, request: Request) -> list[int]:
+    """Decoding without cache, batch, tree or engine: one whole pass per token, and the token at the request's own quantile."""
+    text, noise, prompt = list(request.prompt), Noise(request.sampling.seed), len(request.prompt)
+    for position in range(prompt, prompt + request.max_new_tokens):
+        law = process(all_logits(network, text)[-1], text, prompt, request.sampling)
+        text.append(int(np.searchsorted(law.cumsum(), noise.uniform(position) * law.sum(), side="right")))
+        if text[-1] in request.eos or any(s in letters(text[prompt:]) for s in request.stop):
+            break
+    return text[prompt:]
+
+
+def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: Sampling) -> Law:
+    """Probability of every continuation of `length` tokens, in lexical order."""
+
+    def grow(text: list[int], chance: float) -> list[float]:
+        if len(text) == len(prompt) + length:
+            return [chance]
+        law = process(all_logits(network, text)[-1], text, len(prompt), sampling)
+        return [c for token, p in enumerate(law.tolist()) for c in grow([*text, token], chance * p)]
+
+    return np.array(grow(list(prompt), 1.0))
+
+
+def p_value(counts: np.ndarray, law: Law) -> float:
+    """Chance of counts at least as far from `law`, by Pearson's test with rare outcomes taken together; 0 if something impossible happened."""
+    if counts[law == 0].any():
+        return 0.0
+    expected = law * counts.sum()
+    common = expected >= 5
+    found, wanted = counts[common], expected[common]
+    if expected[~common].sum() > 0:
+        found, wanted = np.append(found, counts[~common].sum()), np.append(wanted, expected[~common].sum())
+    return float(chisquare(found, wanted).pvalue)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Without the run-time type checks, which other tests make on the same code: for thousands of requests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
