@@ -1,0 +1,189 @@
+"""The three checks of a method, on one model."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from foretell.api import Model
+from foretell.catalogue import catalogue
+from foretell.config import SpeculativeConfig
+from foretell.engine import Request
+from foretell.method import AnyMethod
+from foretell.sampling import Sampling
+from foretell.verify.company import Company, rounding_explains
+from foretell.verify.divergence import Divergence, Judge, variation
+from foretell.verify.identity import Identity
+from foretell.verify.law import ExactLaw, LawTest, check_law, exact_law
+from foretell.verify.prompts import LAW_TEXTS, PROMPTS
+from foretell.verify.run import Result, run, tokens_per_pass
+
+Make = Callable[[], AnyMethod]
+"""Builds a method afresh: what one run taught its drafter must not help the next."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How hard to look.
+
+    `effect`: the total variation whose chance to be seen is reported.
+
+    Raises:
+        ValueError: no prompts, or a count below 1.
+    """
+
+    prompts: tuple[str, ...] = PROMPTS
+    max_new_tokens: int = 48
+    samples: int = 2400
+    seed: int = 0
+    effect: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("the checks need at least one prompt")
+        for name in ("max_new_tokens", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the checks of one method found."""
+
+    method: str
+    lossless: bool
+    """What the method claims."""
+    identity: Identity
+    law: LawTest
+    company: Company
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """All three checks found nothing."""
+        return self.identity.passed and self.law.passed and self.company.passed
+
+
+class Verifier:
+    """Checks methods of one model; what plain decoding says is computed once."""
+
+    def __init__(self, model: Model, settings: Settings | None = None) -> None:
+        self.model, self.settings = model, settings or Settings()
+        self._runner = model.runner()
+        self._judge = Judge(self._runner, model.precision, model.codec.decode)
+
+    def check(self, make: Make) -> Report:
+        """Run the three checks on the method that `make` builds."""
+        started, method = time.perf_counter(), make()
+        alone = self._alone(make, self._greedy)
+        identity = Identity(
+            prompts=len(alone),
+            tokens=sum(len(r.tokens) for r in alone),
+            tokens_per_pass=tokens_per_pass(alone),
+            divergences=self._compare(self._plain, alone),
+        )
+        s = self.settings
+        law = check_law(self._runner, make, self._law, s.samples, s.seed, s.effect)
+        company = self._company(make, alone)
+        return Report(method.name, method.lossless, identity, law, company, time.perf_counter() - started)
+
+    def _company(self, make: Make, alone: Sequence[Result]) -> Company:
+        sampled_alone = self._alone(make, self._sampled)
+        count = len(self._greedy) + len(self._sampled)
+        rows = max(2, count * 2 // 3)
+        together = run(self._runner, make(), [*self._sampled, *self._greedy], rows)
+        sampled, greedy = together[: len(self._sampled)], together[len(self._sampled) :]
+        differ, p_value = rounding_explains([r.tokens for r in sampled_alone], [r.tokens for r in sampled], self._noise)
+        return Company(len(greedy), len(sampled), rows, self._compare(alone, greedy), differ, p_value)
+
+    def _alone(self, make: Make, requests: Sequence[Request]) -> list[Result]:
+        return [run(self._runner, make(), [r], rows=1)[0] for r in requests]
+
+    def _compare(self, expected: Sequence[Result], found: Sequence[Result]) -> tuple[Divergence, ...]:
+        triples = enumerate(zip(self._greedy, expected, found, strict=True))
+        judged = (self._judge.explain(i, r.prompt, a.tokens, b.tokens) for i, (r, a, b) in triples)
+        return tuple(d for d in judged if d is not None)
+
+    @cached_property
+    def _greedy(self) -> list[Request]:
+        return [self.model.request(p, max_new_tokens=self.settings.max_new_tokens) for p in self.settings.prompts]
+
+    @cached_property
+    def _sampled(self) -> list[Request]:
+        """The same prompts at temperature 1, with seeds of their own and unequal lengths."""
+        longest = self.settings.max_new_tokens
+        return [
+            replace(
+                r,
+                sampling=Sampling(temperature=1.0, top_p=0.95, seed=self.settings.seed + i),
+                max_new_tokens=max(1, longest // (2 + i % 3)),
+            )
+            for i, r in enumerate(self._greedy)
+        ]
+
+    @cached_property
+    def _plain(self) -> list[Result]:
+        return self._alone(self.model.method, self._greedy)
+
+    @cached_property
+    def _law(self) -> ExactLaw:
+        """Of the short texts, the one whose continuation is least certain."""
+        texts = [(t, self.model.tokens(t, raw=True)) for t in LAW_TEXTS]
+        return max(
+            (exact_law(self._runner, text, tokens) for text, tokens in texts if tokens), key=lambda law: law.entropy
+        )
+
+    @cached_property
+    def _noise(self) -> float:
+        """How much rounding blurs the distribution of a token, as total variation."""
+        readings = [
+            self._judge.readings([*r.prompt, *a.tokens]) for r, a in zip(self._greedy[:1], self._plain, strict=False)
+        ]
+        return max(variation(a, b) for a, b in readings)
+
+
+def buildable(model: Model, drafts: Sequence[Model] = (), references: Sequence[str] = ()) -> list[str]:
+    """Methods of the catalogue that can be built from what is there."""
+
+    def can(name: str) -> bool:
+        try:
+            model.method(name, drafts=drafts, references=references)
+        except ValueError:
+            return False
+        return True
+
+    return [name for name in catalogue() if can(name)]
+
+
+def checks(
+    model: Model,
+    names: Sequence[str],
+    settings: Settings | None = None,
+    *,
+    config: SpeculativeConfig | None = None,
+    drafts: Sequence[Model] = (),
+    references: Sequence[str] = (),
+) -> Iterator[Report]:
+    """As `verify`, one report after another."""
+    verifier = Verifier(model, settings)
+    for name in names or buildable(model, drafts, references):
+        yield verifier.check(lambda n=name: model.method(n, config, drafts=drafts, references=references))  # type: ignore[misc]
+
+
+def verify(
+    model: Model,
+    names: Sequence[str] = (),
+    settings: Settings | None = None,
+    *,
+    config: SpeculativeConfig | None = None,
+    drafts: Sequence[Model] = (),
+    references: Sequence[str] = (),
+) -> list[Report]:
+    """Check that methods change nothing about what a model says.
+
+    `names`: methods of the catalogue; none: all that can be built from the target, `drafts` and `references`.
+
+    Raises:
+        ValueError: an unknown method, or one that needs what is not there.
+    """
+    return list(checks(model, names, settings, config=config, drafts=drafts, references=references))

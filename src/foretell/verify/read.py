@@ -1,0 +1,32 @@
+"""The target read without the engine: in one pass, or one token at a time as plain decoding does."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from foretell.model.runner import Runner
+from foretell.tree import root
+
+
+def scores(runner: Runner, tokens: Sequence[int], last: int, at_once: bool) -> Float[torch.Tensor, "last v"]:
+    """Scores of what follows each of the `last` tokens of a text.
+
+    `at_once`: all of it read in one pass; else the tokens before these in one pass and these one by one. In exact arithmetic the two agree.
+    """
+    runner.crop(0, 0)
+    head = len(tokens) if at_once else len(tokens) - last
+    pieces = [tokens[:head]] if head else []
+    pieces += [] if at_once else [[t] for t in tokens[head:]]
+    read = [_read(runner, piece, min(last, len(piece))) for piece in pieces]
+    return torch.cat(read)[-last:]
+
+
+def _read(runner: Runner, piece: Sequence[int], last: int) -> Float[torch.Tensor, "last v"]:
+    tree = root([piece[-1]]).with_trunk([piece])
+    scored = np.zeros(tree.live.shape, bool)
+    scored[:, -last:] = True
+    output = runner.forward([0], tree, scored=scored)
+    runner.keep(0, range(len(piece)))
+    return output.logits

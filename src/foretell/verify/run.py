@@ -1,0 +1,37 @@
+"""Requests through the engine, for the checks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretell.engine import Engine, Request, Statistics
+from foretell.method import AnyMethod
+from foretell.model.runner import Runner
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a request got and cost."""
+
+    tokens: tuple[int, ...]
+    statistics: Statistics
+
+
+def run(runner: Runner, method: AnyMethod, requests: Sequence[Request], rows: int) -> list[Result]:
+    """All requests with one method, at most `rows` together; results in their order."""
+    engine = Engine(runner, method, rows=rows)
+    numbers = [engine.submit(r) for r in requests]
+    tokens: dict[int, list[int]] = {n: [] for n in numbers}
+    for update in engine.run():
+        tokens[update.request] += update.tokens
+    return [Result(tuple(tokens[n]), engine.statistics[n]) for n in numbers]
+
+
+def tokens_per_pass(results: Sequence[Result]) -> float:
+    """Mean over all passes."""
+    passes = sum(r.statistics.target_passes for r in results)
+    return sum(r.statistics.new_tokens for r in results) / passes if passes else 0.0
+
+
+def drafted(results: Sequence[Result]) -> tuple[int, int]:
+    """Tokens drafted, and accepted."""
+    return sum(r.statistics.drafted for r in results), sum(sum(r.statistics.accepted_per_position) for r in results)
