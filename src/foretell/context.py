@@ -77,6 +77,8 @@ class Output:
     at: Int[np.ndarray, "b n"]
     features: tuple[Float[torch.Tensor, "t d"], ...] = ()
     feature_at: Int[np.ndarray, "b n"] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    experts: tuple[int, ...] = ()
+    """Distinct experts that the pass read in each mixture-of-experts layer."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,15 @@ class Statistics:
     """New tokens that `decode_seconds` paid for."""
     price: Price = field(default_factory=Price)
     """How far a lossy method strayed from the target; zero for lossless ones."""
+    experts_read: int = 0
+    """Distinct experts that passes after the prompt read, summed over their mixture-of-experts layers."""
+    mixtures_read: int = 0
+    """Mixture-of-experts layers of those passes."""
+
+    @property
+    def experts_per_pass(self) -> float:
+        """Mean distinct experts that a decoding pass reads in a mixture-of-experts layer; 0 for dense models."""
+        return self.experts_read / self.mixtures_read if self.mixtures_read else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
@@ -305,6 +314,9 @@ class Engine:
         self.statistics[r.number].add(cost, trunk, int(step.tree.live[i].sum()) - trunk, stood, len(tokens))
         if verdict is None:
             return None
+        if trunk == 1:
+            self.statistics[r.number].experts_read += sum(step.output.experts)
+            self.statistics[r.number].mixtures_read += len(step.output.experts)
         for toll in verdict.tolls[: len(tokens)]:
             self.statistics[r.number].price.add(toll)
         logprobs = _logprobs(step, i)[:count] if r.request.logprobs else ()

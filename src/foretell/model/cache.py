@@ -78,6 +78,8 @@ class Cache:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
+        self.experts_read: list[int] = []
+        """Distinct experts that each mixture layer of the pass under way has read so far."""
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for at least `rows` rows of `slots` tokens each, keeping what is there."""

@@ -72,6 +72,14 @@ class Block(nn.Module):
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
 
 
+def _feed_forward(block: Block, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+    if isinstance(block.mlp, FeedForward):
+        return block.mlp.forward(x)
+    out, experts = block.mlp.visit(x)
+    cache.experts_read.append(experts)
+    return out
+
+
 @dataclass(frozen=True)
 class Skip:
     """Sub-layers that a pass leaves out: the residual stream goes past them unchanged."""
@@ -148,12 +156,19 @@ class Decoder(nn.Module):
         for i in range(first, last):
             block = self.blocks[i]
             assert isinstance(block, Block)
-            if i not in self.skip.attention:
-                part = self._attention(block, i, block.attention_norm(x), cache, plan)
-                x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
-            if i not in self.skip.mlp:
-                part = block.mlp(block.mlp_norm(x))
-                x = x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
+            x = self.through(block, i, x, plan, cache)
+        return x
+
+    def through(
+        self, block: Block, i: int, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache
+    ) -> Float[torch.Tensor, "t d"]:
+        """One block as the `i`-th, wherever its weights come from."""
+        if i not in self.skip.attention:
+            part = self._attention(block, i, block.attention_norm(x), cache, plan)
+            x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
+        if i not in self.skip.mlp:
+            part = _feed_forward(block, block.mlp_norm(x), cache)
+            x = x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
         return x
 
     def _attention(self, block: Block, i: int, x: torch.Tensor, cache: Cache, plan: Plan) -> torch.Tensor:

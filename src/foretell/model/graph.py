@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from foretell.model.attention import Plan, first_places, rectangle
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
+from foretell.model.decoder import Decoder, Skip
 
 _MOST_TOKENS = 64
 """Larger passes are not bound by launches, so they run as they are."""
@@ -70,6 +70,10 @@ class GraphedDecoder:
     def cut(self, layers: int) -> "GraphedDecoder":
         """The first blocks under the same head, sharing weights."""
         return GraphedDecoder(self._decoder.cut(layers))
+
+    def skipping(self, skip: Skip) -> "GraphedDecoder":
+        """All blocks without some of their parts, sharing weights."""
+        return GraphedDecoder(self._decoder.skipping(skip))
 
     def run(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int

@@ -37,9 +37,14 @@ class ExpertFeedForward(nn.Module):
 
     def forward(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """Weighted sum of the visited experts, plus the shared one."""
+        return self.visit(x)[0]
+
+    def visit(self, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t d"], int]:
+        """What `forward` gives, and how many distinct experts were read for it."""
         weight, index = self.route(x)
         out = torch.zeros_like(x)
-        for expert in index.unique().tolist():
+        visited = index.unique().tolist()
+        for expert in visited:
             token, place = torch.nonzero(index == expert, as_tuple=True)
             gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, -1)
             part = F.linear(F.silu(gate) * up, self.down[expert])
@@ -48,4 +53,4 @@ class ExpertFeedForward(nn.Module):
             gate, up = self.shared_gate_up(x).chunk(2, -1)
             part = self.shared_down(F.silu(gate) * up)
             out = out + (part if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * part)
-        return out
+        return out, len(visited)

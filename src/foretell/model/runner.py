@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.context import Output
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
+from foretell.model.decoder import Skip
 from foretell.tree import TokenTree
 
 
@@ -43,6 +44,9 @@ class Network(Protocol):
 
     def cut(self, layers: int) -> "Network":
         """The first blocks under the same head, sharing weights."""
+
+    def skipping(self, skip: Skip) -> "Network":
+        """All blocks without some of their parts, sharing weights."""
 
 
 class Runner(ABC):
@@ -108,6 +112,7 @@ class DecoderRunner(Runner):
         """Read nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
         read = tree.read if read is None else read
+        self.cache.experts_read = []
         layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
         features, x = self._blocks(self.network.embed(torch.from_numpy(tree.token[read])), layout, taps)
         wanted = read if scored is None else read & scored
@@ -116,7 +121,7 @@ class DecoderRunner(Runner):
         if len(chosen) < len(x):
             x = x[torch.from_numpy(chosen).to(x.device)]
         logits = self.network.logits(self.network.final(x)) if len(chosen) else x.new_zeros(0, self.vocab)
-        return Output(logits=logits, at=at, features=features, feature_at=index)
+        return Output(logits, at, features, index, experts=tuple(self.cache.experts_read))
 
     def _blocks(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
