@@ -1,0 +1,68 @@
+"""How much each sub-layer changes the residual stream: what can be left out of a draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from foretell.model.cache import Layout
+from foretell.model.decoder import Skip
+from foretell.model.runner import Network
+from foretell.tree import root
+
+Stream = Float[torch.Tensor, "t d"]
+
+
+@dataclass(frozen=True)
+class Influence:
+    """Mean of 1 - cos(input, output) per layer, over the tokens of a text (block influence: Men et al., arXiv 2403.03853)."""
+
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+    block: tuple[float, ...]
+
+    def skip(self, sublayers: int) -> Skip:
+        """The `sublayers` least influential attention and feed-forward parts; ties go to the later layer."""
+        ranked = sorted(
+            [(v, -i, "attention") for i, v in enumerate(self.attention)]
+            + [(v, -i, "mlp") for i, v in enumerate(self.mlp)]
+        )[:sublayers]
+        return Skip(*(frozenset(-i for _, i, kind in ranked if kind == k) for k in ("attention", "mlp")))
+
+    def drop(self, blocks: int) -> Skip:
+        """The `blocks` least influential whole blocks; ties go to the later layer."""
+        least = frozenset(-i for _, i in sorted((v, -i) for i, v in enumerate(self.block))[:blocks])
+        return Skip(least, least)
+
+
+@torch.inference_mode()
+def influence(network: Network, tokens: Sequence[int]) -> Influence:
+    """Measure every sub-layer on a text, in one pass of the network and one of its attention parts alone.
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    if len(tokens) < 2:
+        raise ValueError(f"the influence of layers is measured on a text of at least 2 tokens, found {len(tokens)}")
+    layers = network.config.layers
+    attention_only = network.skipping(Skip(mlp=frozenset(range(layers))))
+    tree = root(tokens[-1:]).with_trunk([tokens])
+    layout, _ = Layout.of(tree, [0], np.zeros(1, np.int64), tree.read)
+    cache = network.new_cache()
+    cache.reserve(1, len(tokens))
+    x = network.embed(torch.from_numpy(tree.token[0]))
+    found: list[tuple[float, float, float]] = []
+    for i in range(layers):
+        # Clones, because a network may write its result over its input.
+        middle = attention_only.run(x.clone(), layout, cache, i, i + 1)
+        after = network.run(x.clone(), layout, cache, i, i + 1)
+        found.append((_turn(x, middle), _turn(middle, after), _turn(x, after)))
+        x = after
+    attention, mlp, block = zip(*found, strict=True)
+    return Influence(attention, mlp, block)
+
+
+def _turn(before: Stream, after: Stream) -> float:
+    return float(1 - torch.cosine_similarity(before.double(), after.double(), -1).mean())
