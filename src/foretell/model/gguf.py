@@ -2,6 +2,7 @@
 
 import mmap
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -105,6 +106,11 @@ class GGUF:
     def _bytes(e: Entry) -> int:
         per_block, block_bytes = GGML_QUANT_SIZES[e.kind]
         return prod(e.shape) // per_block * block_bytes
+
+    def release(self) -> None:
+        """Give the pages of the file that are in memory back to the system; they are read again when needed."""
+        if sys.platform == "linux":
+            self._data.madvise(mmap.MADV_DONTNEED)
 
     def load(self, name: str) -> Float[torch.Tensor, "*shape"]:
         """One tensor, dequantised to float32."""

@@ -41,6 +41,10 @@ class Weights(ABC):
             raise ValueError(f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}")
         return found
 
+    @abstractmethod
+    def release(self) -> None:
+        """Let the system take back what it holds of the file in memory; a later `find` reads again."""
+
 
 class SafetensorsWeights(Weights):
     """One `model.safetensors`, or shards with an index.
@@ -64,8 +68,13 @@ class SafetensorsWeights(Weights):
                     "convert it to safetensors with `save_pretrained` of transformers"
                 )
             raise ValueError(f"{path}: no model.safetensors here")
+        self._files, self._path = files, path
         self._where: dict[str, Callable[[str], Tensor]] = {}
-        for name in files:
+        self._open()
+
+    def _open(self) -> None:
+        path = self._path
+        for name in self._files:
             try:
                 handle = safe_open(path / name, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -79,6 +88,10 @@ class SafetensorsWeights(Weights):
             if candidate in self._where:
                 return self._where[candidate](candidate)
         return None
+
+    def release(self) -> None:
+        """Close and reopen: a mapping ends with the last tensor that uses it."""
+        self._open()
 
 
 _GGUF_NAMES = {
@@ -130,6 +143,10 @@ class GGUFWeights(Weights):
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
+    def release(self) -> None:
+        """Drop the file's pages."""
+        self._file.release()
+
 
 def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder of `config` with the checkpoint's weights, converted to `dtype` on `device`.
@@ -138,15 +155,27 @@ def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: tor
         ValueError: a tensor is missing or misshapen.
     """
 
+    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+        shell = pool.submit(lambda: build_shell(config, weights, dtype, device))
+        blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
+    return Decoder(config, shell.result().embedding.data, blocks, shell.result().norm, shell.result().head)
+
+
+def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder with embedding, final norm and head, and no blocks."""
+    embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
+    norm = _norm(config, weights, "model.norm", config.hidden, device)
+    head = None if config.tied else weights.find("lm_head.weight")
+    return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
+
+
+def build_block(config: ModelConfig, i: int, weights: Weights, dtype: torch.dtype, device: torch.device) -> Block:
+    """One block of the checkpoint."""
+
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype)
 
-    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
-        embedding = pool.submit(lambda: place(weights.need("model.embed_tokens.weight", config.vocab, config.hidden)))
-        blocks = list(pool.map(lambda i: _block(config, i, weights, place), range(config.layers)))
-    norm = _norm(config, weights, "model.norm", config.hidden, device)
-    head = None if config.tied else weights.find("lm_head.weight")
-    return Decoder(config, embedding.result(), blocks, norm, None if head is None else Linear(place(head)))
+    return _block(config, i, weights, place)
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> Norm:

@@ -7,6 +7,7 @@ from foretell.shape.branch import Branch
 from foretell.shape.chain import Chain
 from foretell.shape.fixed import Fixed
 from foretell.shape.optimal import optimal
+from foretell.shape.paced import Paced
 from foretell.shape.trie import Trie
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Chain",
     "Fixed",
     "Growth",
+    "Paced",
     "Root",
     "Schedule",
     "Shape",

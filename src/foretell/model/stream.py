@@ -1,0 +1,118 @@
+"""A network whose blocks are brought into memory only while they run, for targets larger than the memory they may take."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+
+from foretell.model.attention import Plan
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Block, Decoder, Skip
+
+
+class BlockStore:
+    """Blocks under a budget of bytes: the first ones stay, the others are fetched one at a time and dropped again.
+
+    Every pass visits the blocks in the same order, so keeping the most recent ones would keep none: which stay is fixed. `fetch` reads block `i`,
+    `release` gives the pages of the file back to the system. `fixed` bytes are taken already (embedding, head).
+
+    Raises:
+        ValueError: the budget does not hold the fixed part and one block.
+    """
+
+    def __init__(
+        self, layers: int, fetch: Callable[[int], Block], release: Callable[[], None], budget: int, fixed: int
+    ) -> None:
+        self._fetch, self._release = fetch, release
+        first = fetch(0)
+        self.block_bytes = size_of(first)
+        self.resident_bytes = fixed + self.block_bytes
+        if self.resident_bytes > budget:
+            raise ValueError(
+                f"the memory limit of {budget:,} bytes is too small: embedding, head and one block alone take {self.resident_bytes:,}"
+            )
+        # One place stays free for the block that passes through.
+        places = min((budget - fixed) // self.block_bytes, layers)
+        self._kept = {0: first} if places > 1 or layers == 1 else {}
+        self.keeps = places if places == layers else places - 1
+        self.resident_bytes = fixed + len(self._kept) * self.block_bytes
+        self.peak_bytes = self.resident_bytes
+        self.fetched = 1
+        """Blocks read from the file so far."""
+
+    def get(self, i: int) -> Block:
+        """Block `i`; hold on to it only while it runs."""
+        block = self._kept.get(i)
+        if block is None:
+            block = self._fetch(i)
+            self._release()
+            self.fetched += 1
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes + self.block_bytes)
+            if i < self.keeps:
+                self._kept[i] = block
+                self.resident_bytes += self.block_bytes
+        return block
+
+
+def size_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, shared ones once."""
+    tensors = {t.data_ptr(): t.nbytes for t in [*module.parameters(), *module.buffers()]}
+    return sum(tensors.values())
+
+
+class StreamedDecoder:
+    """Implements `Network` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
+
+    `shell` is a decoder without blocks: embedding, norm, head. A pass costs the reading of most weights, so what counts is tokens per pass.
+    """
+
+    def __init__(self, shell: Decoder, store: BlockStore) -> None:
+        self._shell, self.store = shell, store
+        self.config: ModelConfig = shell.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._shell.device
+
+    def new_cache(self) -> Cache:
+        """An empty cache for this network."""
+        return self._shell.new_cache()
+
+    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block."""
+        return self._shell.embed(token)
+
+    def run(
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
+    ) -> Float[torch.Tensor, "t d"]:
+        """Blocks `first .. last-1`, one in memory after another."""
+        plan = Plan.of(layout, x.device)
+        for i in range(first, last):
+            x = self._shell.through(self.store.get(i), i, x, plan, cache)
+        return x
+
+    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """What the head sees."""
+        return self._shell.final(x)
+
+    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
+        """Next-token scores."""
+        return self._shell.logits(x)
+
+    def cut(self, layers: int) -> "StreamedDecoder":
+        """The first blocks under the same head, from the same store."""
+        if not 1 <= layers <= self.config.layers:
+            raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
+        return self._like(replace(self.config, layers=layers), Skip())
+
+    def skipping(self, skip: Skip) -> "StreamedDecoder":
+        """All blocks without some of their parts, from the same store."""
+        return self._like(self.config, skip)
+
+    def _like(self, config: ModelConfig, skip: Skip) -> "StreamedDecoder":
+        s = self._shell
+        return StreamedDecoder(Decoder(config, s.embedding, [], s.norm, s.head, skip), self.store)
