@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
+from tokenizers import Tokenizer, decoders, models
 
 from foretell.model.config import Experts, ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.weights import Weights, build
+from foretell.text import TextCodec
 
 TINY = ModelConfig(architecture="llama", vocab=7, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, context=256)
 
@@ -33,6 +35,9 @@ class RandomWeights(Weights):
         scale = self._sharpness if "embed" in name else shape[-1] ** -0.5
         return (noise * scale).float()
 
+    def release(self) -> None:
+        """Nothing is held."""
+
 
 def hash_name(name: str) -> int:
     """A number that depends on the letters only (Python's own hash changes from run to run)."""
@@ -45,6 +50,14 @@ def hash_name(name: str) -> int:
 def tiny_decoder(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 1.0) -> Decoder:
     """A random decoder; float64 by default, so that argmaxes do not depend on the order of additions."""
     return build(config, RandomWeights(seed, sharpness), dtype, torch.device("cpu"))
+
+
+def letters(vocab: int, first: int = 0) -> TextCodec:
+    """A tokenizer of single letters from `a` on, of which token 0 is the one numbered `first`: two of them are two tokenizers of one language."""
+    order = {chr(ord("a") + (i + first) % vocab): i for i in range(vocab)}
+    tokenizer = Tokenizer(models.BPE(vocab=order, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return TextCodec(tokenizer)
 
 
 def tiny_mixture(config: ModelConfig = TINY) -> ModelConfig:
