@@ -1,6 +1,7 @@
 """Drafters: what guesses the next tokens. One file per guesser."""
 
 from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
+from foretell.draft.cascade import Cascade
 from foretell.draft.jacobi import Jacobi
 from foretell.draft.lookahead import Lookahead
 from foretell.draft.lookup import Lookup
@@ -11,6 +12,7 @@ from foretell.draft.suffix import Suffix
 from foretell.draft.together import Together
 
 __all__ = [
+    "Cascade",
     "Continuation",
     "DraftModel",
     "Drafter",

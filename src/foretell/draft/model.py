@@ -36,7 +36,7 @@ class DraftModel(Predictor):
         """
         if tree.nodes == 1:
             self._rows = context.rows
-            self._catch_up(context)
+            catch_up(self.runner, context, self._chunk)
         unread = [
             t.tokens[self.runner.length(row) if room else -1 :].tolist()
             for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
@@ -55,22 +55,6 @@ class DraftModel(Predictor):
         self._read = growing if first else before | wanted
         return output.logits, np.take_along_axis(output.at, place, 1)
 
-    def _catch_up(self, context: Context) -> None:
-        """Read backlogs longer than a chunk, up to their last chunk."""
-        while True:
-            behind = [
-                (row, t.tokens[(have := self.runner.length(row)) : have + self._chunk].tolist())
-                for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
-                if room and t.length - self.runner.length(row) > self._chunk
-            ]
-            if not behind:
-                return
-            rows, parts = zip(*behind, strict=True)
-            tree = root([p[-1] for p in parts]).with_trunk(parts)
-            self.runner.forward(rows, tree, scored=np.zeros_like(tree.live))
-            for row in rows:
-                self.runner.keep(row, range(self._chunk))
-
     def keep(self, step: Step) -> None:
         """Keep what was read of the decided tokens; the last of these is the next root and stays unread."""
         if self._tree is None:
@@ -85,3 +69,20 @@ class DraftModel(Predictor):
     def clear(self, row: int) -> None:
         """Forget a row: its request is over."""
         self.runner.crop(row, 0)
+
+
+def catch_up(runner: Runner, context: Context, chunk: int) -> None:
+    """Read backlogs longer than a chunk, up to their last chunk, of texts that have room for drafts."""
+    while True:
+        behind = [
+            (row, t.tokens[(have := runner.length(row)) : have + chunk].tolist())
+            for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
+            if room and t.length - runner.length(row) > chunk
+        ]
+        if not behind:
+            return
+        rows, parts = zip(*behind, strict=True)
+        tree = root([p[-1] for p in parts]).with_trunk(parts)
+        runner.forward(rows, tree, scored=np.zeros_like(tree.live))
+        for row in rows:
+            runner.keep(row, range(chunk))

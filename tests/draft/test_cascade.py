@@ -1,0 +1,84 @@
+"""A drafter that is drafted for: the same guesses and laws as the draft model alone, in fewer passes."""
+
+import pytest
+import torch
+
+from foretell.accept import Acceptor, Match, Rejection
+from foretell.draft import Cascade, DraftModel, Lookup, Predictor, Recycling, Suffix
+from foretell.engine import Engine, Request
+from foretell.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Beam, Branch, Chain, Shape, Trie
+from helpers import VOCAB, chain_tree, generate, good_model, random_tokens, sibling, target
+
+REQUESTS = [
+    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n, repetition_penalty=1.1), 14 + n)
+    for n, t in ((3, 0.0), (17, 1.0), (9, 0.0), (1, 0.7))
+]
+SHAPES = [
+    (Chain(5), Rejection()),
+    (Chain(5, confidence=0.4), Rejection()),
+    (Branch((2, 2, 1)), Rejection()),
+    (Branch((2, 1), distinct=False), Rejection()),
+    (Beam(3, 2, 6), Match()),
+]
+AHEAD = {
+    "copies": lambda: Method(Suffix(), Trie(8), Match()),
+    "recycled": lambda: Method(Recycling(VOCAB), Trie(10), Match()),
+    "a smaller model": lambda: Method(good_model(VOCAB), Chain(4), Match()),
+    "a cascade": lambda: Method(
+        Cascade(DecoderRunner(sibling()), Method(Lookup(), Trie(6), Match())), Chain(4, draw=False), Match()
+    ),
+}
+
+
+def small() -> DecoderRunner:
+    """A draft model: the target's first layer."""
+    return DecoderRunner(target().cut(1))
+
+
+@pytest.mark.parametrize(("shape", "accept"), SHAPES, ids=lambda x: repr(x))
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_texts_are_those_of_the_draft_model_alone(ahead: str, shape: Shape[Predictor], accept: Acceptor) -> None:
+    alone = generate(Method(DraftModel(small()), shape, accept), REQUESTS)
+    cascade: AnyMethod = Method(Cascade(small(), AHEAD[ahead](), chunk=8), shape, accept)
+    assert generate(cascade, REQUESTS) == alone
+
+
+def test_reading_ahead_saves_passes() -> None:
+    """With a perfect guesser ahead, a chain of four costs one pass of the draft model instead of four."""
+
+    def passes(ahead: AnyMethod) -> tuple[int, int]:
+        cascade = Cascade(small(), ahead)
+        engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Match()))
+        engine.submit(Request(random_tokens(9), max_new_tokens=20))
+        list(engine.run())
+        return cascade.passes, engine.statistics[1].target_passes
+
+    perfect, steps = passes(Method(DraftModel(small()), Chain(4), Match()))
+    nothing, _ = passes(Method(Lookup(), Trie(0), Match()))
+    assert perfect <= steps
+    assert nothing > 2 * perfect
+
+
+def test_the_draft_model_s_cache_holds_the_text() -> None:
+    cascade = Cascade(small(), Method(Recycling(VOCAB), Trie(10), Match()))
+    engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Rejection()), rows=2)
+    for r in REQUESTS[:2]:
+        engine.submit(r)
+    for _ in range(4):
+        engine.step()
+    for running in engine._running:
+        have = cascade.runner.length(running.row)
+        tokens = running.text.tokens[:have].tolist()
+        kept = cascade.runner.cache.k[:, running.row, :, :have]
+        assert have >= running.text.length - 2
+        assert (kept - fresh_keys(tokens)).abs().max() < 1e-9
+
+
+def fresh_keys(tokens: list[int]) -> torch.Tensor:
+    """Keys of a text read in one pass."""
+    runner = small()
+    runner.forward([0], chain_tree(tokens))
+    return runner.cache.k[:, 0, :, : len(tokens)]
