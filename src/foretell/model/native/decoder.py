@@ -1,0 +1,128 @@
+"""A whole network on the native kernels: what the torch decoder computes, at the speed of memory."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Block, Decoder, FeedForward, Norm, Skip
+from foretell.model.native.stack import NativeLinear, NativeStack, rms_norm
+from foretell.model.native.structures import Precision
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A block's weights without its modules, as the kernels' packer takes them."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    post_attention_norm: torch.Tensor | None
+    post_mlp_norm: torch.Tensor | None
+
+    @staticmethod
+    def of(block: nn.Module) -> "_Plain":
+        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        return _Plain(
+            attention_norm=block.attention_norm.weight,
+            qkv=block.qkv.weight,
+            qkv_bias=block.qkv.bias,
+            q_norm=_weight(block.q_norm),
+            k_norm=_weight(block.k_norm),
+            output=block.output.weight,
+            output_bias=block.output.bias,
+            mlp_norm=block.mlp_norm.weight,
+            gate_up=block.mlp.gate_up.weight,
+            down=block.mlp.down.weight,
+            post_attention_norm=_weight(block.post_attention_norm),
+            post_mlp_norm=_weight(block.post_mlp_norm),
+        )
+
+
+def _weight(norm: Norm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
+
+
+class NativeDecoder:
+    """Packs a torch decoder's weights once; implements `Network` on the CPU. The residual stream is float32 in every precision.
+
+    Raises:
+        RuntimeError: the kernels are not available here.
+        ValueError: the architecture is not one they run.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, decoder: Decoder, precision: Precision) -> None:
+        self.config, self.precision = decoder.config, precision
+        self._embedding = decoder.embedding.detach()
+        self._norm = decoder.norm.weight.detach()
+        # The decoder's norms hold their offset already.
+        plain = replace(decoder.config, norm_offset=0.0)
+        self._stack = NativeStack(
+            plain, [_Plain.of(b) for b in decoder.blocks], precision, decoder.rope, decoder.local_rope
+        )
+        self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
+
+    @staticmethod
+    def supports(config: ModelConfig) -> bool:
+        """Whether the kernels run this architecture."""
+        return NativeStack.supports(config)
+
+    def new_cache(self) -> Cache:
+        """An empty cache for this network."""
+        c = self.config
+        return Cache(
+            c.layers,
+            c.kv_heads,
+            c.head_dim,
+            torch.float32 if self.precision == "float32" else torch.bfloat16,
+            self.device,
+        )
+
+    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block, float32."""
+        x = self._embedding[token].float()
+        return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
+
+    def run(
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
+    ) -> Float[torch.Tensor, "t d"]:
+        """Blocks `first .. last-1`."""
+        return self._stack(x, layout, cache, first, last)
+
+    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """What the head sees."""
+        return rms_norm(x, self._norm, self.config.norm_eps)
+
+    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
+        """Next-token scores."""
+        out = self._head(x)
+        cap = self.config.logit_softcap
+        return torch.tanh(out / cap) * cap if cap else out
+
+    def cut(self, layers: int) -> "NativeDecoder":
+        """The first `layers` blocks under the same norm and head, sharing all weights."""
+        if not 1 <= layers <= self.config.layers:
+            raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
+        return self._sharing(replace(self.config, layers=layers), self._stack.first(layers))
+
+    def skipping(self, skip: Skip) -> "NativeDecoder":
+        """The same weights without some sub-layers."""
+        return self._sharing(self.config, self._stack.skipping(skip.attention, skip.mlp))
+
+    def _sharing(self, config: ModelConfig, stack: NativeStack) -> "NativeDecoder":
+        other = object.__new__(NativeDecoder)
+        other.__dict__.update(self.__dict__)
+        other.config, other._stack = config, stack
+        return other

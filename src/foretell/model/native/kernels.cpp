@@ -1,0 +1,1011 @@
+// The decoder's CPU kernels: plain C++17 on raw pointers, called through ctypes.
+//
+// One promise shapes everything here: what is computed for a token never depends on its company. Every sum over an
+// inner dimension runs in one fixed order, with the same instructions for every number of tokens, and attention walks
+// a token's visible keys in the order of the text, wherever in the cache they lie. So a token verified in a tree gets,
+// bit for bit, what it would have got decoded alone. For the same reason multiply-adds are explicit (`fma` below) and
+// the file must be compiled with -ffp-contract=off.
+//
+// Everything a matrix product reads is a 32-bit *word*: one float32, two bfloat16 or four int8. Weights are packed into
+// panels of 32 outputs, [word of the input][output], so that one 64-byte vector holds the same input word of 16 outputs
+// and meets one word of the activations, copied to all lanes. Precisions differ in `step` alone.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(FORETELL_PORTABLE)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && !defined(FORETELL_PORTABLE)
+#define FORETELL_AVX512 1
+#else
+#define FORETELL_AVX512 0
+#endif
+#if FORETELL_AVX512 && defined(__AVX512BF16__)
+#define FORETELL_BF16 1
+#else
+#define FORETELL_BF16 0
+#endif
+#if FORETELL_AVX512 && defined(__AVX512VNNI__)
+#define FORETELL_VNNI 1
+#else
+#define FORETELL_VNNI 0
+#endif
+
+// ---- What Python passes in; stack.py mirrors these structures field by field. ----
+
+extern "C" {
+
+enum Precision : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+
+struct Weight {           // one packed linear layer
+  const uint32_t* words;  // panels of 32 outputs
+  const float* bias;      // padded to whole panels, or null
+  int32_t in, out;        // out counts gate and up outputs, each padded to 16, when the two are interleaved
+};
+
+struct Layer {
+  Weight qkv, output, gate_up, down;
+  const float *attention_norm, *mlp_norm;
+  const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
+  const float *cos, *sin;                                              // [context, head_dim / 2]
+  int32_t window;                                                      // 0: full attention
+  int32_t attention, mlp;                                              // 0: the residual passes this half by
+};
+
+struct Model {
+  int32_t hidden, heads, kv_heads, head_dim, ffn, context;
+  int32_t precision, activation;
+  float eps, scale, softcap;
+};
+
+struct Tokens {  // see `Layout` in Python
+  int32_t count, extras;
+  const int32_t *row, *slot, *position, *prefix;
+  const int32_t* extra;  // [count, extras], -1 past the end of a token's list
+};
+
+struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
+  uint32_t *k, *v;
+  int32_t rows, slots;
+};
+}
+
+namespace {
+
+// ---- Vectors of 16 lanes. GCC and Clang split them where registers are narrower. ----
+
+constexpr int kLanes = 16;
+constexpr int kPanel = 2 * kLanes;
+
+typedef float Float __attribute__((vector_size(64)));
+typedef int32_t Int __attribute__((vector_size(64)));
+typedef uint32_t Word __attribute__((vector_size(64)));
+
+constexpr Int kIota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline Float splat(float x) { return Float{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Word splat(uint32_t x) { return Word{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Int splat(int32_t x) { return (Int)splat((uint32_t)x); }
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+// The first n lanes; the others are zero.
+template <class V>
+inline V load_part(const void* p, int n) {
+  if (n >= kLanes) return load<V>(p);
+#if FORETELL_AVX512
+  return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+#else
+  V v = {};
+  std::memcpy(&v, p, 4 * (size_t)n);
+  return v;
+#endif
+}
+
+template <class V>
+inline void store_part(void* p, V v, int n) {
+  if (n >= kLanes)
+    store(p, v);
+  else
+    std::memcpy(p, &v, 4 * (size_t)n);
+}
+
+inline Float fma(Float a, Float b, Float c) {
+#if FORETELL_AVX512
+  return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
+  __m256 x[2], y[2], z[2];
+  std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
+  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  std::memcpy(&c, z, 64);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline Float larger(Float a, Float b) { return a > b ? a : b; }
+inline Float smaller(Float a, Float b) { return a < b ? a : b; }
+
+// The sum of all lanes, neighbours at distance 8, 4, 2, 1: one fixed order.
+inline float sum(Float v) {
+  float lane[kLanes];
+  store(lane, v);
+  for (int s = kLanes / 2; s; s /= 2)
+    for (int i = 0; i < s; ++i) lane[i] += lane[i + s];
+  return lane[0];
+}
+
+inline float largest(Float v) {
+  float lane[kLanes];
+  store(lane, v);
+  for (int s = kLanes / 2; s; s /= 2)
+    for (int i = 0; i < s; ++i) lane[i] = std::max(lane[i], lane[i + s]);
+  return lane[0];
+}
+
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds a float to the nearest integer
+
+// e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
+inline Float exponential(Float x) {
+  const Float clipped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+  const Float rounded = fma(clipped, splat(1.44269504f), splat(kRounder));
+  const Float n = rounded - splat(kRounder);
+  Float r = fma(n, splat(-0.693359375f), clipped);  // ln 2 in two parts, the first exact in few bits
+  r = fma(n, splat(2.12194440e-4f), r);
+  Float p = splat(1.0f / 5040);  // Taylor series of e^r for |r| <= ln(2) / 2
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  const Int exponent = ((Int)rounded - splat((int32_t)0x4B400000)) << 23;
+  return x < splat(-87.0f) ? Float{} : (Float)((Int)p + exponent);
+}
+
+inline Float tanh_of(Float x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exponential(x + x)); }
+
+inline Float activate(Float x, int32_t kind) {
+  if (kind == kSilu) return x / (splat(1.0f) + exponential(-x));
+  const Float cubic = fma(x * x * x, splat(0.044715f), x);
+  return splat(0.5f) * x * (splat(1.0f) + tanh_of(splat(0.7978845608f) * cubic));
+}
+
+// Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
+template <int S, size_t... L>
+inline void exchange(Word& a, Word& b, std::index_sequence<L...>) {
+  const Word low = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L - S : L)...);
+  b = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L : L + S)...);
+  a = low;
+}
+
+template <int S>
+inline void exchange_all(Word* r) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & S)) exchange<S>(r[i], r[i + S], std::make_index_sequence<kLanes>());
+}
+
+inline void transpose(Word* r) { exchange_all<8>(r), exchange_all<4>(r), exchange_all<2>(r), exchange_all<1>(r); }
+
+// ---- Precisions: how numbers become words, and what one step of an inner product does. ----
+
+struct Float32 {
+  static constexpr int kDepth = 1;  // numbers in a word
+  static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
+  // kDepth rows of words to kDepth vectors whose words hold the same number of each row.
+  static void zip(const Word* rows, Word* columns) { columns[0] = rows[0]; }
+  // Puts sums over such columns back in order.
+  static void unravel(const Float* acc, Float* out) { out[0] = acc[0]; }
+  // n numbers from x, which is zero up to a multiple of 32, into words.
+  static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
+};
+
+struct Bfloat16 {
+  static constexpr int kDepth = 2;
+  static Float even(Word w) { return (Float)(w << 16); }
+  static Float odd(Word w) { return (Float)(w & splat(0xFFFF0000u)); }
+  static Float step(Float acc, Word w, Word x) {
+#if FORETELL_BF16
+    return (Float)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+    return fma(odd(w), odd(x), fma(even(w), even(x), acc));
+#endif
+  }
+  static void zip(const Word* rows, Word* columns) {
+    columns[0] = (rows[0] & splat(0xFFFFu)) | rows[1] << 16;
+    columns[1] = rows[0] >> 16 | (rows[1] & splat(0xFFFF0000u));
+  }
+  static uint32_t round(float x) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  }
+  static void pack(const float* x, int n, uint32_t* words) {
+    int i = 0;
+#if FORETELL_BF16
+    for (; i + kPanel <= n; i += kPanel)
+      store(words + i / 2, _mm512_cvtne2ps_pbh((__m512)load<Float>(x + i + kLanes), (__m512)load<Float>(x + i)));
+    for (; i + kLanes <= n; i += kLanes) store(words + i / 2, _mm512_cvtneps_pbh((__m512)load<Float>(x + i)));
+#endif
+    for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
+  }
+  template <int Half, size_t... L>
+  static Float interleave(Float a, Float b, std::index_sequence<L...>) {
+    return __builtin_shufflevector(a, b, (L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...);
+  }
+  static void unravel(const Float* acc, Float* out) {
+    constexpr auto lanes = std::make_index_sequence<kLanes>();
+    out[0] = interleave<0>(acc[0], acc[1], lanes);
+    out[1] = interleave<1>(acc[0], acc[1], lanes);
+  }
+};
+
+// Brings the next panel into the second-level cache while the arithmetic on this one runs: two lines per step, which is
+// what a step reads. The processor's own prefetching does better when there is little arithmetic, as well when there is much.
+struct Fetch {
+  const char* at;
+  int second;  // distance of the step's second line
+  void step() {
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + second, 0, 2);
+    at += 128;
+  }
+};
+
+// Products of float32 and bfloat16: one accumulator per output and token, from the first input to the last.
+template <class P>
+struct FloatProduct {
+  using Cached = P;                       // precision of keys and values
+  static constexpr int kMostTokens = 12;  // 24 accumulators, 2 weights: what 32 registers hold
+  static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
+  static size_t panel_words(int in) { return row_words(in) * kPanel; }
+
+  static void quantize(float* x, int in, uint32_t* row) { P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row); }
+
+  // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t; fetches on the way.
+  template <int T, bool kFetch>
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Fetch fetch, Float* out) {
+    Float acc[2 * T] = {};
+    const int steps = (int)row_words(in);
+    for (int k = 0; k < steps; ++k) {
+      if (kFetch) fetch.step();
+      const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
+      for (int t = 0; t < T; ++t) {
+        const Word word = splat(x[t * stride + k]);
+        acc[2 * t] = P::step(acc[2 * t], w0, word);
+        acc[2 * t + 1] = P::step(acc[2 * t + 1], w1, word);
+      }
+    }
+    for (int i = 0; i < 2 * T; ++i) out[i] = acc[i];
+  }
+};
+
+// Products of int8 weights and int8 activations, each with one scale per group of inputs.
+//
+// Both sides are first rotated by the same orthonormal Hadamard matrix over blocks of 64 inputs, which leaves the product
+// as it is but spreads a block's outliers over all of it (as in QuaRot, arXiv 2404.00456): on SmolLM2-135M the
+// divergence from float32 falls to a quarter. The instruction wants unsigned times signed bytes; the weights are stored
+// plus 128 and a row carries, per group, its scale and what that adds: -128 times the sum of its bytes.
+struct Int8 {
+  using Cached = Bfloat16;
+  static constexpr int kBlock = 64;
+  static constexpr int kGroup = 192;
+  static constexpr int kMostTokens = 8;
+  static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
+  static int groups(int in) { return (in + kGroup - 1) / kGroup; }
+  static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }
+  static size_t panel_words(int in) { return kPanel * (size_t)(padded(in) / 4 + groups(in)); }
+
+  static Int step(Int acc, Word w, Word x) {
+#if FORETELL_VNNI
+    return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#else
+    for (int i = 0; i < 32; i += 8) acc += (Int)((w >> i) & splat(0xFFu)) * ((Int)(x << (24 - i)) >> 24);
+    return acc;
+#endif
+  }
+
+  // Multiplies 64 numbers by the Hadamard matrix over 8, which is orthonormal: distances 32 and 16, then 8 to 1.
+  static void rotate(float* x) {
+    Float v[4];
+    for (int i = 0; i < 4; ++i) v[i] = load<Float>(x + kLanes * i);
+    for (int s = 2; s; s /= 2)
+      for (int i = 0; i < 4; ++i)
+        if (!(i & s)) {
+          const Float a = v[i], b = v[i + s];
+          v[i] = a + b, v[i + s] = a - b;
+        }
+    for (int i = 0; i < 4; ++i) {
+      butterfly<8>(v[i], std::make_index_sequence<kLanes>());
+      butterfly<4>(v[i], std::make_index_sequence<kLanes>());
+      butterfly<2>(v[i], std::make_index_sequence<kLanes>());
+      butterfly<1>(v[i], std::make_index_sequence<kLanes>());
+      store(x + kLanes * i, v[i] * splat(0.125f));
+    }
+  }
+  template <int S, size_t... L>
+  static void butterfly(Float& v, std::index_sequence<L...>) {
+    const Float sign = {(L & S ? -1.0f : 1.0f)...};
+    v = fma(v, sign, __builtin_shufflevector(v, v, (L ^ S)...));
+  }
+
+  static void quantize(float* x, int in, uint32_t* row) {
+    for (int first = 0; first < padded(in); first += kGroup) {
+      const int count = std::min(kGroup, padded(in) - first);
+      row = quantize_group(x + first, count, row);
+    }
+  }
+  static uint32_t* quantize_group(float* x, int count, uint32_t* row) {
+    Float most = {};
+    for (int i = 0; i < count; i += kBlock) rotate(x + i);
+    for (int i = 0; i < count; i += kLanes) most = larger(most, larger(load<Float>(x + i), -load<Float>(x + i)));
+    const float peak = largest(most), scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
+    Int total = {};
+    for (int i = 0; i < count; i += kLanes) {
+      typedef int8_t Bytes __attribute__((vector_size(16)));
+      const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
+      const Int number = (Int)rounded - splat((int32_t)0x4B400000);
+      total += number;
+      const Bytes bytes = __builtin_convertvector(number, Bytes);
+      std::memcpy(row + i / 4, &bytes, sizeof bytes);
+    }
+    int32_t correction = 0;
+    for (int i = 0; i < kLanes; ++i) correction -= 128 * total[i];
+    std::memcpy(row + count / 4, &scale, 4);
+    std::memcpy(row + count / 4 + 1, &correction, 4);
+    return row + count / 4 + 2;
+  }
+
+  template <int T, bool kFetch>
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Fetch fetch, Float* out) {
+    Float acc[2 * T] = {};
+    for (int left = padded(in) / 4; left > 0; left -= kGroup / 4) {
+      const int steps = std::min(kGroup / 4, left);
+      Int part[2 * T];
+      for (int t = 0; t < T; ++t) part[2 * t] = part[2 * t + 1] = splat((int32_t)x[t * stride + steps + 1]);
+      for (int k = 0; k < steps; ++k) {
+        if (kFetch) fetch.step();
+        const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
+        for (int t = 0; t < T; ++t) {
+          const Word word = splat(x[t * stride + k]);
+          part[2 * t] = step(part[2 * t], w0, word);
+          part[2 * t + 1] = step(part[2 * t + 1], w1, word);
+        }
+      }
+      const Float s0 = load<Float>(panel + kPanel * steps), s1 = load<Float>(panel + kPanel * steps + kLanes);
+      for (int t = 0; t < T; ++t) {
+        const Float scale = (Float)splat(x[t * stride + steps]);
+        acc[2 * t] = fma(__builtin_convertvector(part[2 * t], Float), s0 * scale, acc[2 * t]);
+        acc[2 * t + 1] = fma(__builtin_convertvector(part[2 * t + 1], Float), s1 * scale, acc[2 * t + 1]);
+      }
+      panel += kPanel * (steps + 1);
+      x += steps + 2;
+    }
+    for (int i = 0; i < 2 * T; ++i) out[i] = acc[i];
+  }
+};
+
+// ---- Threads and memory. ----
+
+struct Team {
+  int thread = 0, threads = 1;
+  static Team current() {
+    Team team;
+#ifdef _OPENMP
+    team.thread = omp_get_thread_num(), team.threads = omp_get_num_threads();
+#endif
+    return team;
+  }
+  static void barrier() {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+  }
+  // This thread's share of n things.
+  std::pair<int, int> share(int n) const {
+    return {(int)((int64_t)n * thread / threads), (int)((int64_t)n * (thread + 1) / threads)};
+  }
+};
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+template <class T>
+using Buffer = std::unique_ptr<T[], Free>;
+
+template <class T>
+Buffer<T> buffer(size_t count) {
+  return Buffer<T>((T*)std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64));
+}
+
+inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// ---- Linear layers. ----
+
+// RMS norm (Zhang and Sennrich, arXiv 1910.07467).
+void normalize(const float* x, int n, const float* weight, float eps, float* out) {
+  Float squares = {};
+  for (int i = 0; i < n; i += kLanes) {
+    const Float v = load_part<Float>(x + i, n - i);
+    squares = fma(v, v, squares);
+  }
+  const Float factor = splat(1 / std::sqrt(sum(squares) / (float)n + eps));
+  for (int i = 0; i < n; i += kLanes) {
+    const Float v = load_part<Float>(x + i, n - i) * factor * load_part<Float>(weight + i, n - i);
+    store_part(out + i, v, n - i);
+  }
+}
+
+// What becomes of a product: stored, added to what is there, or gated: activation(first half) * second half.
+enum class Then { kStore, kAdd, kGate };
+
+struct Sink {
+  float* y;
+  int stride;
+  int width;  // numbers per row that exist in y
+  Then then;
+  int32_t activation;
+};
+
+void emit(const Sink& sink, const Weight& w, const Float* tile, int panel, int token) {
+  Float v[2] = {tile[0], tile[1]};
+  if (w.bias)
+    for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
+  float* row = sink.y + (size_t)token * sink.stride;
+  if (sink.then == Then::kGate) {
+    store_part(row + kLanes * panel, activate(v[0], sink.activation) * v[1], sink.width - kLanes * panel);
+    return;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const int first = kPanel * panel + kLanes * i, left = sink.width - first;
+    if (left <= 0) return;
+    if (sink.then == Then::kAdd) v[i] += load_part<Float>(row + first, left);
+    store_part(row + first, v[i], left);
+  }
+}
+
+using Tile = void (*)(const uint32_t*, const uint32_t*, size_t, int, Fetch, Float*);
+
+template <class P, bool kFetch, size_t... T>
+Tile pick_tile(int tokens, std::index_sequence<T...>) {
+  constexpr Tile all[] = {P::template tile<T + 1, kFetch>...};
+  return all[tokens - 1];
+}
+
+const uint32_t* first_panel(const Weight& w, size_t panel_words, const Team& team) {
+  return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words;
+}
+
+// y = x W^T for this thread's panels. A panel stays in the cache while all tokens pass by it in blocks; meanwhile the next
+// one (at the end: the first of the layer that follows) is fetched, by two blocks half of its lines each.
+template <class P>
+void multiply(const Weight& w, const uint32_t* x, int tokens, const Sink& sink, const Weight* next, const Team& team) {
+  constexpr auto sizes = std::make_index_sequence<P::kMostTokens>();
+  const size_t stride = P::row_words(w.in), panel_words = P::panel_words(w.in);
+  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
+  const int blocks = (tokens + P::kMostTokens - 1) / P::kMostTokens;
+  const bool fetch = tokens > 4 && blocks <= 2;
+  Float out[2 * P::kMostTokens];
+  for (int p = from; p < to; ++p) {
+    const uint32_t* panel = w.words + p * panel_words;
+    const uint32_t* coming = p + 1 < to ? panel + panel_words : next ? first_panel(*next, P::panel_words(next->in), team) : panel;
+    for (int b = 0, t = 0; b < blocks; ++b) {
+      const int count = (tokens - t + blocks - b - 1) / (blocks - b);
+      const Tile tile = fetch ? pick_tile<P, true>(count, sizes) : pick_tile<P, false>(count, sizes);
+      tile(panel, x + t * stride, stride, w.in, {(const char*)coming + 64 * b, blocks == 1 ? 64 : 0}, out);
+      for (int i = 0; i < count; ++i) emit(sink, w, out + 2 * i, p, t + i);
+      t += count;
+    }
+  }
+}
+
+// Rows as a product wants them: normed if asked, rounded to the precision.
+template <class P>
+class Operands {
+ public:
+  Operands(int tokens, int widest, const Team& team)
+      : alone_(tokens <= kAlone),
+        tokens_(tokens),
+        words_(buffer<uint32_t>((size_t)tokens * (alone_ ? team.threads : 1) * P::row_words(widest))),
+        row_size_((size_t)round_up(widest, 64)),
+        rows_(buffer<float>(team.threads * row_size_)) {}
+
+  // Every thread prepares its share and waits for the others, or, where that is quicker than waiting, all for itself.
+  const uint32_t* prepare(const float* x, int in, int x_stride, const float* norm, float eps, const Team& team) const {
+    const size_t stride = P::row_words(in);
+    const auto [from, to] = alone_ ? std::pair(0, tokens_) : team.share(tokens_);
+    uint32_t* words = words_.get() + (alone_ ? team.thread * tokens_ * stride : 0);
+    float* row = rows_.get() + team.thread * row_size_;
+    for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
+    for (int t = from; t < to; ++t) {
+      const float* source = x + (size_t)t * x_stride;
+      if (norm)
+        normalize(source, in, norm, eps, row);
+      else
+        std::memcpy(row, source, 4 * (size_t)in);
+      P::quantize(row, in, words + t * stride);
+      for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
+    }
+    if (!alone_) Team::barrier();
+    return words;
+  }
+
+ private:
+  static constexpr int kAlone = 4;
+  const bool alone_;
+  const int tokens_;
+  const Buffer<uint32_t> words_;
+  const size_t row_size_;
+  const Buffer<float> rows_;
+};
+
+// ---- What each token sees. ----
+
+// A token's visible keys in the order of the text, `length` in all: slots 0 .. run - 1, then those listed in `extra`.
+struct View {
+  int32_t length, run;
+  const int32_t* extra;
+  int slot(int index) const { return index < run ? index : extra[index - run]; }
+};
+
+View view_of(const Tokens& tokens, int token) {
+  const int32_t* extra = tokens.extra + (size_t)token * tokens.extras;
+  int count = 0;
+  while (count < tokens.extras && extra[count] >= 0) ++count;
+  return {tokens.prefix[token] + count, tokens.prefix[token], extra};
+}
+
+class Sight {
+ public:
+  explicit Sight(const Tokens& tokens) : tokens_(tokens), views_(buffer<View>((size_t)tokens.count)) {
+    for (int i = 0; i < tokens.count; ++i) views_[(size_t)i] = view_of(tokens, i);
+  }
+  const View& operator[](int token) const { return views_[(size_t)token]; }
+  int longest() const {
+    int length = 0;
+    for (int i = 0; i < tokens_.count; ++i) length = std::max(length, (*this)[i].length);
+    return length;
+  }
+  const Tokens& tokens() const { return tokens_; }
+
+ private:
+  const Tokens& tokens_;
+  const Buffer<View> views_;
+};
+
+// ---- Attention. ----
+
+constexpr int kMostQueries = 12;  // in one tile of scores
+constexpr int kMostShared = 16;   // tokens that share the reading of keys
+
+// out[i] = products of query i with the 16 keys whose transposed words are given.
+template <class C, int Q>
+void score(const Word* keys, int words, const uint32_t* const* queries, Float* out) {
+  Float acc[Q] = {};
+  for (int w = 0; w < words; ++w)
+    for (int i = 0; i < Q; ++i) acc[i] = C::step(acc[i], keys[w], splat(queries[i][w]));
+  for (int i = 0; i < Q; ++i) out[i] = acc[i];
+}
+
+template <class C, size_t... Q>
+void score_all(const Word* keys, int words, const uint32_t* const* queries, int count, Float* out, std::index_sequence<Q...>) {
+  using Score = void (*)(const Word*, int, const uint32_t* const*, Float*);
+  constexpr Score all[] = {score<C, Q + 1>...};
+  for (int i = 0; i < count; i += kMostQueries)
+    all[std::min(kMostQueries, count - i) - 1](keys, words, queries + i, out + i);
+}
+
+// One half of a decoder block: everything between the product with qkv and the product with the output matrix.
+template <class C>
+class Attention {
+ public:
+  Attention(const Model& model, const Sight& sight, const Cache& cache, const Team& team)
+      : m_(model),
+        sight_(sight),
+        cache_(cache),
+        words_(model.head_dim / C::kDepth),
+        group_(model.heads / model.kv_heads),
+        span_((size_t)round_up(sight.longest(), kLanes)),
+        together_(tokens_together(team)),
+        queries_(buffer<uint32_t>((size_t)sight.tokens().count * model.heads * words_)),
+        keys_size_((size_t)round_up(words_, kLanes)),
+        keys_(buffer<Word>(team.threads * keys_size_)),
+        scores_(buffer<float>((size_t)team.threads * together_ * group_ * span_)),
+        head_(buffer<float>((size_t)team.threads * model.head_dim)) {}
+
+  // Norms and rotates queries and keys; keys and values go to the cache, queries wait.
+  void place(const Layer& layer, int index, const float* qkv, const Team& team) const {
+    const int heads = m_.heads + 2 * m_.kv_heads;
+    const auto [from, to] = team.share(sight_.tokens().count * heads);
+    for (int i = from; i < to; ++i) place_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
+  }
+
+  // out [tokens, heads * head_dim].
+  void attend(const Layer& layer, int index, float* out, const Team& team) const {
+    const Tokens& tokens = sight_.tokens();
+    int task = 0;
+    for (int first = 0, last, end = 0; first < tokens.count; first = last) {
+      if (first == end)
+        while (end < tokens.count && tokens.row[end] == tokens.row[first]) ++end;
+      const int parts = (end - first + together_ - 1) / together_;  // of what is left of the row, alike in size
+      last = first + (end - first + parts - 1) / parts;
+      for (int kv = 0; kv < m_.kv_heads; ++kv)
+        if (task++ % team.threads == team.thread) attend_some(layer, index, kv, first, last, out, team);
+    }
+  }
+
+ private:
+  // As many as share well: every thread has work, and the scores stay in the second-level cache.
+  int tokens_together(const Team& team) const {
+    const int busy = sight_.tokens().count * m_.kv_heads / (2 * team.threads);
+    const int fitting = (int)(65536 / (group_ * span_));
+    return std::max(1, std::min({busy, fitting, kMostShared}));
+  }
+
+  size_t head_at(int index, int row, int kv) const {
+    return (((size_t)index * cache_.rows + row) * m_.kv_heads + kv) * cache_.slots * words_;
+  }
+
+  void place_head(const Layer& layer, int index, int token, int head, const float* source, const Team& team) const {
+    const Tokens& tokens = sight_.tokens();
+    const int dim = m_.head_dim, half = dim / 2;
+    float* x = head_.get() + (size_t)team.thread * dim;
+    std::memcpy(x, source, 4 * (size_t)dim);
+    if (head < m_.heads + m_.kv_heads) {
+      const float* norm = head < m_.heads ? layer.q_norm : layer.k_norm;
+      if (norm) normalize(x, dim, norm, m_.eps, x);
+      const float *cos = layer.cos + (size_t)tokens.position[token] * half, *sin = layer.sin + (size_t)tokens.position[token] * half;
+      for (int i = 0; i < half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+      }
+    }
+    if (head < m_.heads) {
+      C::pack(x, dim, queries_.get() + ((size_t)token * m_.heads + head) * words_);
+      return;
+    }
+    const int kv = (head - m_.heads) % m_.kv_heads;
+    uint32_t* side = head < m_.heads + m_.kv_heads ? cache_.k : cache_.v;
+    C::pack(x, dim, side + head_at(index, tokens.row[token], kv) + (size_t)tokens.slot[token] * words_);
+  }
+
+  int first_visible(const Layer& layer, int token) const {
+    return layer.window ? std::max(0, sight_[token].length - layer.window) : 0;
+  }
+
+  float* scores_of(int i, const Team& team) const {
+    return scores_.get() + ((size_t)team.thread * together_ * group_ + i) * span_;
+  }
+
+  // Tokens first .. last - 1, all of one row, and the query heads that read one key-value head.
+  void attend_some(const Layer& layer, int index, int kv, int first, int last, float* out, const Team& team) const {
+    const size_t at = head_at(index, sight_.tokens().row[first], kv);
+    int most = 0;
+    for (int t = first; t < last; ++t) most = std::max(most, shared_blocks(t));
+    for (int block = 0; block < most; ++block) score_shared(layer, at, kv, first, last, block, team);
+    for (int t = first; t < last; ++t) {
+      for (int block = shared_blocks(t); block * kLanes < sight_[t].length; ++block)
+        score_block(layer, at, kv, t, block, (t - first) * group_, team);
+      for (int h = 0; h < group_; h += 4) {
+        const int count = std::min(4, group_ - h);
+        float* scores = scores_of((t - first) * group_ + h, team);
+        float* y = out + ((size_t)t * m_.heads + kv * group_ + h) * m_.head_dim;
+        float factor[4];
+        for (int i = 0; i < count; ++i) factor[i] = soften(layer, t, scores + i * span_);
+        constexpr decltype(&Attention::mix<1>) all[] = {&Attention::mix<1>, &Attention::mix<2>, &Attention::mix<3>, &Attention::mix<4>};
+        (this->*all[count - 1])(cache_.v + at, t, first_visible(layer, t), (const uint32_t*)scores, factor, y);
+      }
+    }
+  }
+
+  // Blocks of 16 visible keys that lie in the cache in their own order, so that other tokens see the same ones there.
+  int shared_blocks(int token) const {
+    const View& view = sight_[token];
+    return view.run == view.length ? (view.run + kLanes - 1) / kLanes : view.run / kLanes;
+  }
+
+  // Words of 16 keys, transposed: one vector per word. slots(i) says where key i lies.
+  template <class Slots>
+  const Word* fetch_keys(size_t at, const Slots& slots, const Team& team) const {
+    Word* keys = keys_.get() + team.thread * keys_size_;
+    for (int w = 0; w < words_; w += kLanes) {
+      for (int i = 0; i < kLanes; ++i) keys[w + i] = load_part<Word>(cache_.k + at + (size_t)slots(i) * words_ + w, words_ - w);
+      transpose(keys + w);
+    }
+    return keys;
+  }
+
+  void score_shared(const Layer& layer, size_t at, int kv, int first, int last, int block, const Team& team) const {
+    const uint32_t* queries[kMostShared * kMostGroup];
+    int owners[kMostShared], count = 0;
+    for (int t = first; t < last; ++t)
+      if (block < shared_blocks(t) && (block + 1) * kLanes > first_visible(layer, t)) owners[count++] = t;
+    if (!count) return;
+    for (int i = 0; i < count * group_; ++i) queries[i] = query(owners[i / group_], kv, i % group_);
+    // Slots past the end of the cache stand for keys that nobody sees.
+    const Word* keys = fetch_keys(at, [&](int i) { return std::min(block * kLanes + i, cache_.slots - 1); }, team);
+    Float out[kMostShared * kMostGroup];
+    score_all<C>(keys, words_, queries, count * group_, out, std::make_index_sequence<kMostQueries>());
+    for (int i = 0; i < count * group_; ++i) {
+      const int t = owners[i / group_];
+      store(scores_of((t - first) * group_ + i % group_, team) + block * kLanes, finish(layer, t, block, out[i]));
+    }
+  }
+
+  void score_block(const Layer& layer, size_t at, int kv, int token, int block, int scores, const Team& team) const {
+    if ((block + 1) * kLanes <= first_visible(layer, token)) return;
+    const int end = sight_[token].length - 1;
+    const uint32_t* queries[kMostGroup];
+    for (int h = 0; h < group_; ++h) queries[h] = query(token, kv, h);
+    const Word* keys = fetch_keys(at, [&](int i) { return sight_[token].slot(std::min(block * kLanes + i, end)); }, team);
+    Float out[kMostGroup];
+    score_all<C>(keys, words_, queries, group_, out, std::make_index_sequence<kMostQueries>());
+    for (int h = 0; h < group_; ++h) store(scores_of(scores + h, team) + block * kLanes, finish(layer, token, block, out[h]));
+  }
+
+  const uint32_t* query(int token, int kv, int h) const {
+    return queries_.get() + ((size_t)token * m_.heads + kv * group_ + h) * words_;
+  }
+
+  // Scales scores and hides those of keys outside the token's view.
+  Float finish(const Layer& layer, int token, int block, Float score) const {
+    score *= splat(m_.scale);
+    if (m_.softcap > 0) score = splat(m_.softcap) * tanh_of(score / splat(m_.softcap));
+    const Int place = kIota + splat((int32_t)(block * kLanes));
+    const Int visible = (place >= splat((int32_t)first_visible(layer, token))) & (place < splat(sight_[token].length));
+    return visible ? score : splat(-INFINITY);
+  }
+
+  // Scores to words of e^(score - largest), in place; returns the reciprocal of their sum.
+  float soften(const Layer& layer, int token, float* scores) const {
+    const int from = first_visible(layer, token) / kLanes * kLanes, to = sight_[token].length;
+    Float most = splat(-INFINITY), total = {};
+    for (int i = from; i < to; i += kLanes) most = larger(most, load<Float>(scores + i));
+    const Float top = splat(largest(most));
+    for (int i = from; i < to; i += kLanes) {
+      float e[kLanes];
+      store(e, exponential(load<Float>(scores + i) - top));
+      total += load<Float>(e);
+      C::pack(e, kLanes, (uint32_t*)scores + i / C::kDepth);
+    }
+    return 1 / sum(total);
+  }
+
+  // y[h] = sum of values weighted with the words of weights[h], times factor[h], for H heads. Two vectors of a value's
+  // words at a time, and as many keys as a word of weights holds; what lies outside the view weighs nothing.
+  template <int H>
+  void mix(const uint32_t* values, int token, int from, const uint32_t* weights, const float* factor, float* y) const {
+    constexpr int D = C::kDepth;
+    const View view = sight_[token];
+    for (int w = 0; w < words_; w += 2 * kLanes) {
+      const int n0 = words_ - w, n1 = std::max(0, n0 - kLanes);
+      Float acc[H][2][D] = {};
+      for (int i = from / D; i * D < view.length; ++i) {
+        Word rows[2][D], columns[2][D];
+        for (int d = 0; d < D; ++d) {
+          const uint32_t* value = values + (size_t)view.slot(std::min(i * D + d, view.length - 1)) * words_ + w;
+          rows[0][d] = load_part<Word>(value, n0);
+          rows[1][d] = n1 ? load_part<Word>(value + kLanes, n1) : Word{};
+        }
+        for (int half = 0; half < 2; ++half) C::zip(rows[half], columns[half]);
+        for (int h = 0; h < H; ++h) {
+          const Word weight = splat(weights[h * span_ + i]);
+          for (int half = 0; half < 2; ++half)
+            for (int d = 0; d < D; ++d) acc[h][half][d] = C::step(acc[h][half][d], columns[half][d], weight);
+        }
+      }
+      for (int h = 0; h < H; ++h)
+        for (int half = 0; half < 2; ++half) {
+          Float ordered[D];
+          C::unravel(acc[h][half], ordered);
+          for (int d = 0; d < D; ++d) {
+            const int first = (w + kLanes * half) * D + kLanes * d;
+            if (first < m_.head_dim)
+              store_part(y + h * m_.head_dim + first, ordered[d] * splat(factor[h]), m_.head_dim - first);
+          }
+        }
+    }
+  }
+
+  static constexpr int kMostGroup = 16;  // query heads per key-value head
+  const Model& m_;
+  const Sight& sight_;
+  const Cache& cache_;
+  const int words_, group_;
+  const size_t span_;
+  const int together_;
+  const Buffer<uint32_t> queries_;
+  const size_t keys_size_;
+  const Buffer<Word> keys_;
+  const Buffer<float> scores_;
+  const Buffer<float> head_;
+};
+
+// ---- The decoder. ----
+
+template <class P>
+class Pass {
+ public:
+  Pass(const Model& model, const Layer* layers, int first, int last, float* x, const Tokens& tokens, const Cache& cache, const Team& team)
+      : m_(model),
+        layers_(layers),
+        first_(first),
+        last_(last),
+        x_(x),
+        tokens_(tokens.count),
+        qkv_width_((model.heads + 2 * model.kv_heads) * model.head_dim),
+        ffn_(round_up(model.ffn, kLanes)),
+        sight_(tokens),
+        attention_(model, sight_, cache, team),
+        operands_(tokens.count, std::max({model.hidden, model.heads * model.head_dim, ffn_}), team),
+        qkv_(buffer<float>((size_t)tokens.count * qkv_width_)),
+        inner_(buffer<float>((size_t)tokens.count * std::max(ffn_, model.heads * model.head_dim))),
+        product_(buffer<float>((size_t)tokens.count * model.hidden)) {}
+
+  // What every thread runs.
+  void run(const Team& team) const {
+    for (int i = first_; i < last_; ++i) {
+      if (layers_[i].attention) attend(i, team);
+      if (layers_[i].mlp) feed_forward(i, team);
+    }
+  }
+
+ private:
+  void attend(int i, const Team& team) const {
+    const Layer& layer = layers_[i];
+    linear(x_, m_.hidden, layer.attention_norm, layer.qkv, {qkv_.get(), qkv_width_, qkv_width_, Then::kStore, 0}, &layer.output, team);
+    attention_.place(layer, i, qkv_.get(), team);
+    Team::barrier();
+    attention_.attend(layer, i, inner_.get(), team);
+    Team::barrier();
+    join(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, &layer.gate_up, team);
+  }
+
+  void feed_forward(int i, const Team& team) const {
+    const Layer& layer = layers_[i];
+    linear(x_, m_.hidden, layer.mlp_norm, layer.gate_up, {inner_.get(), ffn_, ffn_, Then::kGate, m_.activation}, &layer.down, team);
+    join(ffn_, layer.down, layer.post_mlp_norm, i + 1 < last_ ? &layers_[i + 1].qkv : nullptr, team);
+  }
+
+  void linear(const float* x, int stride, const float* norm, const Weight& w, const Sink& sink, const Weight* next, const Team& team) const {
+    const uint32_t* words = operands_.prepare(x, w.in, stride, norm, m_.eps, team);
+    multiply<P>(w, words, tokens_, sink, next, team);
+    Team::barrier();
+  }
+
+  // Adds a product of what the inner part left, normed if asked, to the residual stream.
+  void join(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team) const {
+    float* y = norm ? product_.get() : x_;
+    linear(inner_.get(), stride, nullptr, w, {y, m_.hidden, m_.hidden, norm ? Then::kStore : Then::kAdd, 0}, next, team);
+    if (!norm) return;
+    const auto [from, to] = team.share(tokens_);
+    for (int t = from; t < to; ++t) {
+      float *row = y + (size_t)t * m_.hidden, *residual = x_ + (size_t)t * m_.hidden;
+      normalize(row, m_.hidden, norm, m_.eps, row);
+      for (int i = 0; i < m_.hidden; ++i) residual[i] += row[i];
+    }
+    Team::barrier();
+  }
+
+  const Model& m_;
+  const Layer* layers_;
+  const int first_, last_;
+  float* x_;
+  const int tokens_, qkv_width_, ffn_;
+  const Sight sight_;
+  const Attention<typename P::Cached> attention_;
+  const Operands<P> operands_;
+  const Buffer<float> qkv_, inner_, product_;
+};
+
+template <class P>
+void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const Tokens& tokens, const Cache& cache, int threads) {
+  const Pass<P> pass(m, layers, first, last, x, tokens, cache, {0, threads});
+#pragma omp parallel num_threads(threads)
+  pass.run(Team::current());
+}
+
+template <class P>
+void run_linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
+  const Operands<P> operands(tokens, w.in, {0, threads});
+#pragma omp parallel num_threads(threads)
+  {
+    const Team team = Team::current();
+    const uint32_t* words = operands.prepare(x, w.in, w.in, nullptr, 0, team);
+    multiply<P>(w, words, tokens, {y, width, width, Then::kStore, 0}, nullptr, team);
+  }
+}
+
+// The first token that points outside the cache or the rotary tables, or sees nothing; -1: all are well.
+int first_bad_token(const Model& m, const Tokens& tokens, const Cache& cache) {
+  const auto within = [](int32_t x, int32_t end) { return x >= 0 && x < end; };
+  for (int i = 0; i < tokens.count; ++i) {
+    const View view = view_of(tokens, i);
+    bool good = within(tokens.row[i], cache.rows) && within(tokens.slot[i], cache.slots) &&
+                within(tokens.position[i], m.context) && within(view.run, cache.slots + 1) && view.length > 0;
+    for (int j = view.run; j < view.length; ++j) good = good && within(view.slot(j), cache.slots);
+    if (!good) return i;
+  }
+  return -1;
+}
+
+void argmax_row(const float* x, int n, int64_t* out) {
+  Float best = splat(-INFINITY);
+  Int where = {};
+  for (int i = 0; i < n; i += kLanes) {
+    Float v = load_part<Float>(x + i, n - i);
+    if (n - i < kLanes) v = kIota < splat(n - i) ? v : splat(-INFINITY);
+    where = v > best ? kIota + splat(i) : where;
+    best = larger(v, best);
+  }
+  const float most = largest(best);
+  int32_t first = n;
+  for (int i = 0; i < kLanes; ++i)
+    if (best[i] == most) first = std::min(first, where[i]);
+  *out = first;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Numbers in a packed panel's unit that Python needs to pack weights: inputs per int8 block and per int8 scale.
+int32_t foretell_int8_block() { return Int8::kBlock; }
+int32_t foretell_int8_group() { return Int8::kGroup; }
+
+// x [tokens, hidden], the residual stream, in place through layers first .. last - 1. Returns -1, or the first token
+// that points outside the cache or the rotary tables; then nothing was done.
+int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x, const Tokens* tokens,
+                       const Cache* cache, int32_t threads) {
+  const int bad = first_bad_token(*m, *tokens, *cache);
+  if (bad >= 0 || !tokens->count) return bad;
+  switch (m->precision) {
+    case kFloat32: run_stack<FloatProduct<Float32>>(*m, layers, first, last, x, *tokens, *cache, threads); break;
+    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(*m, layers, first, last, x, *tokens, *cache, threads); break;
+    case kInt8: run_stack<Int8>(*m, layers, first, last, x, *tokens, *cache, threads); break;
+  }
+  return -1;
+}
+
+// y [tokens, width] = x [tokens, in] W^T + bias.
+void foretell_linear(int32_t precision, const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  switch (precision) {
+    case kFloat32: return run_linear<FloatProduct<Float32>>(*w, x, y, tokens, width, threads);
+    case kBfloat16: return run_linear<FloatProduct<Bfloat16>>(*w, x, y, tokens, width, threads);
+    case kInt8: return run_linear<Int8>(*w, x, y, tokens, width, threads);
+  }
+}
+
+void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 16)
+  for (int t = 0; t < tokens; ++t) normalize(x + (size_t)t * width, width, weight, eps, y + (size_t)t * width);
+}
+
+// Lowest index of the largest number of each row of x [tokens, width].
+void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 1)
+  for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
+}
+
+// The Hadamard rotation of int8 weights, in place: x [count], a multiple of the block.
+void foretell_rotate(float* x, int64_t count) {
+  for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
+}
+}

@@ -1,0 +1,252 @@
+"""Decoder blocks on the native CPU kernels.
+
+What is computed for a token does not depend on the tokens that share the call, nor on the slots, rows, chunks or
+threads: verifying a tree gives bit for bit the numbers that decoding one token at a time gives.
+"""
+
+import ctypes
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig
+from foretell.model.native import structures
+from foretell.model.native.pack import interleave, pack, pack_vector, together
+from foretell.model.native.structures import ACTIVATIONS, PRECISIONS, Precision
+
+Tables = tuple[Tensor, Tensor]
+
+
+class Block(Protocol):
+    """Raw weights of one decoder block, [out, in], in any float type."""
+
+    @property
+    def attention_norm(self) -> Tensor: ...  # noqa: D102
+    @property
+    def qkv(self) -> Tensor: ...  # noqa: D102
+    @property
+    def qkv_bias(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def q_norm(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def k_norm(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def output(self) -> Tensor: ...  # noqa: D102
+    @property
+    def output_bias(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def mlp_norm(self) -> Tensor: ...  # noqa: D102
+    @property
+    def gate_up(self) -> Tensor: ...  # noqa: D102
+    @property
+    def down(self) -> Tensor: ...  # noqa: D102
+    @property
+    def post_attention_norm(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def post_mlp_norm(self) -> Tensor | None: ...  # noqa: D102
+
+
+class NativeLinear:
+    """A linear layer whose weight was packed for the kernels; int8 means int8 weights and int8 activations.
+
+    Raises:
+        RuntimeError: the kernels are not available here.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: Precision) -> None:
+        self._kernels = structures.library()
+        self.outputs, self.inputs = weight.shape
+        self._packed = _Packed([(weight, bias)], dtype, self._kernels)
+        self._precision = PRECISIONS.index(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Float32 [t, in] to float32 [t, out]."""
+        _expect(x, torch.float32, "x", x.shape[0], self.inputs)
+        y = torch.empty(x.shape[0], self.outputs)
+        self._kernels.foretell_linear(
+            *(self._precision, self._packed.structs[0], x.data_ptr(), y.data_ptr()),
+            *(x.shape[0], self.outputs, torch.get_num_threads()),
+        )
+        return y
+
+
+class NativeStack:
+    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and fills their cache.
+
+    Norm weights are taken as the checkpoint stores them: `config.norm_offset` is added here. Rotary tables are
+    float32 (cos, sin), [context, head_dim / 2] each, for full-attention layers and, where they differ, windowed ones.
+
+    Raises:
+        RuntimeError: the kernels are not available here.
+        ValueError: the architecture is not one they run.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        blocks: Sequence[Block],
+        precision: Precision,
+        rope: Tables,
+        local_rope: Tables | None = None,
+    ) -> None:
+        if not self.supports(config):
+            raise ValueError(
+                f"the native kernels cannot run this {config.architecture} configuration; use the torch backend"
+            )
+        self.precision: Precision = precision
+        self._config, self._kernels = config, structures.library()
+        self._tensors: list[Tensor] = []
+        ropes = {False: self._keep_tables(rope), True: self._keep_tables(local_rope or rope)}
+        self._model = structures.Model(
+            *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
+            min(t[0].shape[0] for t in (rope, local_rope or rope)),
+            *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
+            *(config.norm_eps, config.scale, config.attention_softcap),
+        )
+        layers = [self._layer(i, block, ropes[config.window_of(i) > 0]) for i, block in enumerate(blocks)]
+        self._layers = (structures.Layer * len(layers))(*layers)
+
+    @staticmethod
+    def supports(config: ModelConfig) -> bool:
+        """Whether the kernels run this architecture: dense, gated, sequential blocks with rotary positions."""
+        plain = not (
+            config.experts or config.latent or config.learned_positions or config.parallel_blocks or config.mlp_bias
+        )
+        rotary = config.rope is not None and config.rope.fraction == 1.0
+        shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
+        return plain and rotary and shaped and config.gated and config.activation in ACTIVATIONS
+
+    def __call__(self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int) -> Tensor:
+        """Run blocks first .. last - 1 on the residual stream, float32 [t, hidden]; returns it, leaving `x` as it is.
+
+        Raises:
+            ValueError: a tensor has the wrong type or shape, or a token points outside the cache or the context.
+        """
+        tokens, memory = self._tokens(x, layout), self._memory(cache)
+        if not 0 <= first <= last <= len(self._layers):
+            raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self._layers)}")
+        x = x.clone(memory_format=torch.contiguous_format)
+        bad = self._kernels.foretell_stack(
+            *(self._model, self._layers, first, last, x.data_ptr(), tokens, memory, torch.get_num_threads())
+        )
+        if bad >= 0:
+            where = f"row {layout.row[bad]}, slot {layout.slot[bad]}, position {layout.position[bad]}, prefix {layout.prefix[bad]}"
+            room = f"{memory.rows} rows of {memory.slots} slots and {self._model.context} positions"
+            raise ValueError(
+                f"token {bad} of the layout sees nothing or lies outside the cache of {room}: {where}, {layout.extra[bad]}"
+            )
+        return x
+
+    def skipping(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
+        """The same packed weights with those halves of blocks left out: the residual stream passes them by."""
+        layers = type(self._layers).from_buffer_copy(self._layers)
+        for i, layer in enumerate(layers):
+            layer.attention, layer.mlp = layer.attention and i not in attention, layer.mlp and i not in mlp
+        return self._sharing(layers)
+
+    def first(self, layers: int) -> "NativeStack":
+        """The first `layers` blocks on the same packed weights; a cache of as many layers or more goes with them."""
+        if not 1 <= layers <= len(self._layers):
+            raise ValueError(f"the first {layers} blocks were asked for, but there are {len(self._layers)}")
+        return self._sharing((structures.Layer * layers)(*self._layers[:layers]))
+
+    def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
+        other = object.__new__(NativeStack)
+        other.__dict__.update(self.__dict__)
+        other._layers = layers
+        return other
+
+    def _layer(self, index: int, block: Block, rope: tuple[int, int]) -> structures.Layer:
+        norms = (
+            block.attention_norm,
+            block.mlp_norm,
+            block.q_norm,
+            block.k_norm,
+            block.post_attention_norm,
+            block.post_mlp_norm,
+        )
+        linears = (
+            (block.qkv, block.qkv_bias),
+            (block.output, block.output_bias),
+            (interleave(block.gate_up), None),
+            (block.down, None),
+        )
+        packed = _Packed(linears, self.precision, self._kernels)
+        self._tensors += packed.tensors
+        return structures.Layer(
+            *packed.structs,
+            *(None if norm is None else self._keep(norm.detach().float() + self._config.norm_offset) for norm in norms),
+            *rope,
+            *(self._config.window_of(index), 1, 1),
+        )
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Address of a tensor that lives as long as the stack."""
+        self._tensors.append(tensor.contiguous())
+        return self._tensors[-1].data_ptr()
+
+    def _keep_tables(self, tables: Tables) -> tuple[int, int]:
+        for table in tables:
+            _expect(table, torch.float32, "a rotary table", table.shape[0], self._config.head_dim // 2)
+        return self._keep(tables[0]), self._keep(tables[1])
+
+    def _tokens(self, x: Tensor, layout: Layout) -> structures.Tokens:
+        t, extras = x.shape[0], layout.extra.shape[-1]
+        _expect(x, torch.float32, "x", t, self._config.hidden)
+        parts = (layout.row, layout.slot, layout.position, layout.prefix)
+        for part in parts:
+            _expect(part, torch.int32, "the layout", t)
+        _expect(layout.extra, torch.int32, "the layout's extra slots", t, extras)
+        return structures.Tokens(t, extras, *(part.data_ptr() for part in parts), layout.extra.data_ptr())
+
+    def _memory(self, cache: Cache) -> structures.Memory:
+        layers, rows, _, slots, _ = cache.k.shape
+        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        shape = (max(layers, len(self._layers)), rows, self._config.kv_heads, slots, self._config.head_dim)
+        for side in (cache.k, cache.v):
+            _expect(side, dtype, "the cache", *shape)
+        return structures.Memory(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of float32 [t, d] with a float32 weight [d]; add Gemma's offset to the weight first."""
+    _expect(x, torch.float32, "x", *x.shape[:2])
+    _expect(weight, torch.float32, "weight", x.shape[1])
+    y = torch.empty_like(x)
+    threads = torch.get_num_threads()
+    structures.library().foretell_rms_norm(x.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), *x.shape, threads)
+    return y
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Index of the largest number in each row of float32 [t, v], the lowest of equals; int64 [t]. Numbers only, no NaN."""
+    _expect(x, torch.float32, "x", *x.shape[:2])
+    index = torch.empty(x.shape[0], dtype=torch.int64)
+    structures.library().foretell_argmax(x.data_ptr(), index.data_ptr(), *x.shape, torch.get_num_threads())
+    return index
+
+
+class _Packed:
+    """Packed linear layers that are read one after the other: the structures for the kernels, and what they point into."""
+
+    def __init__(
+        self, layers: Sequence[tuple[Tensor, Tensor | None]], precision: Precision, kernels: ctypes.CDLL
+    ) -> None:
+        words = together([pack(weight, precision, kernels) for weight, _ in layers])
+        biases = [None if bias is None else pack_vector(bias) for _, bias in layers]
+        self.tensors = [*words, *(bias for bias in biases if bias is not None)]
+        self.structs = [
+            structures.Weight(
+                packed.data_ptr(), None if bias is None else bias.data_ptr(), weight.shape[1], weight.shape[0]
+            )
+            for packed, bias, (weight, _) in zip(words, biases, layers, strict=True)
+        ]
+
+
+def _expect(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        found = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        raise ValueError(f"{name} must be contiguous {dtype} {shape}, found {found}")

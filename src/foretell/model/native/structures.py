@@ -1,0 +1,85 @@
+"""The structures of kernels.cpp, field by field, and the kernels' signatures."""
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Literal
+
+from foretell.model.native import build
+
+Precision = Literal["float32", "bfloat16", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+class Weight(ctypes.Structure):
+    """One packed linear layer."""
+
+    _fields_ = (("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32))
+
+
+class Layer(ctypes.Structure):
+    """One decoder block."""
+
+    _fields_ = (
+        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "cos", "sin")),
+        *((name, c_int32) for name in ("window", "attention", "mlp")),
+    )
+
+
+class Model(ctypes.Structure):
+    """What all blocks share."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "context")),
+        *((name, c_int32) for name in ("precision", "activation")),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+class Tokens(ctypes.Structure):
+    """Where the new tokens stand."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("count", "extras")),
+        *((name, c_void_p) for name in ("row", "slot", "position", "prefix", "extra")),
+    )
+
+
+class Memory(ctypes.Structure):
+    """The cache of keys and values."""
+
+    _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
+
+
+def library() -> ctypes.CDLL:
+    """The kernels, ready to be called.
+
+    Raises:
+        RuntimeError: they are not available; the message says why.
+    """
+    kernels = build.load()
+    if kernels is None:
+        raise RuntimeError(build.why_not())
+    return declare(kernels)
+
+
+def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes the kernels' signatures; returns its argument."""
+    kernels.foretell_stack.argtypes = [
+        *(POINTER(Model), POINTER(Layer), c_int32, c_int32),
+        *(c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
+    ]
+    kernels.foretell_stack.restype = c_int32
+    kernels.foretell_linear.argtypes = [c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32]
+    kernels.foretell_linear.restype = None
+    kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32]
+    kernels.foretell_rms_norm.restype = None
+    kernels.foretell_argmax.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
+    kernels.foretell_argmax.restype = None
+    kernels.foretell_rotate.argtypes = [c_void_p, c_int64]
+    kernels.foretell_rotate.restype = None
+    for constant in (kernels.foretell_int8_block, kernels.foretell_int8_group):
+        constant.argtypes, constant.restype = [], c_int32
+    return kernels

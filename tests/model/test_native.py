@@ -1,0 +1,374 @@
+"""The CPU kernels against plain torch, and the promise that a token's result does not depend on its company."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import Experts, ModelConfig
+from foretell.model.native import (
+    NativeLinear,
+    NativeStack,
+    Precision,
+    argmax,
+    available,
+    build,
+    rms_norm,
+    structures,
+    why_not,
+)
+from foretell.model.native.structures import PRECISIONS
+
+pytestmark = pytest.mark.skipif(not available(), reason=why_not() or "available")
+TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2}
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+@dataclass(frozen=True)
+class Block:
+    attention_norm: Tensor
+    qkv: Tensor
+    output: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    output_bias: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
+
+
+SMALL = ModelConfig("llama", vocab=50, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, context=256)
+NINE = replace(SMALL, hidden=72, heads=9, kv_heads=3, head_dim=32, ffn=100)
+SHAPES = {
+    "small": SMALL,
+    "9 heads on 3, odd widths": NINE,
+    "head_dim 80, bias": replace(SMALL, hidden=45, head_dim=80, qkv_bias=True, output_bias=True),
+    "head_dim 128, one head per key": replace(SMALL, heads=2, head_dim=128, ffn=33),
+    "query and key norms, window": replace(SMALL, qk_norm=True, window=5, window_layers=(1,)),
+    "gemma": replace(
+        SMALL,
+        post_norms=True,
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        attention_softcap=5.0,
+        attention_scale=0.2,
+        qk_norm=True,
+    ),
+}
+every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+
+
+def blocks_of(config: ModelConfig) -> list[Block]:
+    random = torch.Generator().manual_seed(0)
+
+    def matrix(outputs: int, inputs: int) -> Tensor:
+        return torch.randn(outputs, inputs, generator=random) / math.sqrt(inputs)
+
+    def vector(size: int, wanted: bool = True, around: float = 1.0) -> Tensor | None:
+        return around - config.norm_offset * around + 0.1 * torch.randn(size, generator=random) if wanted else None
+
+    def norm(size: int) -> Tensor:
+        weight = vector(size)
+        assert weight is not None
+        return weight
+
+    heads, width = config.heads + 2 * config.kv_heads, config.heads * config.head_dim
+    return [
+        Block(
+            attention_norm=norm(config.hidden),
+            qkv=matrix(heads * config.head_dim, config.hidden),
+            qkv_bias=vector(heads * config.head_dim, config.qkv_bias, around=0),
+            q_norm=vector(config.head_dim, config.qk_norm),
+            k_norm=vector(config.head_dim, config.qk_norm),
+            output=matrix(config.hidden, width),
+            output_bias=vector(config.hidden, config.output_bias, around=0),
+            mlp_norm=norm(config.hidden),
+            gate_up=matrix(2 * config.ffn, config.hidden),
+            down=matrix(config.hidden, config.ffn),
+            post_attention_norm=vector(config.hidden, config.post_norms),
+            post_mlp_norm=vector(config.hidden, config.post_norms),
+        )
+        for _ in range(config.layers)
+    ]
+
+
+def tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    frequency = 10000.0 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    angle = torch.outer(torch.arange(config.context).float(), frequency)
+    return angle.cos(), angle.sin()
+
+
+def stack_of(config: ModelConfig, precision: Precision) -> NativeStack:
+    return NativeStack(config, blocks_of(config), precision, tables(config))
+
+
+def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> Cache:
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    cache = Cache(config.layers, config.kv_heads, config.head_dim, dtype, torch.device("cpu"))
+    # Slots nobody wrote hold what may lie in memory: a kernel that reads them shows it.
+    cache.k = torch.full((config.layers, rows, config.kv_heads, slots, config.head_dim), torch.nan, dtype=dtype)
+    cache.v = cache.k.clone()
+    return cache
+
+
+def layout(parents: Sequence[int], length: int, row: int = 0, slots: Sequence[int] | None = None) -> Layout:
+    """A tree whose roots follow `length` committed tokens; slots that continue the text join the prefix."""
+    slot = list(range(length, length + len(parents)) if slots is None else slots)
+    depth: list[int] = []
+    prefix: list[int] = []
+    extra: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        above, seen = (prefix[parent], extra[parent]) if parent >= 0 else (length, [])
+        straight = not seen and slot[node] == above
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+        prefix.append(above + straight)
+        extra.append(seen if straight else [*seen, slot[node]])
+    most = max(map(len, extra))
+    columns = (
+        [row] * len(parents),
+        slot,
+        [length + d for d in depth],
+        prefix,
+        [e + [-1] * (most - len(e)) for e in extra],
+    )
+    return Layout(*(torch.tensor(column, dtype=torch.int32) for column in columns))
+
+
+def chain(count: int, length: int, row: int = 0) -> Layout:
+    return layout(range(-1, count - 1), length, row)
+
+
+def joined(parts: Sequence[Layout]) -> Layout:
+    names = ("row", "slot", "position", "prefix", "extra")
+    return Layout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
+    return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
+    """A causal pass over a whole text in float32, written as the papers write it."""
+    count, half = len(x), config.head_dim // 2
+    cos, sin = (table[:count, None] for table in tables(config))
+
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        return F.rms_norm(x, x.shape[-1:], weight + config.norm_offset, config.norm_eps)
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attention(x: Tensor, block: Block, window: int) -> Tensor:
+        heads = F.linear(x, block.qkv, block.qkv_bias).view(count, -1, config.head_dim)
+        q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
+        q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
+        group = config.heads // config.kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        score = torch.einsum("ihd,jhd->hij", q, k) * config.scale
+        if config.attention_softcap:
+            score = config.attention_softcap * torch.tanh(score / config.attention_softcap)
+        distance = torch.arange(count)[:, None] - torch.arange(count)
+        hidden = (distance < 0) | (distance >= (window or count))
+        mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        return norm(F.linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
+
+    def feed_forward(x: Tensor, block: Block) -> Tensor:
+        gate, up = F.linear(x, block.gate_up).chunk(2, -1)
+        gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return norm(F.linear(gate * up, block.down), block.post_mlp_norm)
+
+    for i, block in enumerate(blocks):
+        if f"attention {i}" not in skip:
+            x = x + attention(norm(x, block.attention_norm), block, config.window_of(i))
+        if f"mlp {i}" not in skip:
+            x = x + feed_forward(norm(x, block.mlp_norm), block)
+    return x
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@every_precision
+@every_shape
+def test_a_pass_agrees_with_plain_torch(config: ModelConfig, precision: Precision) -> None:
+    x = tokens(37, config)
+    found = stack_of(config, precision)(x, chain(37, 0), cache_of(config, precision), 0, config.layers)
+    assert error(found, reference(config, blocks_of(config), x)) < TOLERANCE[precision]
+
+
+@every_precision
+@every_shape
+def test_chunks_and_single_tokens_agree_bit_for_bit(config: ModelConfig, precision: Precision) -> None:
+    stack, x = stack_of(config, precision), tokens(50, config)
+    whole = stack(x, chain(50, 0), cache_of(config, precision), 0, 2)
+    for sizes in ([1] * 50, [3, 20, 1, 26], [13, 37]):
+        cache, parts, at = cache_of(config, precision), [], 0
+        for size in sizes:
+            parts.append(stack(x[at : at + size], chain(size, at), cache, 0, 2))
+            at += size
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@every_precision
+@every_shape
+def test_tree_paths_agree_with_chains_bit_for_bit(config: ModelConfig, precision: Precision) -> None:
+    stack, prefix = stack_of(config, precision), 21
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6, 5, 7, 8, 10]
+    prompt, x = tokens(prefix, config), tokens(len(parents), config, seed=2)
+    for slots in (None, [40, 21, 33, 50, 22, 23, 60, 61, 24, 25, 63, 26]):
+        cache = cache_of(config, precision)
+        stack(prompt, chain(prefix, 0), cache, 0, 2)
+        found = stack(x, layout(parents, prefix, slots=slots), cache, 0, 2)
+        for leaf in (4, 9, 11):
+            path = [leaf]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            alone = cache_of(config, precision)
+            stack(prompt, chain(prefix, 0), alone, 0, 2)
+            assert torch.equal(stack(x[path], chain(len(path), prefix), alone, 0, 2), found[path])
+
+
+@every_precision
+def test_rows_of_a_batch_agree_with_rows_alone_bit_for_bit(precision: Precision) -> None:
+    stack, lengths = stack_of(NINE, precision), [3, 30, 17, 1, 48]
+    texts = [tokens(n, NINE, seed=n) for n in lengths]
+    batch = joined([chain(n, 0, row) for row, n in enumerate(lengths)])
+    found = stack(torch.cat(texts), batch, cache_of(NINE, precision, rows=5), 0, 2)
+    for text, part in zip(texts, torch.split(found, lengths), strict=True):
+        assert torch.equal(stack(text, chain(len(text), 0), cache_of(NINE, precision, slots=50), 0, 2), part)
+
+
+@every_precision
+def test_threads_do_not_matter(precision: Precision) -> None:
+    stack, x, threads = stack_of(NINE, precision), tokens(40, NINE), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(stack(x, chain(40, 0), cache_of(NINE, precision), 0, 2))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@every_precision
+def test_a_range_of_blocks_is_a_part_of_the_pass(precision: Precision) -> None:
+    stack, x = stack_of(SMALL, precision), tokens(9, SMALL)
+    whole, parts = cache_of(SMALL, precision), cache_of(SMALL, precision)
+    middle = stack(x, chain(9, 0), parts, 0, 1)
+    assert torch.equal(stack(middle, chain(9, 0), parts, 1, 2), stack(x, chain(9, 0), whole, 0, 2))
+    assert torch.equal(stack(x, chain(9, 0), parts, 1, 1), x)
+    assert torch.equal(stack.first(1)(x, chain(9, 0), parts, 0, 1), middle)
+
+
+def test_skipped_halves_pass_the_residual_through() -> None:
+    stack, x = stack_of(SMALL, "float32"), tokens(9, SMALL)
+    found = stack.skipping([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
+    assert error(found, reference(SMALL, blocks_of(SMALL), x, ["attention 0", "mlp 1"])) < TOLERANCE["float32"]
+    whole = stack(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
+    assert error(whole, reference(SMALL, blocks_of(SMALL), x)) < TOLERANCE["float32"]
+
+
+@every_precision
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 7), (33, 64), (50, 193), (95, 450)])
+def test_linear_of_any_shape(outputs: int, inputs: int, precision: Precision) -> None:
+    random = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)
+    x = torch.randn(40, inputs, generator=random)
+    linear = NativeLinear(weight.double(), bias, precision)
+    found = linear(x)
+    assert error(found, F.linear(x, weight, bias)) < TOLERANCE[precision]
+    for count in range(1, 30):
+        assert torch.equal(linear(x[:count]), found[:count])
+
+
+def test_int8_survives_an_outlier() -> None:
+    x, weight = torch.randn(8, 576), torch.randn(64, 576)
+    x[:, 100] *= 100
+    assert error(NativeLinear(weight, None, "int8")(x), x @ weight.T) < 2e-2
+
+
+def test_rms_norm() -> None:
+    for width in (1, 16, 45, 576):
+        x, weight = torch.randn(20, width), torch.randn(width)
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (width,), weight, 1e-5))
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    for width in (1, 15, 16, 1000, 1001):
+        x = torch.randint(-5, 5, (7, width)).float()
+        assert torch.equal(argmax(x), (x == x.amax(1, keepdim=True)).int().argmax(1))
+    assert argmax(torch.full((1, 20), -torch.inf)).item() == 0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    stack, x, cache = stack_of(SMALL, "float32"), tokens(3, SMALL), cache_of(SMALL, "float32")
+    good = chain(3, 0)
+    for bad in (
+        chain(3, 62),
+        chain(3, 0, row=1),
+        replace(good, position=good.position + 255),
+        replace(good, prefix=good.prefix - 1),
+    ):
+        with pytest.raises(ValueError, match=r"token \d of the layout"):
+            stack(x, bad, cache, 0, 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        stack(x.double(), good, cache, 0, 2)
+    with pytest.raises(ValueError, match="cache"):
+        stack(x, good, cache_of(SMALL, "bfloat16"), 0, 2)
+    with pytest.raises(ValueError, match="blocks 0 to 3"):
+        stack(x, good, cache, 0, 3)
+
+
+def test_supports_says_what_runs() -> None:
+    assert all(NativeStack.supports(config) for config in SHAPES.values())
+    refused = (replace(SMALL, experts=Experts(4, 2, 8)), replace(SMALL, activation="relu"), replace(SMALL, head_dim=20))
+    assert not any(NativeStack.supports(config) for config in refused)
+
+
+def test_portable_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens(37, NINE)
+    plain = build.build(["-DFORETELL_PORTABLE"]).library
+    assert plain is not None
+    kernels = structures.declare(plain)
+    monkeypatch.setattr(structures, "library", lambda: kernels)
+    for precision in PRECISIONS:
+        stack = stack_of(NINE, precision)
+        cache = cache_of(NINE, precision)
+        found = stack(x, chain(37, 0), cache, 0, 2)
+        assert error(found, reference(NINE, blocks_of(NINE), x)) < TOLERANCE[precision]
+        again = cache_of(NINE, precision)
+        parts = [stack(x[i : i + 1], chain(1, i), again, 0, 2) for i in range(37)]
+        assert torch.equal(torch.cat(parts), found)
+
+
+def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    outcome = build.build()
+    assert outcome.library is None
+    assert "C++ compiler" in outcome.reason
+
+
+def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = build.build(["-DBROKEN", "-include", "no/such/header.h"])
+    assert outcome.library is None
+    assert "no/such/header.h" in outcome.reason
+
+
+def test_the_environment_switches_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETELL_NATIVE", "0")
+    assert "FORETELL_NATIVE=0" in build.build().reason
