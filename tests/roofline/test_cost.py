@@ -65,9 +65,14 @@ def test_verifying_one_token_is_decoding() -> None:
 
 def test_time_never_falls_with_more_work() -> None:
     for name in ("llama-3-8b", "mixtral-8x7b", "gemma-2-9b", "deepseek-v3"):
-        for field, sizes in (("tokens", (1, 2, 7, 64)), ("batch", (1, 3, 40)), ("context", (0, 10, 5000))):
-            base = Setting("verify", 2, 500, 4)
-            times = [seconds(model(name), HARDWARE["a100-80g"], replace(base, **{field: size})) for size in sizes]
+        a100, b = HARDWARE["a100-80g"], Setting("verify", 2, 500, 4)
+        wider, fuller, longer = (
+            [replace(b, tokens=n) for n in (1, 2, 7, 64)],
+            [replace(b, batch=n) for n in (1, 3, 40)],
+            [replace(b, context=n) for n in (0, 10, 5000)],
+        )
+        for settings in (wider, fuller, longer):
+            times = [seconds(model(name), a100, setting) for setting in settings]
             assert times == sorted(times)
 
 

@@ -42,7 +42,8 @@ def reference(name: str) -> torch.nn.Module:
     keys |= {"n_layer" if "n_layer" in keys else "num_hidden_layers": LAYERS}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        module: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return module.eval()
 
 
 def counted(module: torch.nn.Module, batch: int, past: int, tokens: int) -> int:

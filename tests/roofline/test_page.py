@@ -29,7 +29,7 @@ SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = serve(page(devices()), 0)
+    server = serve(lambda: page(devices()), 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -54,7 +54,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def shot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
     if SHOTS:
         browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
         )
         browser.execute_async_script("setTimeout(arguments[0], 500)")
         browser.save_screenshot(str(Path(SHOTS) / f"roofline-{name}.png"))
@@ -73,7 +74,12 @@ def printed(*arguments: str) -> Any:
 def opened(browser: Any, address: str, state: str = "") -> None:
     browser.get("about:blank")
     browser.get(f"{address}#{state}")
-    browser.execute_async_script("setTimeout(arguments[0], 300)")
+    settle(browser)
+
+
+def settle(browser: Any) -> None:
+    """Wait until what the page draws after its first paint is there."""
+    browser.execute_async_script("setTimeout(arguments[0], 90)")
 
 
 QUESTIONS = (
@@ -109,16 +115,27 @@ def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state
         assert found[key] == pytest.approx(total[key], rel=1e-9), key
     for key in ("weights", "kv", "activations", "total"):
         assert found["memory"][key] == pytest.approx(memory[key], rel=1e-9), key
-    assert (found["batch"], found["context"], found["fits"]) == (memory["largest_batch"], memory["longest_context"], memory["fits"])
+    assert (found["batch"], found["context"], found["fits"]) == (
+        memory["largest_batch"],
+        memory["longest_context"],
+        memory["fits"],
+    )
     for op in expected["operations"]:
         ops, moved, seconds, bound = found["lines"].pop(f"{op['block']}/{op['operation']}")
-        assert (ops, moved, seconds) == pytest.approx((op["ops"], op["bytes"], op["seconds"]), rel=1e-9), op["operation"]
+        assert (ops, moved, seconds) == pytest.approx((op["ops"], op["bytes"], op["seconds"]), rel=1e-9), op[
+            "operation"
+        ]
         assert bound == op["bound"]
     assert not found["lines"]
 
 
 @pytest.mark.parametrize(
-    "state", ["model=llama-3-8b&hardware=a100-80g", "model=mixtral-8x7b&hardware=h100-sxm&batch=4", "model=opt-30b&hardware=l40s&batch=64&devices=1"]
+    "state",
+    [
+        "model=llama-3-8b&hardware=a100-80g",
+        "model=mixtral-8x7b&hardware=h100-sxm&batch=4",
+        "model=opt-30b&hardware=l40s&batch=64&devices=1",
+    ],
 )
 def test_the_methods_agree_with_the_command_line(browser: Any, address: str, state: str) -> None:
     opened(browser, address, state)
@@ -138,11 +155,17 @@ def test_it_loads_draws_and_takes_clicks_and_keys(browser: Any, address: str) ->
     opened(browser, address)
     assert not browser.get_log("browser")
     assert len(browser.find_elements("css selector", "#graph .op")) == 17
-    browser.execute_script("document.querySelector('[data-key=\"layer/attention\"]').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+    browser.execute_script(
+        "document.querySelector('[data-key=\"layer/attention\"]').dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+    )
     assert text(browser, "#operation h2").startswith("attention")
     assert "#op=layer%2Fattention" in browser.current_url
     browser.execute_script("document.querySelector('.op.chosen').focus()")
-    keys = webdriver.Keys if hasattr(webdriver, "Keys") else __import__("selenium.webdriver.common.keys", fromlist=["Keys"]).Keys
+    keys = (
+        webdriver.Keys
+        if hasattr(webdriver, "Keys")
+        else __import__("selenium.webdriver.common.keys", fromlist=["Keys"]).Keys
+    )
     browser.switch_to.active_element.send_keys(keys.ARROW_DOWN)
     assert text(browser, "#operation h2").startswith("o_proj")
     assert browser.execute_script("return document.activeElement.dataset.key") == "layer/o_proj"
@@ -156,7 +179,7 @@ def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, add
     field = browser.find_element("css selector", "input[name=batch]:not([type=range])")
     field.clear()
     field.send_keys("32")
-    browser.execute_async_script("setTimeout(arguments[0], 200)")
+    settle(browser)
     after, link = text(browser, "#headline"), browser.current_url
     assert before != after and "batch=32" in link
     browser.get("about:blank")
@@ -168,9 +191,11 @@ def test_two_settings_side_by_side(browser: Any, address: str) -> None:
     opened(browser, address, "model=llama-3-8b&hardware=a100-80g&op=layer%2Fgate_proj")
     browser.find_element("id", "keep").click()
     browser.execute_script("Roofline.set({weights: '4g128', batch: 8})")
-    browser.execute_async_script("setTimeout(arguments[0], 300)")
+    settle(browser)
     assert "as fast as kept" in text(browser, "#headline")
-    assert browser.find_elements("css selector", "#graph .versus") and browser.find_elements("css selector", "#roof .roofline.other")
+    assert browser.find_elements("css selector", "#graph .versus") and browser.find_elements(
+        "css selector", "#roof .roofline.other"
+    )
     link = browser.current_url
     opened(browser, address, link.partition("#")[2])
     assert "as fast as kept" in text(browser, "#headline")
@@ -199,19 +224,30 @@ def test_downloads(browser: Any, address: str) -> None:
     opened(browser, address, "model=llama-2-7b")
     lines = browser.execute_script("return Roofline.table()").splitlines()
     assert lines[0].startswith("block,count,operation") and len(lines) == 18
-    kind, size = browser.execute_async_script("const done = arguments[0]; Roofline.picture().then(b => done([b.type, b.size]))")
+    kind, size = browser.execute_async_script(
+        "const done = arguments[0]; Roofline.picture().then(b => done([b.type, b.size]))"
+    )
     assert kind == "image/png" and size > 20_000
 
 
 def test_it_fits_a_phone_and_dark_rooms(browser: Any, address: str) -> None:
     for width in (390, 1024):
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600})
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
+        )
         opened(browser, address, "model=mixtral-8x7b&hardware=h100-sxm&batch=16")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     shot(browser, "phone", 390, 2600)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
-    opened(browser, address, "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8&activations=fp8")
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    opened(
+        browser,
+        address,
+        "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8&activations=fp8",
+    )
     shot(browser, "dark", 1440, 1500)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
@@ -221,5 +257,10 @@ def test_the_export_opens_from_disk_and_loads_nothing(browser: Any, tmp_path: Pa
     assert CliRunner().invoke(app, ["export", str(file)]).exit_code == 0
     browser.get(file.as_uri())
     assert "per pass" in text(browser, "#headline")
-    assert browser.execute_script("return performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length") == 0
+    assert (
+        browser.execute_script(
+            "return performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length"
+        )
+        == 0
+    )
     assert "http://" not in file.read_text("utf-8").replace("http://www.w3.org/", "")

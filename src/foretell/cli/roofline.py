@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from foretell.roofline import ask, report
+from foretell.roofline import ask, calibrate, report
 from foretell.roofline.analysis import Model, analyse
 from foretell.roofline.changes import cost_changes
 from foretell.roofline.describe import built_in, find
 from foretell.roofline.figures import FIGURES, figure
 from foretell.roofline.formats import parse
-from foretell.roofline.hardware import devices, tier
+from foretell.roofline.hardware import devices, read_file, tier, user_file
 from foretell.roofline.offload import Offload, offloaded
 from foretell.roofline.plan import plan
 from foretell.roofline.setting import FUSIONS, STAGES, Setting
@@ -83,7 +83,13 @@ def emit(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str 
     elif as_csv:
         typer.echo(report.to_csv(records), nl=False)
     else:
-        Console().print(report.plain_table(records, title))
+        console().print(report.plain_table(records, title))
+
+
+def console() -> Console:
+    """Where tables go; wide enough for them where no terminal sets a width."""
+    found = Console()
+    return found if found.is_terminal else Console(width=160)
 
 
 def warn(sentence: str | None) -> None:
@@ -141,7 +147,7 @@ def analyze(
     elif as_csv:
         typer.echo(report.to_csv([report.line_record(line) for line in answer.lines]), nl=False)
     else:
-        Console().print(
+        console().print(
             report.operations_table(answer), report.totals_table(answer), *([report.offload_text(away)] if away else [])
         )
     warn(report.too_big(answer, away))
@@ -198,7 +204,7 @@ def plan_command(
     elif as_csv:
         typer.echo(report.to_csv(report.plan_records(answer)), nl=False)
     else:
-        Console().print(f"[bold]{answer.advice}[/]", report.plan_table(answer), report.changes_table(changes))
+        console().print(f"[bold]{answer.advice}[/]", report.plan_table(answer), report.changes_table(changes))
         for name, why in answer.refused.items():
             typer.echo(f"left out {name}: {why}")
     warn(report.too_big(analyse(target, on, asked)))
@@ -242,7 +248,8 @@ def view(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Show the analyzer as a local page."""
-    server = serve(page(devices(hardware_file), [Model(*find(m)) for m in model or ()]), port)
+    known, extra = devices(hardware_file), [Model(*find(m)) for m in model or ()]
+    server = serve(lambda: page(known, extra), port)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     typer.echo(f"{address} (stop with Ctrl+C)")
     if browser:
@@ -262,6 +269,8 @@ def export(
     hardware_file: DeviceFile = None,
 ) -> None:
     """Write the analyzer as one HTML file that opens from disk."""
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no directory {out.parent} to write {out.name} to")
     text = page(devices(hardware_file), [Model(*find(m)) for m in model or ()])
     out.write_text(text, "utf-8")
     typer.echo(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
@@ -281,6 +290,45 @@ def models(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
 def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the known devices and where their figures come from."""
     emit([report.hardware_record(h) for h in devices(hardware_file).values()], as_json, as_csv)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    name: Annotated[str, typer.Option(help="Name of the new hardware entry.")] = "this-machine",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="bfloat16, int8 or float32; repeatable. Default: bfloat16 and int8.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Hardware file to add to; by default the user's own.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads to use; by default those torch uses.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timings of a pass without a faster one that end its measurement.")] = 10,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Then predict and measure the embedded model.")
+    ] = True,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Measure this machine, add it as hardware, and hold predictions against the embedded model's real passes."""
+    from foretell.cli import roofline_machine as machine
+
+    if threads is not None:
+        machine.use_threads(threads)
+    fits = {}
+    for precision in dtype or ["bfloat16", "int8"]:
+        form = machine.form(precision)
+        fits[form.name] = calibrate.fit(calibrate.sample(machine.probes(precision, repeat)))
+    file, title, source = out or user_file(), machine.title(), machine.source()
+    here = calibrate.hardware(name.lower(), title, source, machine.stream(), machine.memory(), fits)
+    calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
+    typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
+    if not compare:
+        return
+    rows = []
+    for precision in dtype or ["bfloat16", "int8"]:
+        measure, config = machine.embedded(precision, repeat)
+        checks = calibrate.check(Model("smollm2-135m", config), here, machine.form(precision), measure)
+        rows += [report.check_record(precision, c) for c in checks]
+        typer.echo(report.check_summary(precision, checks), err=True)
+    emit(rows, as_json, as_csv, "Predicted and measured passes of the embedded model")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Every cost of a transformer (OPs, bytes, elements alive) is linear in six extent
 table serves a single setting, a sweep of ten thousand (the extents are arrays) and the web page (the numbers are embedded in it).
 """
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,11 @@ class Amount:
     touched: float = 0.0
     outputs: float = 0.0
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The six coefficients."""
+        return self.one, self.rows, self.pairs, self.span, self.touched, self.outputs
+
     def at(self, e: Extents) -> Number:
         """Value of the form at given extents."""
         total: Number = self.one
@@ -54,15 +59,14 @@ class Amount:
         return total
 
     def __add__(self, other: "Amount") -> "Amount":
-        return Amount(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
+        return Amount(*(x + y for x, y in zip(self.values, other.values, strict=True)))
 
     def times(self, factor: float) -> "Amount":
         """The form scaled by a number."""
-        return Amount(*(x * factor for x in astuple(self)))
+        return Amount(*(x * factor for x in self.values))
 
 
 NOTHING = Amount()
-TERMS = tuple(f.name for f in fields(Amount))
 
 
 def pairs_attended(tokens: Number, past: Number, window: int, square: bool) -> Number:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from foretell.roofline.amount import Extents, Number
-from foretell.roofline.hardware import Hardware
+from foretell.roofline.hardware import Curve, Hardware
 from foretell.roofline.network import Block, Network, Op
 from foretell.roofline.setting import Phase, Setting, extents
 
@@ -15,7 +15,7 @@ class Rates:
     """Hardware and formats reduced to numbers; each a scalar or an array [settings, 1].
 
     weight, activation, kv: bytes per element. matmul, attend, vector: OPs/s. bandwidth, link: bytes/s. overhead: seconds per
-    operation. curve: measured (rows, OPs/s) of matrix multiplications, in place of `matmul`.
+    operation, start: per pass. curve, attend_curve: measured rates of matrix multiplications and of attention, in place of their peaks.
     """
 
     weight: Number
@@ -28,13 +28,18 @@ class Rates:
     link: Number
     devices: Number
     overhead: float = 0.0
-    curve: tuple[tuple[float, float], ...] = ()
+    start: float = 0.0
+    curve: Curve = ()
+    attend_curve: Curve = ()
 
-    def matrix_rate(self, rows: Number) -> Number:
-        """OPs/s of a multiplication of so many rows."""
-        if not self.curve:
-            return self.matmul
-        at, rate = zip(*self.curve, strict=True)
+    def rate(self, kind: str, rows: Number) -> Number:
+        """OPs/s of an operation of this kind over so many rows."""
+        peak, curve = {"matmul": (self.matmul, self.curve), "attend": (self.attend, self.attend_curve)}.get(
+            kind, (self.vector, ())
+        )
+        if not curve:
+            return peak
+        at, rate = zip(*curve, strict=True)
         return np.asarray(np.interp(np.asarray(rows, dtype=np.float64), at, rate), dtype=np.float64)
 
 
@@ -50,9 +55,9 @@ def rates(setting: Setting, hardware: Hardware) -> Rates:
         )
     w, a, kv = setting.weights, setting.activations, setting.kv
     return Rates(
-        w.bytes, a.bytes, kv.bytes, hardware.peak(w, a), hardware.attend or hardware.peak(a, kv), hardware.elementwise,
+        w.bytes, a.bytes, kv.bytes, hardware.peak(w, a), hardware.peak(a, kv), hardware.elementwise,
         hardware.bandwidth, hardware.link, setting.devices, hardware.overhead,
-        hardware.rates.get(hardware.format_class(w, a), ()),
+        hardware.start, hardware.rates.get(hardware.format_class(w, a), ()), hardware.attend,
     )  # fmt: skip
 
 
@@ -111,10 +116,19 @@ def price(op: Op, at: Extents, r: Rates, kv_heads: int) -> Cost:
     ops, weights = op.work.at(at) / cut[0], op.weights.at(at) * r.weight / cut[1]
     read, write = op.read.at(at) * r.activation / cut[2], op.write.at(at) * r.activation / cut[3]
     kv_read, kv_write = op.kv_read.at(at) * r.kv / kv_parts, op.kv_write.at(at) * r.kv / kv_parts
-    rate = {"matmul": r.matrix_rate(at.rows), "attend": r.attend}.get(op.kind, r.vector)
-    compute, memory = ops / rate, (weights + read + write + kv_read + kv_write) / r.bandwidth
+    rows = at.outputs if op.work.outputs else at.rows
+    compute, memory = ops / r.rate(op.kind, rows), (weights + read + write + kv_read + kv_write) / r.bandwidth
     return Cost(
-        ops, weights, read, write, kv_read, kv_write, 0.0, compute, memory, np.maximum(compute, memory) + r.overhead
+        ops,
+        weights,
+        read,
+        write,
+        kv_read,
+        kv_write,
+        0.0,
+        compute,
+        memory,
+        np.maximum(compute, memory) + (r.start if op.kind == "lookup" else r.overhead),
     )
 
 

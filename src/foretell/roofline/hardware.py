@@ -3,7 +3,7 @@
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -13,6 +13,8 @@ from typing import Any
 from foretell.roofline.formats import LADDER, Format, multiplied_as
 from foretell.roofline.names import look_up
 
+Curve = tuple[tuple[float, float], ...]
+"""A measured rate: (rows, OPs/s), rows increasing."""
 CLASSES = ("fp32", "fp16", "fp8", "fp4", "int8", "int4", "any")
 
 
@@ -21,8 +23,8 @@ class Hardware:
     """One device. Units: bytes/s, bytes, OPs/s, seconds.
 
     peaks: matrix rate per format class. vector: rate of element-wise work (0: the 16-bit matrix rate). link: bytes/s to other
-    devices, one direction. host: bytes/s from host memory. overhead: seconds every operation costs before it moves a byte.
-    rates: measured matrix rates, (rows, OPs/s) per format class; where given they replace the peak. attend: the same for attention.
+    devices, one direction. host: bytes/s from host memory. overhead: seconds every operation costs before it moves a byte; start:
+    the same for a pass. rates: measured matrix rates per format class; where given they replace the peak. attend: that of attention.
     """
 
     name: str
@@ -35,8 +37,9 @@ class Hardware:
     link: float = 0.0
     host: float = 0.0
     overhead: float = 0.0
-    rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    attend: float = 0.0
+    rates: Mapping[str, Curve] = field(default_factory=dict)
+    attend: Curve = ()
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         positive = {"bandwidth": self.bandwidth, **{f"peak {k}": v for k, v in self.peaks.items()}}
@@ -45,7 +48,7 @@ class Hardware:
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"hardware {self.name!r}: {name} must be a positive number, found {value:g}")
-        for name in ("vector", "link", "host", "overhead", "attend"):
+        for name in ("vector", "link", "host", "overhead", "start"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"hardware {self.name!r}: {name} must not be negative, found {getattr(self, name):g}")
         if not self.peaks:
@@ -92,15 +95,28 @@ def from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardware:
     Raises:
         ValueError: bandwidth missing, an unknown key, or a value that is no positive number.
     """
-    plain = {"title", "source", "bandwidth", "capacity", "vector", "link", "host", "overhead_us", "rates", "attend"}
+    plain = {
+        "title",
+        "source",
+        "bandwidth",
+        "capacity",
+        "vector",
+        "link",
+        "host",
+        "overhead_us",
+        "start_us",
+        "rates",
+        "attend",
+    }
     for key in raw:
         if key not in plain | set(CLASSES):
             look_up({k: k for k in sorted(plain | set(CLASSES))}, key, f"hardware key (in {where})")
     if "bandwidth" not in raw:
         raise ValueError(f"{where}: hardware {name!r} has no 'bandwidth' (GB/s)")
     try:
-        number = {k: float(raw[k]) for k in raw if k not in ("title", "source", "rates")}
-        rates = {c: tuple((float(n), float(r) * 1e12) for n, r in curve) for c, curve in raw.get("rates", {}).items()}
+        number = {k: float(raw[k]) for k in raw if k not in ("title", "source", "rates", "attend")}
+        rates = {c: _curve(points) for c, points in raw.get("rates", {}).items()}
+        attend = _curve(raw.get("attend", ()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: hardware {name!r} has a value that is no number ({error})") from None
     return Hardware(
@@ -115,8 +131,13 @@ def from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardware:
         number.get("host", 0.0) * 1e9,
         number.get("overhead_us", 0.0) * 1e-6,
         rates,
-        number.get("attend", 0.0) * 1e12,
+        attend,
+        number.get("start_us", 0.0) * 1e-6,
     )
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return tuple((float(rows), float(rate) * 1e12) for rows, rate in points)
 
 
 def user_file() -> Path:

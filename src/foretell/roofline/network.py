@@ -1,6 +1,6 @@
 """A network as a list of priced operations: the data that every question is asked of."""
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from foretell.roofline.amount import NOTHING, Amount
@@ -143,7 +143,7 @@ def alive(ops: tuple[Op, ...], entering: Amount) -> tuple[tuple[Amount, Amount],
 
 
 def _exceeds(one: tuple[Amount, Amount], other: tuple[Amount, Amount]) -> bool:
-    return all(x >= y for a, b in zip(one, other, strict=True) for x, y in zip(astuple(a), astuple(b), strict=True))
+    return all(x >= y for a, b in zip(one, other, strict=True) for x, y in zip(a.values, b.values, strict=True))
 
 
 def with_lifetimes(block: Block, entering: Amount) -> Block:

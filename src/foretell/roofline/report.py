@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from foretell.roofline.analysis import Analysis, Model
+from foretell.roofline.calibrate import Check
 from foretell.roofline.changes import Change
 from foretell.roofline.cost import Line, value
 from foretell.roofline.hardware import Hardware
@@ -236,6 +237,20 @@ def sweep_records(found: Sweep, capacity: float | None) -> list[dict[str, Any]]:
         }  # fmt: skip
         records.append(row)
     return records
+
+
+def check_record(dtype: str, c: Check) -> dict[str, Any]:
+    """A predicted and measured pass."""
+    return {
+        "dtype": dtype, "tokens": c.tokens, "context": c.context, "predicted_ms": 1e3 * c.predicted,
+        "measured_ms": 1e3 * c.measured, "error_percent": 100 * c.error,
+    }  # fmt: skip
+
+
+def check_summary(dtype: str, checks: Sequence[Check]) -> str:
+    """Median and worst error in one line."""
+    errors = sorted(abs(c.error) for c in checks)
+    return f"{dtype}: median error {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%} over {len(errors)} passes"
 
 
 def table1_records(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 from foretell.roofline.amount import Amount
@@ -25,7 +24,7 @@ def number(value: float) -> float | int:
 
 def form(amount: Amount) -> list[float | int]:
     """Coefficients of an amount, zeros at the end left out."""
-    values = [number(v) for v in astuple(amount)]
+    values = [number(v) for v in amount.values]
     while values and not values[-1]:
         values.pop()
     return values
@@ -94,7 +93,7 @@ def hardware_data(h: Hardware) -> dict[str, Any]:
     """A device."""
     return {
         "title": h.title, "bandwidth": h.bandwidth, "peaks": dict(h.peaks), "capacity": h.capacity, "vector": h.vector,
-        "link": h.link, "overhead": h.overhead, "rates": {k: list(v) for k, v in h.rates.items()}, "attend": h.attend,
+        "link": h.link, "overhead": h.overhead, "rates": {k: list(v) for k, v in h.rates.items()}, "attend": list(h.attend), "start": h.start,
         "source": h.source,
     }  # fmt: skip
 

