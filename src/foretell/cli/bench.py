@@ -11,12 +11,17 @@ from typer.core import TyperGroup
 
 from foretell.bench import step as stepping
 from foretell.bench import tables
+from foretell.bench.collect import collect
+from foretell.bench.console import print_summary, progress, write
+from foretell.bench.lineup import Lineup
 from foretell.bench.machine import describe
 from foretell.bench.peers import choose
 from foretell.bench.peers.export import default_folder
+from foretell.bench.schema import Record, Settings
+from foretell.bench.store import Store
 from foretell.bench.tasks import BUILT_IN
 from foretell.bench.tasks import load as load_tasks
-from foretell.cli.errors import spoken
+from foretell.cli.errors import say, spoken
 from foretell.load import EMBEDDED, load
 
 
@@ -48,6 +53,10 @@ Folder = Annotated[
     Path | None,
     typer.Option("--gguf-cache", help="Folder for GGUF files made for llama.cpp (unsaid: ~/.cache/foretell/gguf)."),
 ]
+
+
+METHODS = "ngram,suffix,recycling,sam_recycling"
+"""Measured unless the user names others: lossless, and needing nothing but the model."""
 
 
 def words(text: str) -> list[str]:
@@ -126,6 +135,64 @@ def step(
         console.print(table)
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=1))
+
+
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="Folder for results; a run that was interrupted there goes on.")],
+    tasks: Annotated[
+        str,
+        typer.Option(help="'builtin', or a file of questions: JSONL (Spec-Bench, HumanEval, prompts) or plain text."),
+    ] = BUILT_IN,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated; name@8 drafts 8 tokens. Plain decoding always takes part.")
+    ] = "ngram,suffix,recycling,sam_recycling",
+    categories: Annotated[str, typer.Option(help="Comma-separated; none: all of the file.")] = "",
+    per_category: Annotated[int | None, typer.Option(min=1, help="Questions of each category; unsaid: all.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 160,
+    model: ModelName = EMBEDDED,
+    dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: transformers, llama.cpp, or one of their modes, e.g. llama.cpp-plain/q8_0."
+        ),
+    ] = "",
+    draft_model: Annotated[
+        str | None, typer.Option(help="Reference of a draft model, for methods that need one.")
+    ] = None,
+    reference: Annotated[
+        list[Path] | None, typer.Option(help="Text file that methods may copy from; repeat for more.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
+    threads: Threads = None,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per contender.")] = True,
+    gguf_cache: Folder = None,
+) -> None:
+    """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
+    everything = load_tasks(tasks)
+    found = everything.select(per_category, words(categories))
+    for problem in found.problems:
+        say(problem)
+    settings = Settings(
+        model=model, tasks=found.source, digest=everything.digest, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+        threads=set_threads(threads), dtypes=tuple(words(dtype)), draft_model=draft_model, references=tuple(str(r) for r in reference or ()),
+    )  # fmt: skip
+    lineup = Lineup.of(settings, words(methods), words(peers), gguf_cache or default_folder())
+    with Store(out, settings, Record) as store:
+        session = lineup.session(lineup.models(), repeats)
+        with progress(len(found.questions) * session.size) as tick:
+            session.run(found.questions, store, tick)
+        peaks = lineup.memory(session, found.questions) if memory else {}
+        wanted = {q.id for q in found.questions}
+        records = [r for r in store.records if r.question in wanted and r.repeat < repeats]
+        results = collect(records, settings, {c.name: c.lossless for c in session.contenders}, peaks)
+        write(out, results)
+    print_summary(results)
+    if found.problems:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
