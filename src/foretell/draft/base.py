@@ -1,7 +1,8 @@
 """The contract of a drafter: it guesses, and it learns from what became of its guesses."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +31,14 @@ class Drafter(ABC):
     def probe(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add nodes that the target shall read for the drafter's own sake."""
         return tree
+
+
+def narrowed(step: Step, tapped: Sequence[int], taps: Sequence[int]) -> Step:
+    """The step as one of several drafters sees it: of the features of `tapped` layers, those of `taps`, in that order."""
+    if tuple(tapped) == tuple(taps):
+        return step
+    features = tuple(step.output.features[tapped.index(t)] for t in taps)
+    return replace(step, output=replace(step.output, features=features))
 
 
 class Nothing(Drafter):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
-from foretell.draft.base import Predictor
+from foretell.draft.base import Predictor, narrowed
 from foretell.tree import TokenTree
 
 
@@ -45,7 +45,7 @@ class Mix(Predictor):
     def keep(self, step: Step) -> None:
         """Tell every drafter."""
         for d in self.drafters:
-            d.keep(step)
+            d.keep(narrowed(step, self.taps, d.taps))
 
     def clear(self, row: int) -> None:
         """Forget a row."""

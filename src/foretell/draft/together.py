@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from foretell.context import Context, Step
-from foretell.draft.base import Continuation, Retriever
+from foretell.draft.base import Continuation, Retriever, narrowed
+from foretell.tree import TokenTree
 
 
 class Together(Retriever):
@@ -20,10 +21,16 @@ class Together(Retriever):
         found = [r.retrieve(context, budget) for r in self.retrievers]
         return [[c for part in row for c in part] for row in zip(*found, strict=True)]
 
+    def probe(self, tree: TokenTree, context: Context) -> TokenTree:
+        """The probes of every retriever."""
+        for r in self.retrievers:
+            tree = r.probe(tree, context)
+        return tree
+
     def keep(self, step: Step) -> None:
         """Tell every retriever."""
         for r in self.retrievers:
-            r.keep(step)
+            r.keep(narrowed(step, self.taps, r.taps))
 
     def clear(self, row: int) -> None:
         """Forget a row."""

@@ -1,0 +1,79 @@
+"""`foretell datastore`: index a corpus for drafting by retrieval."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from foretell.corpus import NotTextError, files_of, texts_of, tokenized
+from foretell.datastore import DEPTH, Manifest, describe, write
+from foretell.load import load_codec
+
+app = typer.Typer(
+    no_args_is_help=True, help="Index a corpus for drafting by retrieval (method rest).", pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def main() -> None:
+    """Index a corpus for drafting by retrieval (method rest)."""
+
+
+@app.command()
+def build(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Text files (a document each), .jsonl files (a document per line: its field text, else all strings), or directories."
+        ),
+    ],
+    tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer it is for: alias, directory, GGUF or hub id.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Longest match to look up, in tokens.")] = DEPTH,
+) -> None:
+    """Index files; the target must have the same tokenizer.
+
+    Files below a directory that are not UTF-8 text are left out.
+    """
+    console = Console(stderr=True)
+    codec = load_codec(tokenizer)
+    skipped = list[Path]()
+    with Progress(console=console, transient=True) as progress:
+        documents = tokenized(_texts(files, progress, skipped), codec)
+        manifest = write(out, documents, codec, tokenizer, depth)
+    if skipped:
+        console.print(f"left out {len(skipped)} files that are not UTF-8 text, the first {skipped[0]}")
+    typer.echo(_sentence(out, manifest))
+
+
+@app.command()
+def show(path: Annotated[Path, typer.Argument(help="Directory of the datastore.")]) -> None:
+    """Say what a datastore holds."""
+    typer.echo(_sentence(path, describe(path)))
+
+
+def _texts(paths: Sequence[Path], progress: Progress, skipped: list[Path]) -> Iterator[str]:
+    """All documents; `skipped` collects what below a directory is no text."""
+    files = files_of(paths)
+    sizes = [f.stat().st_size for f in files]
+    task = progress.add_task("tokenising", total=sum(sizes))
+    for file, size in zip(files, sizes, strict=True):
+        try:
+            yield from texts_of(file)
+        except NotTextError:
+            if file in paths:
+                raise
+            skipped.append(file)
+        progress.advance(task, size)
+    progress.add_task("sorting", total=None)
+
+
+def _sentence(path: Path, manifest: Manifest) -> str:
+    size = sum(f.stat().st_size for f in path.iterdir())
+    return (
+        f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {size / 1e6:,.1f} MB, "
+        f"matches of up to {manifest.depth} tokens, for the tokenizer of {manifest.tokenizer}"
+    )
