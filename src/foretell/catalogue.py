@@ -3,10 +3,26 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from foretell.accept import Acceptor, Block, Match, Rejection, Typical
 from foretell.config import SpeculativeConfig
-from foretell.draft import DraftModel, Jacobi, Lookahead, Lookup, Mix, Nothing, Predictor, Recycling, Suffix, Together
+from foretell.datastore import Datastore, open_datastore
+from foretell.draft import (
+    DraftModel,
+    Jacobi,
+    Lookahead,
+    Lookup,
+    Mix,
+    Nothing,
+    PhraseRetrieval,
+    Predictor,
+    Recycling,
+    Rest,
+    Suffix,
+    Together,
+)
+from foretell.draft.phrases import encode
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.names import unknown
@@ -169,6 +185,27 @@ def _gauss_seidel_jacobi(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     return Method(Jacobi(width, slide=False), _trie(config, width, 0.0), Match())
 
 
+def _rest(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    if config.datastore is not None:
+        store = open_datastore(Path(config.datastore), parts.codec)
+    elif parts.references:
+        store = Datastore.of(parts.references)
+    else:
+        raise ValueError(
+            "rest drafts from a datastore: build one with `foretell datastore build` and name it under the key datastore of the speculative config, "
+            "or give documents with --reference FILE"
+        )
+    return Method(Rest(store, config.prompt_lookup_max or store.depth, config.prompt_lookup_min or 2), _trie(config, 16, 0.04), Match())
+
+
+def _phrases(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    if parts.network is None:
+        raise ValueError("this method reads hidden states of the target, which works with models of the own decoder only; use another method")
+    tap = parts.network.config.layers + 1
+    documents = encode(DecoderRunner(parts.network), parts.references, tap) if parts.references else None
+    return Method(PhraseRetrieval(tap, documents), _trie(config, 16, 0.04), Match())
+
+
 _CHAIN, _NONE = "arXiv 2211.17192, 2302.01318", "none"
 
 BUILT_IN: tuple[Entry, ...] = (
@@ -183,6 +220,9 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("jacobi", "its own previous iterate", "chain", "match", True, _NONE, "arXiv 2002.03629", _jacobi),
     Entry("gauss_seidel_jacobi", "its own previous iterate, block by block", "chain", "match", True, _NONE, "arXiv 2305.10427",
           _gauss_seidel_jacobi, aliases=("gs_jacobi",)),
+    Entry("rest", "frequent continuations in a datastore", "trie", "match", True, _NONE, "arXiv 2311.08252", _rest, "datastore or references"),
+    Entry("phrases", "phrases by hidden state, from text and references", "trie", "match", True, _NONE, "arXiv 2307.06962", _phrases,
+          aliases=("copy_is_all_you_need",)),
     Entry("draft_model", "small model", "chain", "rejection", True, _NONE, _CHAIN, _draft_model, "draft model", False, ("speculative_sampling",)),
     Entry("block_verification", "small model", "chain", "block", True, _NONE, "arXiv 2403.10444", _block, "draft model", False),
     Entry("layer_skip", "first layers of the target", "chain, stops when unsure", "rejection", True, "optional", "arXiv 2404.16710", _layer_skip,

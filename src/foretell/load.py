@@ -90,6 +90,12 @@ def _download(reference: str) -> Path:
         raise ValueError(f"{reference}: neither a path here nor a model that the hub would give ({reason})") from error
 
 
+def load_codec(reference: str = EMBEDDED) -> TextCodec:
+    """The tokenizer of a model alone; for references and errors see `load`."""
+    path = resolve(reference)
+    return codec_from_gguf(GGUF(path).meta) if path.is_file() else from_directory(path)
+
+
 Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 

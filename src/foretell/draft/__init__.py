@@ -7,7 +7,9 @@ from foretell.draft.lookahead import Lookahead
 from foretell.draft.lookup import Lookup
 from foretell.draft.mix import Mix
 from foretell.draft.model import DraftModel
+from foretell.draft.phrases import PhraseRetrieval
 from foretell.draft.recycling import Recycling
+from foretell.draft.rest import Rest
 from foretell.draft.suffix import Suffix
 from foretell.draft.together import Together
 
@@ -21,8 +23,10 @@ __all__ = [
     "Lookup",
     "Mix",
     "Nothing",
+    "PhraseRetrieval",
     "Predictor",
     "Recycling",
+    "Rest",
     "Retriever",
     "Suffix",
     "Together",

@@ -48,7 +48,8 @@ class Rest(Retriever):
 
     The ending of the text is matched with `longest` down to `shortest` tokens; the first size that occurs `least_hits` times or more gives up to
     `hits` occurrences, and the next `copy` tokens of each are counted. A prefix's chance is its share of the occurrences, times the measured rate at
-    which the text goes on as any of them did. Counts are no distribution that tokens were drawn from: the drafts are picked, so every acceptor stays exact.
+    which the text goes on as any of them did. Counts are no distribution that tokens were drawn from: drafts are picked, so that every acceptor stays
+    exact.
 
     Raises:
         ValueError: a size out of range, or longer than the datastore is sorted for.
