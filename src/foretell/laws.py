@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
-from foretell.sampling import Sampling, argmax, penalize, pick, truncate
+from foretell.rank import argmax
+from foretell.sampling import Sampling, penalize, pick, truncate
 from foretell.tree import TokenTree
 
 _DEPTHS = 1 << 10

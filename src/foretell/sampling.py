@@ -84,11 +84,6 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def argmax(logits: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:
-    """Most probable token of every row, the lowest id where several tie."""
-    return logits.argmax(-1)
-
-
 def penalize(
     logits: Float[torch.Tensor, " v"], history: Int[np.ndarray, " t"], prompt_length: int, sampling: Sampling
 ) -> Float[torch.Tensor, " v"]:

@@ -20,6 +20,7 @@ from foretell.model.native import (
     build,
     rms_norm,
     structures,
+    topk,
     why_not,
 )
 from foretell.model.native.structures import PRECISIONS
@@ -372,3 +373,12 @@ def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_environment_switches_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETELL_NATIVE", "0")
     assert "FORETELL_NATIVE=0" in build.build().reason
+
+
+@pytest.mark.parametrize(("width", "k"), [(5, 3), (16, 16), (1000, 8), (49153, 8)])
+def test_topk_is_sorted_and_prefers_low_indices(width: int, k: int) -> None:
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    values, indices = topk(x, k)
+    order = torch.argsort(x, dim=-1, descending=True, stable=True)[:, :k]
+    assert torch.equal(indices, order)
+    assert torch.equal(values, x.gather(1, order))

@@ -3,12 +3,12 @@
 import heapq
 
 import numpy as np
-import torch
 from jaxtyping import Int
 
 from foretell.context import Context, Step
 from foretell.draft.base import Continuation, Retriever
 from foretell.draft.estimate import Odds
+from foretell.rank import best
 
 _RANKS = (0.42, 0.14, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
 """Prior chance that the successor of each rank is the one accepted."""
@@ -63,8 +63,8 @@ class Recycling(Retriever):
                             self._odds[row].learn(rank, rank == right)
         scored = step.output.at >= 0
         if scored.any():
-            best = step.output.logits[torch.from_numpy(step.output.at[scored])].topk(self.width).indices
-            self.successors[step.tree.token[scored]] = best.to(torch.int32).cpu().numpy()
+            following = best(step.output.logits, self.width)[1].cpu().numpy()
+            self.successors[step.tree.token[scored]] = following[step.output.at[scored]]
 
     def clear(self, row: int) -> None:
         """Forget a row's acceptance rates; the matrix stays."""

@@ -962,6 +962,27 @@ void argmax_row(const float* x, int n, int64_t* out) {
   *out = first;
 }
 
+// The k largest numbers of a row, descending; of equals the lower index first. Few blocks hold anything better than the
+// worst one kept, so most cost one comparison.
+void top_row(const float* x, int n, int k, float* values, int64_t* indices) {
+  int kept = 0;
+  for (int i = 0; i < n; i += kLanes) {
+    const int lanes = std::min(kLanes, n - i);
+    const Float v = load_part<Float>(x + i, lanes);
+    if (kept == k && !(largest(v) > values[k - 1]) && lanes == kLanes) continue;
+    for (int lane = 0; lane < lanes; ++lane) {
+      if (kept == k && !(v[lane] > values[k - 1])) continue;
+      int place = kept < k ? kept++ : k - 1;
+      for (; place > 0 && v[lane] > values[place - 1]; --place) {
+        values[place] = values[place - 1];
+        indices[place] = indices[place - 1];
+      }
+      values[place] = v[lane];
+      indices[place] = i + lane;
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -1002,6 +1023,13 @@ void foretell_rms_norm(const float* x, const float* weight, float eps, float* y,
 void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width, int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (tokens > 1)
   for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
+}
+
+// The k largest numbers of each row of x [tokens, width] and where they are, [tokens, k], descending.
+void foretell_topk(const float* x, float* values, int64_t* indices, int32_t tokens, int32_t width, int32_t k, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 1)
+  for (int t = 0; t < tokens; ++t)
+    top_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of the block.

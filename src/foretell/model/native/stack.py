@@ -229,6 +229,18 @@ def argmax(x: Tensor) -> Tensor:
     return index
 
 
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest numbers in each row of float32 [t, v] and their indices, [t, k] each, descending; of equals the lower index first."""
+    _expect(x, torch.float32, "x", *x.shape[:2])
+    if not 1 <= k <= x.shape[1]:
+        raise ValueError(f"the best {k} of {x.shape[1]} numbers were asked for")
+    values, index = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int64)
+    structures.library().foretell_topk(
+        *(x.data_ptr(), values.data_ptr(), index.data_ptr(), *x.shape, k, torch.get_num_threads())
+    )
+    return values, index
+
+
 class _Packed:
     """Packed linear layers that are read one after the other: the structures for the kernels, and what they point into."""
 

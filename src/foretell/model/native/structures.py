@@ -78,6 +78,8 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.foretell_rms_norm.restype = None
     kernels.foretell_argmax.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_argmax.restype = None
+    kernels.foretell_topk.argtypes = [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32]
+    kernels.foretell_topk.restype = None
     kernels.foretell_rotate.argtypes = [c_void_p, c_int64]
     kernels.foretell_rotate.restype = None
     for constant in (kernels.foretell_int8_block, kernels.foretell_int8_group):

@@ -1,0 +1,23 @@
+"""The best tokens of many scores: the CPU kernels where they run, torch elsewhere."""
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.model import native
+
+
+def argmax(scores: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:
+    """Best token of every row; the lowest id where several tie."""
+    return native.argmax(scores) if _fast(scores) else scores.argmax(-1)
+
+
+def best(scores: Float[torch.Tensor, "k v"], count: int) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
+    """Scores and ids of the `count` best tokens of every row, best first."""
+    if _fast(scores):
+        return native.topk(scores, count)
+    top = scores.topk(count)
+    return top.values, top.indices
+
+
+def _fast(scores: torch.Tensor) -> bool:
+    return scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous() and native.available()
