@@ -1,0 +1,179 @@
+"""`foretell generate`: one answer that streams, or a file of prompts answered together."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretell.cli import options
+from foretell.cli.errors import say
+
+if TYPE_CHECKING:
+    from foretell.api import Answer
+    from foretell.cli.batch import Done
+    from foretell.cli.prompts import BadLine, Defaults, Task
+    from foretell.cli.setup import Ready
+
+app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Form:
+    """In which form answers are wanted; `several`: they need telling apart."""
+
+    as_json: bool
+    stream: bool
+    logprobs: bool
+    several: bool
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer; - reads it from standard input.", metavar="[PROMPT | -]")
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    method: options.Method = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
+    system: options.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    draft_model: options.DraftModel = None,
+    reference: options.Reference = None,
+    speculative_config: options.SpeculativeJson = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl", help='A batch: lines with "prompt", "messages" or "turns", and their own parameters.'
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(metavar="N", help="Most prompts of a batch that are decoded together.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Log-probability of every token (with --json).")] = False,
+) -> None:
+    """Answer a prompt, or a file of prompts, with any decoding method.
+
+    On a terminal, text that was drafted and accepted is green. The answer goes to standard output, all else to standard error.
+
+        foretell generate "Why is the sky blue?" --method sam_recycling
+
+        foretell generate - --method llma --reference notes.txt < question.txt
+
+        foretell generate --prompts prompts.jsonl --temperature 0.7 --json > answers.jsonl
+    """
+    from foretell.cli.prompts import Defaults
+    from foretell.cli.setup import prepare, understand
+    from foretell.sampling import Sampling
+
+    sampling = Sampling(
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
+    )
+    if max_new_tokens < 1 or rows < 1:
+        raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
+    wish = understand(method, speculative_config, draft_model)
+    defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), raw, system)
+    tasks, bad = _single(prompt, defaults) if prompts is None else _several(prompt, prompts, defaults)
+    ready = prepare(model, dtype, device, wish, reference)
+    form = Form(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
+    status = answer(ready, wish.name, tasks, rows, form)
+    if status or bad:
+        raise typer.Exit(status or 1)
+
+
+def _single(prompt: str | None, defaults: "Defaults") -> "tuple[list[tuple[int, Task]], list[BadLine]]":
+    from foretell.cli.prompts import Line, task
+
+    if prompt is None:
+        raise ValueError("no prompt: write one, - for standard input, or --prompts FILE.jsonl")
+    return [(1, task(Line(prompt=sys.stdin.read() if prompt == "-" else prompt), defaults))], []
+
+
+def _several(prompt: str | None, path: Path, defaults: "Defaults") -> "tuple[list[tuple[int, Task]], list[BadLine]]":
+    """The good lines of a file, and the bad ones, which are reported here."""
+    from foretell.cli.prompts import BadLine, read_prompts
+
+    if prompt is not None:
+        raise ValueError("a prompt and --prompts were given; leave out one of them")
+    found = list(read_prompts(path, defaults))
+    bad = [line for _, line in found if isinstance(line, BadLine)]
+    for line in bad:
+        say(f"{path}, line {line.number}: {line.reason}")
+    good = [(number, line) for number, line in found if not isinstance(line, BadLine)]
+    if not good:
+        raise ValueError(f"{path}: no prompt in it can be answered")
+    return good, bad
+
+
+def answer(ready: "Ready", method: str, tasks: "Sequence[tuple[int, Task]]", rows: int, form: Form) -> int:
+    """Answer and print; the exit status."""
+    from foretell.cli.batch import Batch
+    from foretell.cli.interrupt import Interrupt
+    from foretell.cli.show import Painter, Stream, closing, note
+
+    engine = ready.model.engine(ready.method(method), rows=min(rows, len(tasks)))
+    stream = Stream(Painter(ready.model.codec.detokenizer())) if form.stream else None
+    batch, done = Batch(ready.model, engine, form.logprobs, stream), list["Answer"]()
+    started = time.perf_counter()
+    with Interrupt() as interrupt:
+        for item in batch.run(tasks, interrupt):
+            done.append(item.answer)
+            emit(item, form)
+    if stream is not None and done:
+        stream.end()
+    for line in batch.refused:
+        say(f"line {line.number}: {line.reason}" if form.several else line.reason)
+    if done and not form.as_json:
+        note(closing(done, time.perf_counter() - started))
+    if interrupt.asked:
+        say("interrupted; what was generated until then is above")
+        return 130
+    return 1 if batch.refused else 0
+
+
+def emit(item: "Done", form: Form) -> None:
+    """Print a finished answer, unless it has streamed."""
+    if form.as_json:
+        print(json.dumps(record(item.answer, form.logprobs), ensure_ascii=False), flush=True)
+    elif form.several:
+        print(f"── {item.line} ── {item.title[:60]}\n{item.answer.text}\n", flush=True)
+    elif not form.stream:
+        print(item.answer.text, flush=True)
+
+
+def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
+    """An answer as `--json` prints it; times in seconds."""
+    s = answer.statistics
+    out: dict[str, object] = {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "prompt_tokens": s.prompt_tokens,
+        "new_tokens": s.new_tokens,
+        "method": answer.method,
+        "lossless": answer.lossless,
+        "target_passes": s.target_passes,
+        "tokens_per_pass": s.tokens_per_pass,
+        "accepted_per_position": list(s.accepted_per_position),
+        "prefill_seconds": s.prefill_seconds,
+        "decode_seconds": s.decode_seconds,
+        "draft_seconds": s.draft_seconds,
+        "verify_seconds": s.verify_seconds,
+        "tokens_per_second": s.tokens_per_second,
+        "finish_reason": answer.finish_reason,
+    }
+    return out | ({"logprobs": list(answer.logprobs)} if logprobs else {})

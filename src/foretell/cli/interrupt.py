@@ -1,0 +1,38 @@
+"""Ctrl-C while text is being written."""
+
+import signal
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+
+from foretell.engine import Engine, Update
+
+
+class Interrupt:
+    """Lets the step at hand end before Ctrl-C takes effect, so that nothing generated is lost; pressed again, it stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def updates(engine: Engine, numbers: Iterable[int], interrupt: Interrupt) -> Iterator[Update]:
+    """All updates of an engine; after Ctrl-C the last ones of what is running. Requests may be submitted meanwhile."""
+    while engine.busy and not interrupt.asked:
+        yield from engine.step()
+    for number in list(numbers):
+        last = engine.cancel(number)
+        if last is not None:
+            yield last

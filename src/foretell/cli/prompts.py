@@ -1,0 +1,177 @@
+"""A file of prompts: one JSON value a line, each with parameters of its own if it likes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from foretell.sampling import Sampling
+from foretell.text import Message
+
+
+class Turn(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Line(BaseModel):
+    """What a line may say. Exactly one of `prompt`, `messages` and `turns`; other keys (a data set's own) are left alone.
+
+    `turns` are the user's side of a conversation: each is answered in view of the earlier ones.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    prompt: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1)] | None = None
+    turns: Annotated[list[str], Field(min_length=1)] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    stop: list[str] | str | None = None
+    raw: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled(cls, values: object) -> object:
+        if isinstance(values, dict):
+            for key in values:
+                near = get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.8)
+                if near and key not in cls.model_fields:
+                    raise ValueError(f"unknown key {key!r}: did you mean {near[0]!r}?")
+        return values
+
+    @model_validator(mode="after")
+    def _one(self) -> "Line":
+        if sum(x is not None for x in (self.prompt, self.messages, self.turns)) != 1:
+            raise ValueError("give one of 'prompt', 'messages' and 'turns'")
+        return self
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the command line says for all prompts."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    raw: bool
+    system: str | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt ready to be asked: the conversation or raw text so far, and the user's turns still to come."""
+
+    prompt: str | tuple[Message, ...]
+    turns: tuple[str, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    raw: bool
+
+    @property
+    def title(self) -> str:
+        """The last thing asked, on one line."""
+        last = self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        return " ".join(last.split())
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """Why a line cannot be answered."""
+
+    number: int
+    reason: str
+
+
+def read_prompts(path: Path, defaults: Defaults) -> Iterator[tuple[int, Task | BadLine]]:
+    """Every line that is not blank, with its number from 1."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                try:
+                    yield number, task(parse(raw), defaults)
+                except ValueError as error:
+                    yield number, BadLine(number, str(error))
+
+
+def parse(raw: bytes) -> Line:
+    """One line.
+
+    Raises:
+        ValueError: it is not JSON, or says something else than a prompt.
+    """
+    try:
+        value = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos})") from error
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object with 'prompt', 'messages' or 'turns' was expected, or a string")
+    try:
+        return Line.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}: {message}" if where else message) from error
+
+
+def task(line: Line, defaults: Defaults) -> Task:
+    """A line completed by the defaults."""
+    known = {f.name for f in fields(Sampling)} & set(Line.model_fields)
+    said = {name: value for name in known if (value := getattr(line, name)) is not None}
+    stop = defaults.stop if line.stop is None else (line.stop,) if isinstance(line.stop, str) else tuple(line.stop)
+    raw = defaults.raw if line.raw is None else line.raw
+    prompt, turns = _conversation(line, raw, defaults.system)
+    base = {f.name: getattr(defaults.sampling, f.name) for f in fields(Sampling)}
+    return Task(
+        prompt=prompt,
+        turns=turns,
+        sampling=Sampling(**(base | said)),
+        max_new_tokens=defaults.max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
+        stop=stop,
+        raw=raw,
+    )
+
+
+def _conversation(line: Line, raw: bool, system: str | None) -> tuple[str | tuple[Message, ...], tuple[str, ...]]:
+    if line.messages is not None:
+        return tuple(t.model_dump() for t in line.messages), ()
+    turns: Sequence[str] = [line.prompt or ""] if line.turns is None else line.turns
+    if raw and len(turns) > 1:
+        raise ValueError("several turns need the chat template, and raw text was asked for")
+    return ask(turns[0], raw, system), tuple(turns[1:])
+
+
+def ask(text: str, raw: bool, system: str | None) -> str | tuple[Message, ...]:
+    """The user's text as a prompt; a conversation where there is a system message.
+
+    Raises:
+        ValueError: a system message for raw text, or nothing asked.
+    """
+    if not text.strip():
+        raise ValueError("the prompt is empty: write what the model shall answer")
+    if system is None:
+        return text
+    if raw:
+        raise ValueError("a system message needs the chat template, and raw text was asked for; leave out one of them")
+    return {"role": "system", "content": system}, {"role": "user", "content": text}

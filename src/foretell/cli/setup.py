@@ -1,0 +1,89 @@
+"""From the command line's words to a model and a method."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from foretell.api import Model
+from foretell.catalogue import find
+from foretell.config import SpeculativeConfig
+from foretell.load import load
+from foretell.method import AnyMethod
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which method was asked for, in whichever way it was said."""
+
+    name: str
+    config: SpeculativeConfig
+    drafts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model in memory and what methods are built from."""
+
+    model: Model
+    config: SpeculativeConfig
+    drafts: tuple[Model, ...]
+    references: tuple[str, ...]
+
+    def method(self, name: str) -> AnyMethod:
+        """The method of this name, afresh."""
+        return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
+
+
+def understand(method: str | None, speculative_config: str | None, drafts: Sequence[str] | None) -> Wish:
+    """Bring `--method`, `--draft-model` and `--speculative-config` together.
+
+    Raises:
+        ValueError: an unknown method, a bad config, or two answers to one question.
+    """
+    config = SpeculativeConfig() if speculative_config is None else SpeculativeConfig.parse(speculative_config)
+    names = [find(n).name for n in (method, config.method) if n is not None]
+    if len(set(names)) > 1:
+        raise ValueError(f"--method says {method} and the speculative config says {config.method}; give one of them")
+    in_config = tuple(config.model.split(",")) if config.model else ()
+    if drafts and in_config and tuple(drafts) != in_config:
+        raise ValueError(
+            f"--draft-model says {', '.join(drafts)} and the speculative config says {config.model}; give one of them"
+        )
+    return Wish(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
+
+
+def prepare(model: str, dtype: str, device: str, wish: Wish, references: Sequence[Path] | None) -> Ready:
+    """Load everything; what can be refused quickly is refused first.
+
+    Raises:
+        ValueError: a model cannot be loaded, or the method cannot be built.
+        OSError: a reference cannot be read.
+    """
+    texts = tuple(read_text(path) for path in references or ())
+    with waiting(f"loading {model}"):
+        target = load(model, dtype, device)
+        drafts = tuple(load(d, dtype, device) for d in wish.drafts)
+    return Ready(target, wish.config, drafts, texts)
+
+
+def read_text(path: Path) -> str:
+    """A text file.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on standard error while something takes its time; silent where nobody watches. Gives a function that changes its text."""
+    with Console(file=sys.stderr).status(f"[dim]{what}[/]", spinner="dots") as status:
+        yield lambda text: status.update(f"[dim]{text}[/]")

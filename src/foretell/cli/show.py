@@ -1,0 +1,81 @@
+"""Answers on the terminal: drafted tokens in colour as they stream, and what they cost in a closing line."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from foretell.api import Answer
+from foretell.engine import Update
+from foretell.text import Detokenizer
+
+DRAFTED = "green"
+"""Colour of tokens that were drafted and accepted."""
+_UNSAFE = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in "\n\t"}
+
+
+class Painter:
+    """Tells which characters of an answer were drafted.
+
+    The engine's text stays as it is: it may come in other pieces than the tokens do (characters of several tokens, held-back stop strings), so each
+    of its characters takes the origin of the token that completed it.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._origins: list[bool] = []
+
+    def paint(self, update: Update) -> Iterator[tuple[str, bool]]:
+        """The update's text in runs of one origin, and whether each was drafted."""
+        for i, token in enumerate(update.tokens):
+            self._origins += [i < update.accepted] * len(self._detokenizer.push([token]))
+        known = self._origins[: len(update.text)]
+        del self._origins[: len(update.text)]
+        known += [False] * (len(update.text) - len(known))
+        for drafted, run in groupby(zip(update.text, known, strict=True), key=lambda pair: pair[1]):
+            yield "".join(character for character, _ in run), drafted
+
+
+class Stream:
+    """Writes an answer as it comes: coloured on a terminal, untouched anywhere else."""
+
+    def __init__(self, painter: Painter) -> None:
+        self._painter, self._console = painter, Console(highlight=False, soft_wrap=True)
+        self._plain = not self._console.is_terminal
+
+    def write(self, update: Update) -> None:
+        """Show one update."""
+        if self._plain:
+            sys.stdout.write(update.text)
+            sys.stdout.flush()
+            return
+        for text, drafted in self._painter.paint(update):
+            self._console.print(Text(text.translate(_UNSAFE), style=DRAFTED if drafted else "", tab_size=4), end="")
+
+    def end(self) -> None:
+        """Finish the line."""
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def closing(answers: Sequence[Answer], seconds: float) -> Text:
+    """One line on speed and method; `seconds` is the time that several answers took together."""
+    if len(answers) == 1:
+        rate = answers[0].statistics.tokens_per_second
+    else:
+        rate = sum(a.statistics.new_tokens for a in answers) / seconds if seconds else 0.0
+    passes = sum(a.statistics.target_passes for a in answers)
+    mean = sum(a.statistics.new_tokens for a in answers) / passes if passes else 0.0
+    line = Text.assemble(
+        (f"{rate:.1f} tokens/s", "bold"), f" · {mean:.2f} tokens per pass · {answers[0].method} · ", style="dim"
+    )
+    if len(answers) > 1:
+        line = Text(f"{len(answers)} answers · ", style="dim") + line
+    return line.append(*(("lossless", "dim") if answers[0].lossless else ("LOSSY", "bold red not dim")))
+
+
+def note(line: Text) -> None:
+    """A line on standard error, out of the way of the answer."""
+    Console(file=sys.stderr, highlight=False, soft_wrap=True).print(line)
