@@ -1,12 +1,13 @@
 """What users hold: a model that generates with any method, and what it generated."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from foretell.catalogue import Parts, build
 from foretell.config import SpeculativeConfig
 from foretell.engine import Engine, Request, Statistics, Update
 from foretell.method import AnyMethod
+from foretell.model.compress import Change
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.sampling import Sampling
@@ -32,9 +33,18 @@ class Model:
     Made by `foretell.load`.
     """
 
-    def __init__(self, name: str, config: ModelConfig, codec: TextCodec, network: Network, precision: str, eos: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        codec: TextCodec,
+        network: Network,
+        precision: str,
+        eos: tuple[int, ...],
+        copy: Callable[[Change, str | None], Network] | None = None,
+    ) -> None:
         self.name, self.config, self.codec, self.network = name, config, codec, network
-        self.precision, self.eos = precision, eos
+        self.precision, self.eos, self.copy = precision, eos, copy
 
     def runner(self) -> Runner:
         """The model bound to a fresh cache."""
@@ -60,6 +70,8 @@ class Model:
             references=tuple(tuple(self.codec.encode(r, special=False)) for r in references),
             eos=self.eos,
             codec=self.codec,
+            draft_codecs=tuple(d.codec for d in drafts),
+            copy=self.copy,
         )
         return build(name, parts, config)
 

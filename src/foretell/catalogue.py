@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from foretell.accept import Acceptor, Block, Match, Rejection, Typical
+from foretell.accept import Acceptor, Block, Lenient, Match, Near, Rejection, Rollback, Topmost, Transport, Typical
 from foretell.config import SpeculativeConfig
 from foretell.datastore import Datastore, open_datastore
 from foretell.draft import (
@@ -21,12 +22,17 @@ from foretell.draft import (
     Rest,
     Suffix,
     Together,
+    Translated,
 )
 from foretell.draft.phrases import encode
 from foretell.method import AnyMethod, Method
+from foretell.model.compress import Change, quantized, sparse, unchanged
+from foretell.model.decoder import Decoder
+from foretell.model.influence import influence
 from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.skip import default_skip, read_skip
 from foretell.names import unknown
-from foretell.shape import Beam, Branch, Chain, Fixed, Root, Trie, optimal
+from foretell.shape import Adaptive, Beam, Branch, Chain, Fixed, Paced, Root, Schedule, Shape, Threshold, Trie, optimal
 from foretell.text import TextCodec
 
 
@@ -43,6 +49,10 @@ class Parts:
     """Tokens that end an answer of the target."""
     codec: TextCodec | None = None
     """The target's tokenizer."""
+    draft_codecs: tuple[TextCodec, ...] = ()
+    """The tokenizers of `drafts`."""
+    copy: Callable[[Change, str | None], Network] | None = None
+    """Reads the target again: its weights after a change, in a dtype (None: its own). Not needed where `network` is a plain decoder."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +97,14 @@ def _early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
     return DraftModel(DecoderRunner(parts.network.cut(layers)))
 
 
-def _chain(config: SpeculativeConfig, length: int, confidence: float = 0.0) -> Chain:
-    return Chain(
+def _chain(config: SpeculativeConfig, length: int, confidence: float = 0.0) -> Shape[Predictor]:
+    chain = Chain(
         length if config.num_speculative_tokens is None else config.num_speculative_tokens,
         draw=config.draft_sample_method != "greedy",
         confidence=confidence if config.confidence_threshold is None else config.confidence_threshold,
     )
+    schedule = config.num_assistant_tokens_schedule
+    return chain if schedule == "constant" else Adaptive(chain, Schedule() if schedule == "heuristic" else Threshold())
 
 
 def _test(config: SpeculativeConfig) -> Acceptor:
@@ -128,6 +140,27 @@ def _sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 def _dynamic_tree(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     budget = config.num_draft_tokens or config.num_speculative_tokens or 16
     return Method(_drafter(parts), Beam(config.num_steps or 5, config.eagle_topk or 4, budget, config.confidence_threshold or 0.0), Match())
+
+
+def _spectr(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    chains = Branch((config.eagle_topk or 4, *[1] * ((config.num_steps or 4) - 1)), distinct=False)
+    return Method(_drafter(parts), chains, Transport())
+
+
+def _lenience(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_drafter(parts), _chain(config, 5), Lenient(config.lenience))
+
+
+def _blockwise(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    chain = Chain(config.num_speculative_tokens or 5, draw=False)
+    if config.accept_distance is not None:
+        return Method(_drafter(parts), chain, Near(config.accept_distance, minimum=config.minimum_block))
+    return Method(_drafter(parts), chain, Topmost(config.accept_top_k, minimum=config.minimum_block))
+
+
+def _bild(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    chain = Chain(config.num_speculative_tokens or 10, draw=False, fallback=config.fallback_threshold)
+    return Method(_drafter(parts), chain, Rollback(config.rollback_threshold))
 
 
 def _typical(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -185,6 +218,80 @@ def _gauss_seidel_jacobi(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     return Method(Jacobi(width, slide=False), _trie(config, width, 0.0), Match())
 
 
+def _own(parts: Parts) -> Network:
+    if parts.network is None:
+        raise ValueError("this method drafts with parts of the target, which works with models of the own decoder only; use another method")
+    return parts.network
+
+
+def _self_speculative(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    network = _own(parts)
+    skip = read_skip(Path(config.skip_set), network) if config.skip_set else default_skip(network.config.layers)
+    chain = Chain(
+        8 if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        draw=config.draft_sample_method != "greedy",
+        confidence=0.8 if config.confidence_threshold is None else config.confidence_threshold,
+    )
+    return Method(DraftModel(DecoderRunner(network.skipping(skip))), Adaptive(chain, Threshold()), _test(config))
+
+
+def _copy(parts: Parts, change: Change, dtype: str | None = None) -> Network:
+    if parts.copy is not None:
+        return parts.copy(change, dtype)
+    network = _own(parts)
+    if not isinstance(network, Decoder):
+        raise ValueError("this method drafts with a changed copy of the target's weights, which cannot be read again here")
+    return change(network)
+
+
+def _quantised_draft(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    bits = config.quantization_bits
+    if bits == 8 and parts.copy is not None:
+        network = _copy(parts, unchanged, "int8")
+    else:
+        network = _copy(parts, partial(quantized, bits=bits, group=config.quantization_group))
+    return Method(DraftModel(DecoderRunner(network)), _chain(config, 4, confidence=0.4), _test(config))
+
+
+def _pruned_draft(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    network = _own(parts)
+    layers = network.config.layers
+    dropped = layers // 4 if config.pruned_layers is None else config.pruned_layers
+    if dropped > layers:
+        raise ValueError(f"a pruned draft cannot lack {dropped} blocks: the model has {layers}")
+    skip = influence(network, _sample_text(parts)).drop(dropped)
+    whole = _copy(parts, partial(sparse, share=config.sparsity)) if config.sparsity else network
+    return Method(DraftModel(DecoderRunner(whole.skipping(skip))), _chain(config, 4, confidence=0.4), _test(config))
+
+
+_SAMPLE = """The old harbour was quiet in the early morning. A few boats had come in with fish, and the market would open at seven.
+def mean(values): return sum(values) / len(values)
+Question: how many legs do three spiders have? Answer: 3 x 8 = 24."""
+
+
+def _sample_text(parts: Parts) -> list[int]:
+    """Tokens that the influence of layers is measured on."""
+    if parts.references and len(parts.references[0]) > 1:
+        return list(parts.references[0][:512])
+    if parts.codec is not None:
+        return parts.codec.encode(_SAMPLE)
+    return list(range(min(parts.vocab, 64)))
+
+
+def _universal_draft(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    if len(parts.drafts) != 1 or len(parts.draft_codecs) != 1 or parts.codec is None:
+        raise ValueError("this method needs one draft model with its tokenizer: name it with --draft-model")
+    length = config.num_speculative_tokens or 6
+    confidence = 0.3 if config.confidence_threshold is None else config.confidence_threshold
+    draft = Translated(DraftModel(parts.drafts[0]), parts.codec, parts.draft_codecs[0], length, confidence)
+    return Method(draft, Trie(2 * length), Match())
+
+
+def _llmcad(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    budget = config.num_draft_tokens or config.num_speculative_tokens or 16
+    return Method(_drafter(parts), Paced(budget, threshold=config.confidence_threshold or 0.01), Match())
+
+
 def _rest(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     if config.datastore is not None:
         store = open_datastore(Path(config.datastore), parts.codec)
@@ -227,10 +334,26 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("block_verification", "small model", "chain", "block", True, _NONE, "arXiv 2403.10444", _block, "draft model", False),
     Entry("layer_skip", "first layers of the target", "chain, stops when unsure", "rejection", True, "optional", "arXiv 2404.16710", _layer_skip,
           same_seed=False, aliases=("early_exit",)),
+    Entry("self_speculative", "target without some sub-layers", "chain, stops when unsure, adapts", "rejection", True, _NONE, "arXiv 2309.08168",
+          _self_speculative, same_seed=False, aliases=("draft_and_verify",)),
+    Entry("quantised_draft", "target in fewer bits", "chain, stops when unsure", "rejection", True, _NONE, "arXiv 2410.11305", _quantised_draft,
+          same_seed=False, aliases=("quantized_draft",)),
+    Entry("pruned_draft", "target without its least influential blocks", "chain, stops when unsure", "rejection", True, _NONE, "arXiv 2403.03853",
+          _pruned_draft, same_seed=False),
+    Entry("universal_draft", "small model with another tokenizer", "chain, stops when unsure", "match", True, _NONE, "arXiv 2502.05202",
+          _universal_draft, "draft model", aliases=("universal_assisted_generation", "uag")),
+    Entry("llmcad", "small model", "tree paced by confidence", "match", True, _NONE, "arXiv 2309.04255", _llmcad, "draft model",
+          aliases=("edgellm",)),
     Entry("specinfer", "one or several small models, mixed", "branching tree", "rejection", True, "optional", "arXiv 2305.09781", _specinfer,
           "draft model", False),
+    Entry("spectr", "small model", "independent chains", "optimal transport (K-SEQ)", True, _NONE, "arXiv 2310.15141", _spectr, "draft model", False),
     Entry("sequoia", "small model", "optimal tree for a node budget", "match", True, _NONE, "arXiv 2402.12374", _sequoia, "draft model"),
     Entry("dynamic_tree", "small model", "tree by confidence", "match", True, _NONE, "arXiv 2406.16858", _dynamic_tree, "draft model"),
+    Entry("lenience_lossy", "small model", "chain", "lenient rejection", False, _NONE, "arXiv 2211.17192", _lenience, "draft model", False),
+    Entry("blockwise_lossy", "small model", "chain", "among the target's best, or near it", False, _NONE, "arXiv 1811.03115", _blockwise,
+          "draft model", False),
+    Entry("bild_lossy", "small model", "chain, stops before it is unsure", "rollback by distance", False, _NONE, "arXiv 2302.07863", _bild,
+          "draft model", False),
     Entry("typical_lossy", "small model", "chain", "typical threshold", False, _NONE, "arXiv 2401.10774", _typical, "draft model", False),
 )  # fmt: skip
 """Every built-in method, in the order in which a newcomer should read them."""

@@ -37,10 +37,34 @@ class SpeculativeConfig(BaseModel):
     """Rank paths of a fixed tree, as `medusa_choices` are written."""
     exit_layer: Annotated[int, Field(ge=1)] | None = None
     """Blocks of the target that draft for it (LayerSkip)."""
+    skip_set: str | None = None
+    """File that `foretell tune skip` wrote: the sub-layers that self-speculation leaves out."""
+    quantization_bits: Annotated[int, Field(ge=2, le=8)] = 8
+    """Bits of a quantised draft; fewer than 8 are simulated."""
+    quantization_group: Annotated[int, Field(ge=0)] = 64
+    """Inputs that share a scale in a simulated quantisation; 0: all."""
+    pruned_layers: Annotated[int, Field(ge=0)] | None = None
+    """Blocks that a pruned draft lacks; a quarter of them if unsaid."""
+    sparsity: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the weights of a pruned draft that are zero."""
     confidence_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     """A chain stops after a token the drafter gives less than this probability; a retrieved token below it is not proposed."""
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     """Measured acceptance per rank, for the optimal tree."""
+    num_assistant_tokens_schedule: Literal["constant", "heuristic", "threshold"] = "constant"
+    """How a chain adapts: Hugging Face's +2/-1 to its length, or Draft & Verify's moving threshold to the confidence it stops at."""
+    lenience: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Lossy: a draft is refused only for what its probability exceeds the target's by more than this factor."""
+    accept_top_k: Annotated[int, Field(ge=1)] = 2
+    """Lossy, blockwise: how many of the target's best tokens stand."""
+    accept_distance: Annotated[int, Field(ge=0)] | None = None
+    """Lossy, blockwise: stand by distance in token number instead, for ordered vocabularies."""
+    minimum_block: Annotated[int, Field(ge=1)] = 1
+    """Lossy, blockwise: tokens that a pass decides at the least."""
+    fallback_threshold: Annotated[float, Field(ge=0, le=1)] = 0.6
+    """BiLD: the small model hands over where its best token has less than this probability."""
+    rollback_threshold: Annotated[float, Field(ge=0)] = 5.0
+    """Lossy, BiLD: a small model's token less likely than this many nats under the target is rolled back."""
     posterior_threshold: Annotated[float, Field(gt=0, le=1)] = 0.09
     """Epsilon of typical acceptance."""
     posterior_alpha: Annotated[float, Field(gt=0)] | None = None

@@ -12,6 +12,7 @@ from foretell.draft.recycling import Recycling
 from foretell.draft.rest import Rest
 from foretell.draft.suffix import Suffix
 from foretell.draft.together import Together
+from foretell.draft.translate import Translated
 
 __all__ = [
     "Cascade",
@@ -30,4 +31,5 @@ __all__ = [
     "Retriever",
     "Suffix",
     "Together",
+    "Translated",
 ]

@@ -71,29 +71,29 @@ def _changed(decoder: Decoder, change: Callable[[Matrix], Matrix]) -> Decoder:
     for block in decoder.blocks:
         assert isinstance(block, Block)
         fresh = copy.deepcopy(block)
-        _change_all(fresh, change)
+        _change_all(fresh, change, decoder.embedding.dtype)
         blocks.append(fresh)
-    head = _dense(decoder.head)
+    head = _dense(decoder.head, decoder.embedding.dtype)
     return Decoder(
         decoder.config, decoder.embedding, blocks, decoder.norm, Linear(change(head.weight), head.bias), decoder.skip
     )
 
 
-def _change_all(module: nn.Module, change: Callable[[Matrix], Matrix]) -> None:
+def _change_all(module: nn.Module, change: Callable[[Matrix], Matrix], dtype: torch.dtype) -> None:
     if isinstance(module, ExpertFeedForward):
         module.gate_up = nn.Parameter(change(module.gate_up), requires_grad=False)
         module.down = nn.Parameter(change(module.down), requires_grad=False)
     for name, child in module.named_children():
         if isinstance(child, Linear | Int8Linear):
             if name != "router":
-                dense = _dense(child)
+                dense = _dense(child, dtype)
                 setattr(module, name, Linear(change(dense.weight), dense.bias))
         else:
-            _change_all(child, change)
+            _change_all(child, change, dtype)
 
 
-def _dense(linear: nn.Module) -> Linear:
+def _dense(linear: nn.Module, dtype: torch.dtype) -> Linear:
     if isinstance(linear, Int8Linear):
-        return Linear(linear.weight * linear.scale[:, None], linear.bias)
+        return Linear((linear.weight * linear.scale[:, None]).to(dtype), linear.bias)
     assert isinstance(linear, Linear)
     return linear
