@@ -1,0 +1,93 @@
+"""Mixture-of-experts targets: dropless passes, and how many experts a pass reads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.accept import Match
+from foretell.draft import DraftModel, Nothing
+from foretell.engine import Engine, Request
+from foretell.method import AnyMethod, Method
+from foretell.model.config import Experts
+from foretell.model.decoder import Decoder
+from foretell.model.linear import Linear
+from foretell.model.moe import ExpertFeedForward
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Chain, Root
+from foretell.testing import TINY, tiny_decoder, tiny_mixture
+from helpers import VOCAB, chain_tree, random_tokens, run, tokens_of
+
+
+def mixture(count: int, active: int, seed: int = 0) -> ExpertFeedForward:
+    """Random experts of width 3 on a stream of width 16."""
+    noise = torch.Generator().manual_seed(seed)
+    router = Linear(torch.randn(count, 16, generator=noise))
+    gate_up, down = torch.randn(count, 6, 16, generator=noise), torch.randn(count, 16, 3, generator=noise)
+    return ExpertFeedForward(Experts(count, active, 3), router, gate_up, down)
+
+
+def sparse_target() -> Decoder:
+    return tiny_decoder(tiny_mixture(replace(TINY, vocab=VOCAB)))
+
+
+def decoded(method: AnyMethod) -> tuple[list[int], Engine]:
+    engine = Engine(DecoderRunner(sparse_target()), method)
+    updates = run(engine, [Request(random_tokens(12), Sampling(temperature=2.5), max_new_tokens=30)])
+    return tokens_of(updates[0]), engine
+
+
+@pytest.mark.parametrize(("count", "active"), [(8, 2), (64, 8), (4, 4)])
+def test_distinct_experts_follow_the_formula_for_random_routing(count: int, active: int) -> None:
+    layer = mixture(count, active)
+    noise = torch.Generator().manual_seed(1)
+    # Routers without a taste: every token has scores of its own.
+    layer.router.weight.data = torch.eye(count, 16 if count <= 16 else count)
+    width = layer.router.weight.shape[1]
+    for tokens in (1, 2, 4, 8, 16):
+        seen = []
+        for _ in range(200):
+            _, index = layer.route(torch.randn(tokens, width, generator=noise))
+            seen.append(len(index.unique()))
+        expected = count * (1 - (1 - active / count) ** tokens)
+        assert max(seen) <= min(count, active * tokens)
+        assert np.mean(seen) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_batched_pass_equals_passes_of_one_token() -> None:
+    layer = mixture(8, 2).double()
+    x = torch.randn(13, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    out, visited = layer.visit(x)
+    alone = [layer.visit(x[i : i + 1]) for i in range(len(x))]
+    assert torch.allclose(out, torch.cat([o for o, _ in alone]), atol=1e-12)
+    assert {n for _, n in alone} == {2} and 2 <= visited <= 8
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(layer(x[order]), out[order], atol=1e-12)
+
+
+def test_a_pass_reports_distinct_experts_per_layer() -> None:
+    target = sparse_target()
+    runner = DecoderRunner(target)
+    one = runner.forward([0], chain_tree([5])).experts
+    assert one == (2, 2)
+    runner.keep(0, [0])
+    several = runner.forward([0], chain_tree(random_tokens(9))).experts
+    assert all(2 <= n <= 4 for n in several) and len(several) == 2
+    assert DecoderRunner(tiny_decoder()).forward([0], chain_tree([5])).experts == ()
+
+
+def test_speculation_reads_more_experts_per_pass_for_the_same_text() -> None:
+    plain, alone = decoded(Method(Nothing(), Root(), Match()))
+    draft = DraftModel(DecoderRunner(sparse_target()))
+    text, engine = decoded(Method(draft, Chain(4), Match()))
+    assert text == plain
+    assert alone.statistics[1].experts_per_pass == 2
+    assert 2 < engine.statistics[1].experts_per_pass <= 4
+
+
+def test_dense_models_report_no_experts() -> None:
+    engine = Engine(DecoderRunner(tiny_decoder()), Method(Nothing(), Root(), Match()))
+    run(engine, [Request([1, 2], max_new_tokens=4)])
+    assert engine.statistics[1].experts_per_pass == 0
