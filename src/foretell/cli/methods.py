@@ -1,19 +1,22 @@
 """`foretell methods`: the catalogue as the field's taxonomy table."""
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from foretell.catalogue import Entry
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 COLUMNS = ("method", "draft", "tree", "accepts by", "lossless", "same seed", "needs", "training", "paper")
+_WIDE = 190
+"""Columns of a terminal on which every method fits on a line or two."""
 
 
 @app.command()
@@ -35,7 +38,8 @@ def methods(
     elif markdown:
         typer.echo("\n".join(markdown_lines(entries)))
     else:
-        Console().print(table(entries))
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+        console.print(table(entries) if console.width >= _WIDE else paragraphs(entries))
 
 
 def record(entry: "Entry") -> dict[str, object]:
@@ -79,13 +83,39 @@ def markdown_lines(entries: "Iterable[Entry]") -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def table(entries: "Iterable[Entry]") -> "Table":
-    """The table for a terminal."""
+def table(entries: "Iterable[Entry]") -> "RenderableType":
+    """The table for a wide terminal."""
     from rich.table import Table
 
     out = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in COLUMNS:
-        out.add_column(name, overflow="fold", no_wrap=name == "method")
+        out.add_column(name, no_wrap=name in ("method", "lossless", "same seed", "training"))
     for entry in entries:
         out.add_row(*cells(entry), style="" if entry.lossless else "red")
     return out
+
+
+def paragraphs(entries: "Iterable[Entry]") -> "RenderableType":
+    """The same for a narrow terminal: a method takes two lines."""
+    from rich.console import Group
+    from rich.text import Text
+
+    def paragraph(entry: "Entry") -> Text:
+        name, draft, tree, accept, *_, needs, training, paper = cells(entry)
+        text = Text(name, style="bold" if entry.lossless else "bold red")
+        text.append(f"  {draft} × {tree} × {accept}\n", style="not bold")
+        promise = (
+            "LOSSY"
+            if not entry.lossless
+            else "lossless, same text for a seed"
+            if entry.same_seed
+            else "lossless, same law"
+        )
+        extras = (
+            [f"needs {needs}"] * bool(entry.needs)
+            + [f"training {training}"] * (training != "none")
+            + [paper] * (paper != "-")
+        )
+        return text.append("    " + " · ".join([promise, *extras]), style="dim not bold")
+
+    return Group(*map(paragraph, entries))

@@ -34,7 +34,7 @@ class Settings:
 
     prompts: tuple[str, ...] = PROMPTS
     max_new_tokens: int = 48
-    samples: int = 2400
+    samples: int = 2000
     seed: int = 0
     effect: float = 0.05
 

@@ -1,0 +1,179 @@
+"""`foretell chat`: a conversation in the terminal."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import typer
+
+from foretell.cli import options
+from foretell.cli.errors import say
+from foretell.names import unknown
+
+if TYPE_CHECKING:
+    from foretell.api import Answer
+    from foretell.cli.prompts import Defaults
+    from foretell.cli.setup import Ready
+    from foretell.engine import Engine, Request
+    from foretell.text import Message
+
+app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+HELP = """/method NAME   decode with another method from now on
+/reset         forget the conversation
+/stats         what the answers so far cost
+/help          this list
+/quit          leave (as Ctrl-D does); Ctrl-C stops an answer"""
+
+
+@app.command()
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    method: options.Method = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
+    system: options.System = None,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    draft_model: options.DraftModel = None,
+    reference: options.Reference = None,
+    speculative_config: options.SpeculativeJson = None,
+) -> None:
+    """Talk with a model; text that was drafted and accepted is green. Lines that start with / are commands, see /help."""
+    from foretell.cli.prompts import Defaults
+    from foretell.cli.setup import prepare, understand
+    from foretell.sampling import Sampling
+
+    sampling = Sampling(
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
+    )
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
+    wish = understand(method, speculative_config, draft_model)
+    ready = prepare(model, dtype, device, wish, reference)
+    talk(Conversation(ready, wish.name, Defaults(sampling, max_new_tokens, tuple(stop or ()), False, system)))
+
+
+def talk(conversation: "Conversation") -> None:
+    """Read lines until the end of input."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        import readline  # noqa: F401 (gives input() its editing keys)
+
+        print(
+            f"{conversation.ready.model.name}, {conversation.engine.method.name}; /help lists the commands",
+            file=sys.stderr,
+        )
+    while not conversation.over:
+        try:
+            line = input("> " if terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit leaves)", file=sys.stderr)
+            continue
+        try:
+            conversation.hear(line)
+        except ValueError as error:
+            say(str(error))
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and the engine that answers."""
+
+    ready: "Ready"
+    method: str
+    defaults: "Defaults"
+    messages: "list[Message]" = field(default_factory=list)
+    answers: "list[Answer]" = field(default_factory=list)
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self.engine = self._engine(self.method)
+        self.reset()
+
+    def hear(self, line: str) -> None:
+        """Answer a line, or do as it commands.
+
+        Raises:
+            ValueError: no such command or method, or the conversation is longer than the model's context.
+        """
+        if line.startswith("/"):
+            self._obey(line)
+        elif line:
+            self._answer(line)
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [] if self.defaults.system is None else [{"role": "system", "content": self.defaults.system}]
+
+    def _obey(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        commands: Mapping[str, Callable[[str], None]] = {
+            "/method": self._change, "/reset": lambda _: self.reset(), "/stats": lambda _: self._stats(),
+            "/help": lambda _: print(HELP, file=sys.stderr), "/quit": lambda _: self._quit(),
+        }  # fmt: skip
+        if word not in commands:
+            raise unknown("command", word, commands)
+        commands[word](rest.strip())
+
+    def _change(self, name: str) -> None:
+        if not name:
+            raise ValueError(
+                f"the method is {self.engine.method.name}; change it with /method NAME, see `foretell methods`"
+            )
+        self.engine = self._engine(name)
+        print(f"decoding with {self.engine.method.name}", file=sys.stderr)
+
+    def _quit(self) -> None:
+        self.over = True
+
+    def _stats(self) -> None:
+        from foretell.cli.show import closing, note
+
+        if not self.answers:
+            raise ValueError("nothing was answered yet")
+        for name in dict.fromkeys(a.method for a in self.answers):
+            mine = [a for a in self.answers if a.method == name]
+            note(closing(mine, sum(a.statistics.prefill_seconds + a.statistics.decode_seconds for a in mine)))
+
+    def _answer(self, line: str) -> None:
+        """Stream an answer; what came before Ctrl-C is kept."""
+        from foretell.api import collect
+        from foretell.cli.interrupt import Interrupt, updates
+        from foretell.cli.show import Painter, Stream, closing, note
+        from foretell.engine import Update
+
+        d, model = self.defaults, self.ready.model
+        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        request = model.request(asked, d.sampling, max_new_tokens=d.max_new_tokens, stop=d.stop)
+        number, got = self._submit(request), list[Update]()
+        stream = Stream(Painter(model.codec.detokenizer()))
+        with Interrupt() as interrupt:
+            for update in updates(self.engine, [number], interrupt):
+                stream.write(update)
+                got.append(update)
+        stream.end()
+        answer = collect(self.engine, number, got)
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self.answers.append(answer)
+        note(closing([answer], 0.0))
+
+    def _submit(self, request: "Request") -> int:
+        try:
+            return self.engine.submit(request)
+        except ValueError as error:
+            raise ValueError(f"{error}; /reset forgets the conversation") from error
+
+    def _engine(self, name: str) -> "Engine":
+        return self.ready.model.engine(self.ready.method(name), rows=1)
