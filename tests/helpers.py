@@ -1,6 +1,5 @@
 """Shared by the tests: tiny models, every method and variant under its name, and references written without the engine."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Trie, optimal
-from foretell.testing import TINY, tiny_decoder
+from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.text import Detokenizer
 from foretell.tree import TokenTree, root
 
@@ -57,10 +56,14 @@ class Variant:
 
 def _of_catalogue(entry: Entry) -> Variant:
     def make(vocab: int) -> AnyMethod:
-        drafts = (DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1)))
-        drafts = drafts if entry.name == "specinfer" else drafts[:1]
+        drafts = (DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1)))[
+            : 2 if entry.name == "specinfer" else 1
+        ]
         references = (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9)))
-        return entry.build(Parts(vocab, target(vocab), drafts, references), SpeculativeConfig())
+        parts = Parts(
+            vocab, target(vocab), drafts, references, codec=letter_codec(vocab), draft_codecs=(letter_codec(vocab, 2),)
+        )
+        return entry.build(parts, SpeculativeConfig())
 
     return Variant(entry.name, make, entry.lossless, entry.same_seed)
 
@@ -158,7 +161,8 @@ def chain_tree(tokens: Sequence[int]) -> TokenTree:
 def all_logits(network: Decoder, tokens: Sequence[int]) -> np.ndarray:
     """Scores after every token of a text read in one pass without a past."""
     output = DecoderRunner(network).forward([0], chain_tree(tokens))
-    return output.logits.double().numpy()
+    scores: np.ndarray = output.logits.double().numpy()
+    return scores
 
 
 def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -> Law:
@@ -173,8 +177,9 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -
     for token, value in s.bias.items():
         x[token] += value
     if s.temperature == 0:
-        return np.eye(len(x))[x.argmax()]
-    p = np.exp((x - x.max()) / s.temperature)
+        best: Law = np.eye(len(x))[x.argmax()]
+        return best
+    p: Law = np.exp((x - x.max()) / s.temperature)
     order = np.argsort(-p, kind="stable")
     if s.top_k:
         p[order[s.top_k :]] = 0
@@ -185,7 +190,8 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -
             p[token] = 0
         above += p[token]
     p[p < s.min_p * p.max()] = 0
-    return p / p.sum()
+    p /= p.sum()
+    return p
 
 
 def naive(network: Decoder, request: Request) -> list[int]:

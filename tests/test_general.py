@@ -7,6 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+
+from foretell.draft import Drafter, DraftModel, Mix
+from foretell.engine import Request
+from foretell.method import AnyMethod
+from foretell.model.runner import DecoderRunner, Runner
+from foretell.sampling import Sampling
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -24,12 +30,6 @@ from helpers import (
     tokens_of,
     unchecked,
 )
-
-from foretell.draft import DraftModel, Drafter, Mix
-from foretell.engine import Request
-from foretell.method import AnyMethod
-from foretell.model.runner import DecoderRunner, Runner
-from foretell.sampling import Sampling
 
 SMALL = 4
 """Vocabulary of the law tests."""

@@ -5,7 +5,7 @@ from it, the roofline analyzer prices one; neither reads a Hugging Face or GGUF 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
@@ -25,6 +25,8 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     fraction: float = 1.0
+    divisors: tuple[float, ...] = ()
+    """What each frequency is divided by on top (how GGUF files store Llama 3's scaling)."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,10 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
         said["activation"] = _ACTIVATIONS[activation]
-    if read.get("attention_bias", default=False):
-        said |= {"qkv_bias": True, "output_bias": kind in ("llama", "gemma2", "gemma3_text")}
+    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and read.get("attention_bias", default=False):
+        said |= {"qkv_bias": True, "output_bias": True}
+    if kind == "qwen2_moe":
+        said["qkv_bias"] = bool(read.get("qkv_bias", default=True))
     eos = read.get("eos_token_id", default=())
     scalar = read.get("query_pre_attn_scalar")
     return ModelConfig(
@@ -186,7 +190,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         layers=layers,
         heads=heads,
         kv_heads=int(read.get("num_key_value_heads", default=heads)),
-        head_dim=int(read.get("head_dim", default=hidden // heads)),
+        head_dim=int(read.get("head_dim", default=hidden // max(heads, 1))),
         ffn=int(read.get("intermediate_size", default=0) or read.need("moe_intermediate_size")),
         context=context,
         norm_eps=float(read.get("rms_norm_eps", default=1e-6)),
@@ -279,8 +283,10 @@ def _experts(read: _Reader, kind: str, layers: int) -> Experts | None:
     return None
 
 
-def from_gguf(meta: Mapping[str, Any], source: str = "GGUF file") -> ModelConfig:
+def from_gguf(meta: Mapping[str, Any], source: str = "GGUF file", divisors: Sequence[float] = ()) -> ModelConfig:
     """Read the metadata of a GGUF file (keys as the format's specification names them, values already Python objects).
+
+    `divisors`: the file's `rope_freqs.weight`, where it has one.
 
     Raises:
         ValueError: a needed key is missing, or the architecture is not of the family.
@@ -306,16 +312,11 @@ def from_gguf(meta: Mapping[str, Any], source: str = "GGUF file") -> ModelConfig
         layers=layers,
         heads=heads,
         kv_heads=int(read.get("attention.head_count_kv", default=heads)),
-        head_dim=int(read.get("attention.key_length", "rope.dimension_count", default=hidden // heads)),
+        head_dim=int(read.get("attention.key_length", "rope.dimension_count", default=hidden // max(heads, 1))),
         ffn=int(read.need("feed_forward_length")),
         context=context,
         norm_eps=float(read.get("attention.layer_norm_rms_epsilon", default=1e-6)),
-        rope=Rope(
-            theta=float(read.get("rope.freq_base", default=10000.0)),
-            kind="linear" if read.get("rope.scaling.type") == "linear" else "default",
-            factor=float(read.get("rope.scaling.factor", default=1.0)),
-            original_context=context,
-        ),
+        rope=_gguf_rope(read, context, divisors),
         local_rope=Rope(theta=10000.0) if kind == "gemma3_text" else None,
         window=window,
         window_layers=windowed,
@@ -327,3 +328,14 @@ def from_gguf(meta: Mapping[str, Any], source: str = "GGUF file") -> ModelConfig
         # llama.cpp folds Gemma's "+ 1" into the norm weights it stores.
         **(said | {"norm_offset": 0.0}),
     )
+
+
+def _gguf_rope(read: _Reader, context: int, divisors: Sequence[float]) -> Rope:
+    kind = str(read.get("rope.scaling.type", default="none"))
+    values = {
+        "rope_type": "default" if kind == "none" else kind,
+        "rope_theta": read.get("rope.freq_base", default=10000.0),
+        "factor": read.get("rope.scaling.factor", default=1.0),
+        "original_max_position_embeddings": read.get("rope.scaling.original_context_length", default=context),
+    }
+    return replace(_rope(values, {}, context), divisors=tuple(divisors))

@@ -79,7 +79,7 @@ class GGUF:
             raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
         try:
             self.meta, self.tensors = self._read(cursor)
-        except (struct.error, KeyError, ValueError, OverflowError, MemoryError) as error:
+        except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again") from error
 
     def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, Entry]]:

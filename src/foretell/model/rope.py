@@ -23,6 +23,8 @@ def tables(rope: Rope, head_dim: int, context: int) -> Tables:
 def _frequencies(rope: Rope, head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequency = 1.0 / rope.theta**exponent
+    if rope.divisors:
+        frequency = frequency / torch.tensor(rope.divisors, dtype=torch.float64)
     if rope.kind == "linear":
         return frequency / rope.factor, 1.0
     if rope.kind == "llama3":

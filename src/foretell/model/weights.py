@@ -57,7 +57,7 @@ class SafetensorsWeights(Weights):
         self.source = str(path)
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = _shards(index)
         else:
             files = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
         if not files:
@@ -92,6 +92,13 @@ class SafetensorsWeights(Weights):
     def release(self) -> None:
         """Close and reopen: a mapping ends with the last tensor that uses it."""
         self._open()
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: damaged index of the checkpoint's files ({error}); download it again") from error
 
 
 _GGUF_NAMES = {
@@ -154,7 +161,8 @@ def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: tor
     Raises:
         ValueError: a tensor is missing or misshapen.
     """
-
+    # A damaged count of layers is found before work is handed out for each of them.
+    weights.need(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         shell = pool.submit(lambda: build_shell(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))

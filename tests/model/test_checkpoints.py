@@ -1,0 +1,290 @@
+"""Reading checkpoints: GGUF files of several precisions against transformers, and one sentence for whatever is damaged or refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+
+from foretell.model.config import from_gguf, from_hf
+from foretell.model.decoder import Decoder
+from foretell.model.gguf import GGUF
+from foretell.model.runner import DecoderRunner
+from foretell.model.weights import GGUFWeights, SafetensorsWeights, build
+from helpers import all_logits, chain_tree, random_tokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "lm_head": "output",
+}
+
+
+def oracle_of(architecture: str, **values: object) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, architecture)(**(SIZES | values))
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def as_stored(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of a Llama's query and key rows: rotary pairs side by side."""
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, oracle: Any, kind: Kind = Kind.F32, scaling: Mapping[str, Any] | None = None) -> None:
+    """A GGUF file of the model, its matrices stored as `kind`; the model's own matrices become what the file can hold."""
+    name, config = oracle.config.model_type, oracle.config
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim or config.hidden_size // config.num_attention_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    for key, value in (scaling or {}).items():
+        getattr(writer, f"add_{key}")(value)
+    for key, tensor in oracle.state_dict().items():
+        parts = key.split(".")
+        block = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+        data = tensor.numpy()
+        stored = kind if data.ndim > 1 else Kind.F32
+        tensor.copy_(torch.from_numpy(dequantize(quantize(data, stored), stored).astype(np.float32)))
+        if name == "llama" and parts[-2] in ("q_proj", "k_proj"):
+            data = as_stored(data, config.num_attention_heads if parts[-2] == "q_proj" else config.num_key_value_heads)
+        writer.add_tensor(f"{block}{NAMES[parts[-2]]}.weight", quantize(data, stored), raw_dtype=stored)
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "llama3":
+        inverse = oracle.model.rotary_emb.inv_freq.numpy()
+        plain = 10000.0 ** -(np.arange(len(inverse)) / len(inverse))
+        writer.add_tensor("rope_freqs.weight", (plain / inverse).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_gguf(path: Path) -> Decoder:
+    file = GGUF(path)
+    divisors = file.load("rope_freqs.weight").tolist() if "rope_freqs.weight" in file.tensors else ()
+    config = from_gguf(file.meta, str(path), divisors)
+    return build(config, GGUFWeights(file, config), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "values", "scaling"),
+    [
+        ("LlamaConfig", Kind.F32, {}, {}),
+        ("LlamaConfig", Kind.F16, {}, {}),
+        ("LlamaConfig", Kind.Q8_0, {}, {}),
+        ("LlamaConfig", Kind.Q4_1, {"head_dim": 16}, {}),
+        ("LlamaConfig", Kind.F32, {"rope_parameters": LLAMA3}, {}),
+        (
+            "LlamaConfig",
+            Kind.F32,
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 2.0},
+        ),
+        (
+            "LlamaConfig",
+            Kind.F32,
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 10000.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            {
+                "rope_scaling_type": gguf.RopeScalingType.YARN,
+                "rope_scaling_factor": 4.0,
+                "rope_scaling_orig_ctx_len": 32,
+            },
+        ),
+        ("Qwen3Config", Kind.F32, {"head_dim": 16}, {}),
+    ],
+    ids=["F32", "F16", "Q8_0", "Q4_1", "llama3 rope", "linear rope", "yarn", "qwen3"],
+)
+def test_a_gguf_file_gives_the_logits_of_transformers(
+    architecture: str, kind: Kind, values: Mapping[str, Any], scaling: Mapping[str, Any], tmp_path: Path
+) -> None:
+    oracle, text = oracle_of(architecture, **values), random_tokens(60, 64)
+    with torch.no_grad():
+        write_gguf(tmp_path / "model.gguf", oracle, kind, scaling)
+        wanted = oracle(torch.tensor([text])).logits[0]
+    found = all_logits(read_gguf(tmp_path / "model.gguf"), text)
+    torch.testing.assert_close(torch.from_numpy(found), wanted.double(), rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory with a small Llama."""
+    oracle_of("LlamaConfig").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def read_directory(path: Path) -> Decoder:
+    config = from_hf(json.loads((path / "config.json").read_text()))
+    return build(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
+
+
+def test_a_sharded_checkpoint_reads_as_a_whole_one(tmp_path: Path) -> None:
+    oracle = oracle_of("LlamaConfig")
+    oracle.save_pretrained(tmp_path / "whole")
+    oracle.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    whole, shards = (DecoderRunner(read_directory(tmp_path / n)) for n in ("whole", "shards"))
+    tree = chain_tree(random_tokens(9, 64))
+    assert torch.equal(whole.forward([0], tree).logits, shards.forward([0], tree).logits)
+
+
+def one_sentence(error: pytest.ExceptionInfo[ValueError], *words: str) -> None:
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, str(checkpoint), "model.layers.1.mlp.up_proj.weight")
+
+
+def test_a_tensor_of_another_shape_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "model.norm.weight", "(7,)", "(32,)")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -10])
+def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "model.safetensors", "download it again")
+
+
+def test_a_pickle_is_refused_by_name(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "pytorch_model.bin", "pickle", "safetensors")
+
+
+def test_a_directory_without_weights_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "no model.safetensors")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"a": "gone.safetensors"}}'])
+def test_a_damaged_index_is_refused(checkpoint: Path, index: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "download it again")
+
+
+def test_a_gguf_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", oracle_of("LlamaConfig"))
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    for size in [*range(0, 900, 7), len(whole) // 2, len(whole) - 1]:
+        part = tmp_path / "part.gguf"
+        part.write_bytes(whole[:size])
+        with pytest.raises(ValueError) as error:
+            GGUF(part)
+        one_sentence(error, "part.gguf")
+
+
+def test_a_gguf_header_with_any_damaged_byte_is_read_or_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", oracle_of("LlamaConfig"))
+    whole, generator = (tmp_path / "whole.gguf").read_bytes(), np.random.default_rng(0)
+    for _ in range(200):
+        damaged, at = bytearray(whole), int(generator.integers(0, 1200))
+        damaged[at] = int(generator.integers(0, 256))
+        part = tmp_path / "part.gguf"
+        part.write_bytes(damaged)
+        try:
+            from_gguf(GGUF(part).meta)
+        except ValueError as error:
+            assert "\n" not in str(error)
+
+
+def test_a_gguf_file_without_a_tensor_names_it(tmp_path: Path) -> None:
+    oracle = oracle_of("LlamaConfig")
+    del oracle.model.layers[1].mlp.down_proj
+    write_gguf(tmp_path / "model.gguf", oracle)
+    with pytest.raises(ValueError) as error:
+        read_gguf(tmp_path / "model.gguf")
+    one_sentence(error, "model.gguf", "model.layers.1.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "gpt2"}, ["gpt2", "llama"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"num_key_value_heads": 3}, ["4 query heads", "3"]),
+        ({"num_hidden_layers": 0}, ["layers"]),
+        ({"hidden_act": "mish"}, ["mish", "silu"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["longrope", "yarn"]),
+    ],
+)
+def test_a_configuration_out_of_the_family_is_refused(
+    values: Mapping[str, object], words: list[str], checkpoint: Path
+) -> None:
+    raw = json.loads((checkpoint / "config.json").read_text()) | values
+    with pytest.raises(ValueError) as error:
+        from_hf(raw)
+    one_sentence(error, *words)

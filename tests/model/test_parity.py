@@ -1,0 +1,115 @@
+"""The decoder against transformers: the same logits from the same checkpoint, for chains in chunks and for trees."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from foretell.model.config import from_hf
+from foretell.model.decoder import Decoder
+from foretell.model.runner import DecoderRunner
+from foretell.model.weights import SafetensorsWeights, build
+from foretell.tree import from_lists
+from helpers import chain_tree, random_tokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama3 rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "llama linear rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}}),
+    "llama biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 16}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral window": ("MistralConfig", {"sliding_window": 8}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2 window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "qwen3 biased": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma2 biased": ("Gemma2Config", {"head_dim": 8, "attention_bias": True}),
+    "gemma2 capped": ("Gemma2Config", {"head_dim": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen2_moe partly dense": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe biased": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "attention_bias": True, "decoder_sparse_step": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+}  # fmt: skip
+
+
+def oracle_of(name: str) -> Any:
+    """A random model of transformers whose every vector differs from its initial value."""
+    kind, values = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**(SIZES | values))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def read(path: Path) -> Decoder:
+    config = from_hf(json.loads((path / "config.json").read_text()))
+    return build(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """Scores after every token."""
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def random_parents(nodes: int, seed: int) -> list[int]:
+    generator = np.random.default_rng(seed)
+    return [-1, *(int(generator.integers(0, node)) for node in range(1, nodes))]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    oracle = oracle_of(name)
+    oracle.save_pretrained(tmp_path)
+    runner, text = DecoderRunner(read(tmp_path)), random_tokens(40, SIZES["vocab_size"])
+    wanted, at = oracle_logits(oracle, text), 0
+    assert wanted.std() > 0.3
+    for size in (7, 1, 20, 12):
+        found = runner.forward([0], chain_tree(text[at : at + size])).logits
+        torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=1e-4)
+        runner.keep(0, range(size))
+        at += size
+    tokens, parents = random_tokens(14, 61, seed=3), random_parents(14, seed=4)
+    tree = from_lists([tokens], [parents])
+    found = runner.forward([0], tree).logits
+    for node in range(14):
+        path = [tokens[i] for i in tree.ancestors(0, node)]
+        torch.testing.assert_close(found[node], oracle_logits(oracle, [*text, *path])[-1], rtol=0, atol=1e-4)
