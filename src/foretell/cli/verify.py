@@ -155,13 +155,17 @@ def divergence_line(d: "Divergence") -> str:
 
 def record(report: "Report") -> dict[str, object]:
     """A report as `--json` prints it."""
-    checks = {"identity": report.identity, "law": report.law, "company": report.company}
-    judged = {name: asdict(check) | {"passed": check.passed} for name, check in checks.items()}
+
+    def judged(check: "Identity | LawTest | Company") -> dict[str, object]:
+        return asdict(check) | {"passed": check.passed}
+
     return {
         "method": report.method,
         "lossless": report.lossless,
         "passed": report.passed,
-        **judged,
+        "identity": judged(report.identity),
+        "law": judged(report.law),
+        "company": judged(report.company),
         "seconds": report.seconds,
     }
 
