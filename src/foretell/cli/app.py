@@ -23,10 +23,15 @@ class Command:
 
 
 COMMANDS: Sequence[Command] = (
+    Command(
+        "demo", "foretell.cli.demo", "Three prompts on the embedded model, plainly and speculatively, and the gain."
+    ),
     Command("generate", "foretell.cli.generate", "Answer a prompt, or a file of prompts, with any decoding method."),
     Command("chat", "foretell.cli.chat", "Talk with a model in the terminal."),
     Command("methods", "foretell.cli.methods", "List the decoding methods: the field's taxonomy as a table."),
     Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
+    Command("bench", "foretell.cli.bench", "Measure methods beside plain decoding and other runtimes."),
+    Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
     Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up before anything runs."),
 )
