@@ -147,7 +147,7 @@ def test_caches_hold_what_a_fresh_pass_over_the_text_writes(variant: Variant, te
     method = variant.make(VOCAB)
     engine = engine_for(method, rows=len(PROMPTS), chunk=64)
     for prompt in PROMPTS:
-        engine.submit(Request(prompt, Sampling(temperature=temperature), max_new_tokens=150))
+        engine.submit(Request(prompt, Sampling(temperature=temperature), max_new_tokens=210))
     texts = [list(p) for p in PROMPTS]
     for _ in range(12):
         for update in engine.step():
