@@ -52,7 +52,7 @@ def tiny_decoder(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype =
     return build(config, RandomWeights(seed, sharpness), dtype, torch.device("cpu"))
 
 
-def letters(vocab: int, first: int = 0) -> TextCodec:
+def letter_codec(vocab: int, first: int = 0) -> TextCodec:
     """A tokenizer of single letters from `a` on, of which token 0 is the one numbered `first`: two of them are two tokenizers of one language."""
     order = {chr(ord("a") + (i + first) % vocab): i for i in range(vocab)}
     tokenizer = Tokenizer(models.BPE(vocab=order, merges=[]))

@@ -15,7 +15,7 @@ from foretell.model.linear import quantize
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
-from helpers import VOCAB, all_logits, random_tokens, run, tokens_of
+from helpers import VOCAB, all_logits, random_tokens, run
 
 DEEP = replace(TINY, vocab=VOCAB, layers=4)
 
