@@ -10,7 +10,9 @@ from foretell.accept import Acceptor, Block, Lenient, Match, Near, Rejection, Ro
 from foretell.config import SpeculativeConfig
 from foretell.datastore import Datastore, open_datastore
 from foretell.draft import (
+    Cascade,
     DraftModel,
+    Hybrid,
     Jacobi,
     Lookahead,
     Lookup,
@@ -20,6 +22,7 @@ from foretell.draft import (
     Predictor,
     Recycling,
     Rest,
+    Retriever,
     Suffix,
     Together,
     Translated,
@@ -32,7 +35,23 @@ from foretell.model.influence import influence
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.model.skip import default_skip, read_skip
 from foretell.names import unknown
-from foretell.shape import Adaptive, Beam, Branch, Chain, Fixed, Paced, Root, Schedule, Shape, Threshold, Trie, optimal
+from foretell.shape import (
+    Adaptive,
+    Beam,
+    Branch,
+    Chain,
+    Fallback,
+    Fixed,
+    Frugal,
+    Paced,
+    PassCost,
+    Root,
+    Schedule,
+    Shape,
+    Threshold,
+    Trie,
+    optimal,
+)
 from foretell.text import TextCodec
 
 
@@ -79,6 +98,11 @@ def _autoregressive(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 
 def _drafter(parts: Parts) -> Predictor:
+    models = [DraftModel(r) for r in _small_models(parts)]
+    return models[0] if len(models) == 1 else Mix(models)
+
+
+def _small_models(parts: Parts) -> tuple[Runner, ...]:
     if not parts.drafts:
         raise ValueError("this method needs a draft model: name one with --draft-model, or use layer_skip, which drafts with the target's first layers")
     for runner in parts.drafts:
@@ -86,8 +110,7 @@ def _drafter(parts: Parts) -> Predictor:
             raise ValueError(
                 f"the draft model's vocabulary has {runner.vocab} tokens, the target's {parts.vocab}; use a draft model with the target's tokenizer"
             )
-    models = [DraftModel(r) for r in parts.drafts]
-    return models[0] if len(models) == 1 else Mix(models)
+    return parts.drafts
 
 
 def _early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
@@ -135,6 +158,36 @@ def _sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
         rates = config.acceptance or (0.6, 0.15, 0.07, 0.04, 0.025, 0.02, 0.015, 0.01)
         shape = optimal(config.num_speculative_tokens or 16, rates, depth=config.num_steps or 6, draw=draw)
     return Method(_drafter(parts), shape, Rejection() if draw else Match())
+
+
+def _cascade(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    *larger_first, last = _small_models(parts)
+    copies: Method[Retriever] = Method(Lookup(references=parts.references), Trie(8), Match())
+    drafter = Cascade(last, copies)
+    for runner in reversed(larger_first):
+        ahead: Method[Predictor] = Method(drafter, Chain(5, draw=False), Match())
+        drafter = Cascade(runner, ahead)
+    return Method(drafter, _chain(config, 5), _test(config))
+
+
+def _copies(parts: Parts) -> Together:
+    """The retrievers that need nothing but the text."""
+    return Together([Suffix(parts.references), Recycling(parts.vocab)])
+
+
+def _frugal(config: SpeculativeConfig) -> Frugal:
+    return Frugal(24 if config.num_draft_tokens is None else config.num_draft_tokens, PassCost(config.pass_cost))
+
+
+def _hybrid(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    return Method(_copies(parts), _frugal(config), Match())
+
+
+def _hybrid_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    model = _drafter(parts) if parts.drafts else _early_exit(parts, config)
+    confidence = 0.4 if config.confidence_threshold is None else config.confidence_threshold
+    chain = Chain(config.num_speculative_tokens or 5, draw=False, confidence=confidence)
+    return Method(Hybrid(_copies(parts), model), Fallback(_frugal(config), chain), Match())
 
 
 def _dynamic_tree(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -323,6 +376,10 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("suffix", "longest suffix match (automaton)", "trie", "match", True, _NONE, "arXiv 2411.10666, 2411.04975", _suffix, aliases=("sam",)),
     Entry("recycling", "successors from earlier passes", "trie", "match", True, _NONE, "arXiv 2408.08696", _recycling, aliases=("token_recycling",)),
     Entry("sam_recycling", "suffix match and recycled successors", "trie", "match", True, _NONE, "arXiv 2411.10666, 2408.08696", _sam_recycling),
+    Entry("hybrid", "suffix match and recycled successors", "trie as large as pays, or none", "match", True, _NONE,
+          "arXiv 2411.10666, 2408.08696", _hybrid),
+    Entry("hybrid_model", "copies first, then a small model or the target's first layers", "trie, chain or none by what pays", "match", True, _NONE,
+          "arXiv 2411.10666, 2404.16710", _hybrid_model, "draft model (optional)"),
     Entry("lookahead", "n-grams of its own Jacobi trajectories", "trie beside the window", "match", True, _NONE, "arXiv 2402.02057", _lookahead),
     Entry("jacobi", "its own previous iterate", "chain", "match", True, _NONE, "arXiv 2002.03629", _jacobi),
     Entry("gauss_seidel_jacobi", "its own previous iterate, block by block", "chain", "match", True, _NONE, "arXiv 2305.10427",
@@ -349,6 +406,8 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("spectr", "small model", "independent chains", "optimal transport (K-SEQ)", True, _NONE, "arXiv 2310.15141", _spectr, "draft model", False),
     Entry("sequoia", "small model", "optimal tree for a node budget", "match", True, _NONE, "arXiv 2402.12374", _sequoia, "draft model"),
     Entry("dynamic_tree", "small model", "tree by confidence", "match", True, _NONE, "arXiv 2406.16858", _dynamic_tree, "draft model"),
+    Entry("cascade", "small model, itself drafted for by n-gram copies or smaller models", "chain", "rejection", True, _NONE,
+          "arXiv 2312.11462, 2308.04623", _cascade, "draft model", False, ("hierarchical",)),
     Entry("lenience_lossy", "small model", "chain", "lenient rejection", False, _NONE, "arXiv 2211.17192", _lenience, "draft model", False),
     Entry("blockwise_lossy", "small model", "chain", "among the target's best, or near it", False, _NONE, "arXiv 1811.03115", _blockwise,
           "draft model", False),

@@ -51,6 +51,8 @@ class SpeculativeConfig(BaseModel):
     """A chain stops after a token the drafter gives less than this probability; a retrieved token below it is not proposed."""
     acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     """Measured acceptance per rank, for the optimal tree."""
+    pass_cost: dict[int, Annotated[float, Field(gt=0)]] | None = None
+    """Hybrid: seconds of a target pass by number of tokens read; learned while running if unsaid."""
     num_assistant_tokens_schedule: Literal["constant", "heuristic", "threshold"] = "constant"
     """How a chain adapts: Hugging Face's +2/-1 to its length, or Draft & Verify's moving threshold to the confidence it stops at."""
     lenience: Annotated[float, Field(gt=0, le=1)] = 0.5

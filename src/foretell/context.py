@@ -64,6 +64,16 @@ class Context:
         """The last decided token of every text: the roots."""
         return [int(t.tokens[-1]) for t in self.texts]
 
+    def select(self, which: Sequence[int]) -> "Context":
+        """The context of these texts only, in this order."""
+        return Context(
+            rows=tuple(self.rows[i] for i in which),
+            texts=tuple(self.texts[i] for i in which),
+            sampling=tuple(self.sampling[i] for i in which),
+            noise=tuple(self.noise[i] for i in which),
+            room=self.room[list(which)],
+        )
+
 
 @dataclass(frozen=True)
 class Output:

@@ -2,6 +2,7 @@
 
 from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
 from foretell.draft.cascade import Cascade
+from foretell.draft.hybrid import Hybrid
 from foretell.draft.jacobi import Jacobi
 from foretell.draft.lookahead import Lookahead
 from foretell.draft.lookup import Lookup
@@ -19,6 +20,7 @@ __all__ = [
     "Continuation",
     "DraftModel",
     "Drafter",
+    "Hybrid",
     "Jacobi",
     "Lookahead",
     "Lookup",

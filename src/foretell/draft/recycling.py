@@ -31,7 +31,7 @@ class Recycling(Retriever):
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The `budget` likeliest nodes of the successor tree below each text's last token, as paths."""
         return [
-            self._paths(root, min(budget, 64), room, self._odds.setdefault(row, Odds(_RANKS, weight=16.0)))
+            self._paths(root, min(budget, 64), room, self._known_odds(row))
             for row, root, room in zip(context.rows, context.last, context.room.tolist(), strict=True)
         ]
 
@@ -60,11 +60,14 @@ class Recycling(Retriever):
                     if known[0] >= 0:
                         right = known.index(following) if following in known else self.width
                         for rank in range(self.width):
-                            self._odds[row].learn(rank, rank == right)
+                            self._known_odds(row).learn(rank, rank == right)
         scored = step.output.at >= 0
         if scored.any():
             following = best(step.output.logits, self.width)[1].cpu().numpy()
             self.successors[step.tree.token[scored]] = following[step.output.at[scored]]
+
+    def _known_odds(self, row: int) -> Odds:
+        return self._odds.setdefault(row, Odds(_RANKS, weight=16.0))
 
     def clear(self, row: int) -> None:
         """Forget a row's acceptance rates; the matrix stays."""

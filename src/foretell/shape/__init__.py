@@ -5,7 +5,10 @@ from foretell.shape.base import Growth, Root, Shape
 from foretell.shape.beam import Beam
 from foretell.shape.branch import Branch
 from foretell.shape.chain import Chain
+from foretell.shape.cost import PassCost
+from foretell.shape.fallback import Fallback
 from foretell.shape.fixed import Fixed
+from foretell.shape.frugal import Frugal
 from foretell.shape.optimal import optimal
 from foretell.shape.paced import Paced
 from foretell.shape.trie import Trie
@@ -15,9 +18,12 @@ __all__ = [
     "Beam",
     "Branch",
     "Chain",
+    "Fallback",
     "Fixed",
+    "Frugal",
     "Growth",
     "Paced",
+    "PassCost",
     "Root",
     "Schedule",
     "Shape",

@@ -1,11 +1,14 @@
 """Retrieved continuations merged into one tree of shared prefixes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretell.context import Context
 from foretell.draft.base import Continuation, Retriever
 from foretell.shape.base import Shape
 from foretell.tree import TokenTree, from_lists
+
+Prefix = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,24 +31,33 @@ class Trie(Shape[Retriever]):
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """A trie per text, padded to the largest."""
         found = draft.retrieve(context, self.budget)
-        tokens, parents = [], []
-        for root, room, continuations in zip(context.last, context.room.tolist(), found, strict=True):
-            token, parent = self._merge(root, room, continuations)
-            tokens.append(token)
-            parents.append(parent)
-        return from_lists(tokens, parents)
+        chosen = [
+            [prefix for prefix, _ in ranked(continuations, room, self.least)[: self.budget]]
+            for room, continuations in zip(context.room.tolist(), found, strict=True)
+        ]
+        return planted(context.last, chosen)
 
-    def _merge(self, root: int, room: int, continuations: list[Continuation]) -> tuple[list[int], list[int]]:
-        # Chances of one prefix found several times are not added up: retrievers that count occurrences have already done so.
-        chance: dict[tuple[int, ...], float] = {}
-        for c in continuations:
-            for i in range(min(len(c.tokens), room)):
-                if c.survival[i] < self.least:
-                    break
-                prefix = c.tokens[: i + 1]
-                chance[prefix] = max(chance.get(prefix, 0.0), c.survival[i])
-        # Stable: among equal chances, shorter prefixes of earlier continuations come first, so ancestors are never cut.
-        ranked = sorted(chance, key=lambda p: -chance[p])[: self.budget]
-        kept = sorted(ranked, key=len)
+
+def ranked(continuations: Sequence[Continuation], room: int, least: float = 0.0) -> list[tuple[Prefix, float]]:
+    """Prefixes of all continuations with their chances of acceptance, likeliest first; a prefix always comes after its own prefixes."""
+    # Chances of one prefix found several times are not added up: retrievers that count occurrences have already done so.
+    chance: dict[Prefix, float] = {}
+    for c in continuations:
+        for i in range(min(len(c.tokens), room)):
+            if c.survival[i] < least:
+                break
+            prefix = c.tokens[: i + 1]
+            chance[prefix] = max(chance.get(prefix, 0.0), c.survival[i])
+    # Stable: among equal chances, shorter prefixes of earlier continuations come first, so ancestors are never cut.
+    return sorted(chance.items(), key=lambda item: -item[1])
+
+
+def planted(roots: Sequence[int], chosen: Sequence[Sequence[Prefix]]) -> TokenTree:
+    """The trees that hold these prefixes below their roots."""
+    tokens, parents = [], []
+    for root, prefixes in zip(roots, chosen, strict=True):
+        kept = sorted(prefixes, key=len)
         place = {(): 0} | {p: i + 1 for i, p in enumerate(kept)}
-        return [root, *(p[-1] for p in kept)], [-1, *(place[p[:-1]] for p in kept)]
+        tokens.append([root, *(p[-1] for p in kept)])
+        parents.append([-1, *(place[p[:-1]] for p in kept)])
+    return from_lists(tokens, parents)

@@ -1,0 +1,111 @@
+"""Retrieval first, the model where retrieval finds too little, nothing where neither pays."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from foretell.context import Context, Step
+from foretell.draft.hybrid import Hybrid
+from foretell.shape.base import Shape
+from foretell.shape.chain import Chain
+from foretell.shape.frugal import Bid, Frugal, Plan, accepted
+from foretell.tree import TokenTree, concatenate
+
+
+class Mean:
+    """A running mean; old values fade once `memory` of them have been seen."""
+
+    def __init__(self, memory: float = 16.0) -> None:
+        self.value, self._memory, self._weight = 0.0, memory, 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self._weight = min(self._weight + 1, self._memory)
+        self.value += (value - self.value) / self._weight
+
+
+class Fallback(Shape[Hybrid]):
+    """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain, or no drafts.
+
+    What a chain gives and takes is known from the last ones. The first steps try it; when it does not pay, it is tried again every `again` steps on
+    texts that the model has read. Timing decides who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts
+    picked tokens more often than drawn ones, and a chain that draws is refused.
+    """
+
+    needs = Hybrid
+
+    def __init__(
+        self, frugal: Frugal, chain: Chain, again: int = 128, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if chain.draw or chain.length < 1:
+            raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
+        self.frugal, self.chain, self._again, self._clock = frugal, chain, again, clock
+        self._stood, self._size, self._seconds = Mean(), Mean(), Mean()
+        self._tries, self._idle = 0, 0
+        self._read: set[int] = set()
+        """Rows that the model has drafted for: its first chain for a text pays for reading the prompt, and does not count."""
+        self._chained: dict[int, int] = {}
+        """Rows that the model drafts for in this step, and how many tokens."""
+        self._plan: Plan | None = None
+        self._finished = 0.0
+
+    def grow(self, draft: Hybrid, context: Context) -> TokenTree:
+        """A trie, a chain or a root per text."""
+        self._plan, self._chained = self.frugal.plan(draft.retriever, context), {}
+        reach = np.array([max(0, draft.predictor.reach + 1 - t.length) for t in context.texts])
+        able = replace(context, room=np.minimum(context.room, reach))
+        weak = (
+            []
+            if self._plan.timing
+            else [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid)]
+        )
+        tree = self._with_chains(draft, able, weak, self._plan) if weak else self._plan.tree
+        self._idle = 0 if weak else self._idle + 1
+        self._finished = self._clock()
+        return tree
+
+    def _weak(self, bid: Bid) -> bool:
+        """Whether the model promises this text more tokens per second than retrieval does."""
+        if self._tries < 2 or (self._idle >= self._again and bid.row in self._read):
+            return True
+        assert self._plan is not None
+        b, size = len(self._plan.bids), round(self._size.value)
+        cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
+        share = cost[0] / b - cost[0]
+        model = (1 + self._stood.value) / (share + cost[size] + self._seconds.value)
+        return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
+
+    def _with_chains(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
+        """Chains for the `weak` texts, what was retrieved for the others."""
+        started = self._clock()
+        chains = self.chain.grow(draft.predictor, context.select(weak))
+        if all(context.rows[i] in self._read for i in weak):
+            self._seconds.add((self._clock() - started) / len(weak))
+            self._tries += 1
+        self._read.update(context.rows[i] for i in weak)
+        self._chained = {context.rows[i]: int(n) - 1 for i, n in zip(weak, chains.live.sum(1), strict=True)}
+        for size in self._chained.values():
+            self._size.add(size)
+        others = [i for i in range(len(context.rows)) if i not in set(weak)]
+        if not others:
+            return chains
+        both = concatenate([chains, plan.tree.select(np.array(others, np.int64))])
+        return both.select(np.argsort([*weak, *others]))
+
+    def keep(self, step: Step) -> None:
+        """Book what the step took and gave."""
+        if self._plan is None:
+            return
+        self.frugal.time(step, self._plan, self._clock() - self._finished)
+        bids = tuple(replace(bid, asked=bid.asked and bid.row not in self._chained) for bid in self._plan.bids)
+        self.frugal.settle(step, replace(self._plan, bids=bids))
+        for row in self._chained.keys() & set(step.context.rows):
+            self._stood.add(accepted(step, row))
+        self._plan, self._chained = None, {}
+
+    def clear(self, row: int) -> None:
+        """Forget a row; what passes and chains cost stays known."""
+        self._read.discard(row)
+        self.frugal.clear(row)

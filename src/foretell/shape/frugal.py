@@ -1,0 +1,161 @@
+"""Retrieved trees that are only as large as pays: drafting that turns itself off."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foretell.context import Context, Step
+from foretell.draft.base import Retriever
+from foretell.shape.base import Shape
+from foretell.shape.cost import PassCost
+from foretell.shape.trie import Prefix, planted, ranked
+from foretell.tree import TokenTree
+
+Offer = list[tuple[Prefix, float]]
+
+
+class Ledger:
+    """Whether drafting has paid for one text lately, and how far promises were kept.
+
+    A text whose drafts lost time is left alone for some steps, then tried again; each failure doubles the pause, up to `longest`.
+    """
+
+    def __init__(self, longest: int = 16) -> None:
+        self._longest = longest
+        self._promised = self._kept = 4.0
+        self._profit, self._seen, self._pause, self._length = 0.0, 0, 0, 1
+
+    def asks(self) -> bool:
+        """Whether to draft in this step; counts the step."""
+        self._pause = max(0, self._pause - 1)
+        return self._pause == 0
+
+    @property
+    def honesty(self) -> float:
+        """By how much promised chances are to be corrected."""
+        return min(1.5, self._kept / self._promised)
+
+    def enter(self, promised: float, kept: int, profit: float) -> None:
+        """Book a step: the drafts' summed chances before correction, how many stood, and the seconds gained."""
+        if promised > 0:
+            self._promised = 0.95 * self._promised + promised
+            self._kept = 0.95 * self._kept + kept
+        self._profit, self._seen = 0.9 * self._profit + profit, self._seen + 1
+        if self._profit > 0:
+            self._length = 1
+        elif self._seen >= 6:
+            self._length = min(self._longest, 2 * self._length)
+            self._pause, self._seen, self._profit = self._length + 1, 4, 0.0
+
+
+@dataclass(frozen=True)
+class Bid:
+    """What drafting offered one text: how many drafts, their summed chances as promised and as expected after correction."""
+
+    row: int
+    asked: bool
+    size: int
+    promised: float
+    expected: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Trees for a step, the bid behind each, and the seconds it took. `timing`: nothing was drafted, to see what a plain pass costs."""
+
+    tree: TokenTree
+    bids: tuple[Bid, ...]
+    seconds: float
+    timing: bool
+
+
+class Frugal(Shape[Retriever]):
+    """Of all texts' offers, as many of the likeliest tokens as make the most tokens per second; none if that is plain decoding.
+
+    Expected tokens are summed chances of acceptance, corrected by how far promises were kept; seconds come from `cost`, learned from the run itself
+    unless given. Texts for which drafting did not pay are asked less often. Timing decides what is drafted, so only acceptors of which equal
+    seeds give equal text (`Match`) keep answers reproducible.
+    """
+
+    needs = Retriever
+
+    def __init__(
+        self, budget: int = 24, cost: PassCost | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if budget < 0:
+            raise ValueError(f"a tree holds 0 or more drafted tokens, found a budget of {budget}")
+        self.budget, self.cost = budget, PassCost() if cost is None else cost
+        self._clock = clock
+        self._ledgers: dict[int, Ledger] = {}
+        self._plan: Plan | None = None
+        self._finished = 0.0
+
+    def grow(self, draft: Retriever, context: Context) -> TokenTree:
+        """The trie per text that pays."""
+        self._plan, self._finished = self.plan(draft, context), self._clock()
+        return self._plan.tree
+
+    def plan(self, draft: Retriever, context: Context) -> Plan:
+        """The trees and what they took, without timing the pass that follows."""
+        started, timing = self._clock(), self.cost.unsure(len(context.rows), every=64)
+        asked = [self._ledgers.setdefault(row, Ledger()).asks() and not timing for row in context.rows]
+        offers = self._offers(draft, context, [i for i, yes in enumerate(asked) if yes])
+        chosen = [o[:n] for o, n in zip(offers, self._choose(offers, len(offers)), strict=True)]
+        tree = planted(context.last, [[prefix for prefix, _ in offer] for offer in chosen])
+        expected = [sum(chance for _, chance in offer) for offer in chosen]
+        bids = (
+            Bid(row, yes, len(offer), sum_ / self._ledgers[row].honesty, sum_)
+            for row, yes, offer, sum_ in zip(context.rows, asked, chosen, expected, strict=True)
+        )
+        return Plan(tree, tuple(bids), self._clock() - started, timing)
+
+    def _offers(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Offer]:
+        """Ranked prefixes with corrected chances per text."""
+        offers: list[Offer] = [[] for _ in context.rows]
+        if asking:
+            part = context.select(asking)
+            for i, room, found in zip(asking, part.room.tolist(), draft.retrieve(part, self.budget), strict=True):
+                honesty = self._ledgers[context.rows[i]].honesty
+                offers[i] = [(p, min(1.0, honesty * chance)) for p, chance in ranked(found, room)[: self.budget]]
+        return offers
+
+    def _choose(self, offers: Sequence[Offer], b: int) -> list[int]:
+        """How much of each offer to take: the common number of likeliest tokens that makes the most tokens per second."""
+        pool = sorted(((chance, i) for i, offer in enumerate(offers) for _, chance in offer), key=lambda x: -x[0])
+        gain = b + np.concatenate([[0.0], np.cumsum([chance for chance, _ in pool])])
+        best = int(np.argmax(gain / self.cost.seconds(b, b + len(pool))))
+        return [sum(1 for _, j in pool[:best] if j == i) for i in range(b)]
+
+    def keep(self, step: Step) -> None:
+        """Book what the step took and gave."""
+        if self._plan is not None:
+            self.time(step, self._plan, self._clock() - self._finished)
+            self.settle(step, self._plan)
+        self._plan = None
+
+    def time(self, step: Step, plan: Plan, seconds: float) -> None:
+        """Learn what a pass costs; one that also read a prompt does not say."""
+        if step.context.rows == tuple(bid.row for bid in plan.bids) and (step.tree.trunk == 1).all():
+            self.cost.learn(int(step.tree.read.sum()), seconds)
+
+    def settle(self, step: Step, plan: Plan) -> None:
+        """Learn whether the drafts paid."""
+        b, size = len(plan.bids), sum(bid.size for bid in plan.bids)
+        first, last = self.cost.seconds(b, b + size)[[0, -1]].tolist()
+        for bid in plan.bids:
+            if bid.asked and bid.row in step.context.rows:
+                stood = accepted(step, bid.row)
+                profit = (stood * first - plan.seconds) / b - (last - first) * bid.size / max(1, size)
+                self._ledgers[bid.row].enter(bid.promised, stood, profit)
+
+    def clear(self, row: int) -> None:
+        """Forget a row; what passes cost stays known."""
+        self._ledgers.pop(row, None)
+
+
+def accepted(step: Step, row: int) -> int:
+    """How many drafts of a row stood."""
+    i = step.context.rows.index(row)
+    return len(step.paths[i]) - int(step.tree.trunk[i])
