@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -163,6 +164,13 @@ def all_logits(network: Decoder, tokens: Sequence[int]) -> np.ndarray:
     output = DecoderRunner(network).forward([0], chain_tree(tokens))
     scores: np.ndarray = output.logits.double().numpy()
     return scores
+
+
+@torch.no_grad()
+def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """The same from a model of transformers."""
+    logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
 
 
 def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -> Law:

@@ -1,7 +1,6 @@
 """The decoder against transformers: the same logits from the same checkpoint, for chains in chunks and for trees."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner
 from foretell.model.weights import SafetensorsWeights, build
 from foretell.tree import from_lists
-from helpers import chain_tree, random_tokens
+from helpers import chain_tree, oracle_logits, random_tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -81,13 +80,6 @@ def oracle_of(name: str) -> Any:
 def read(path: Path) -> Decoder:
     config = from_hf(json.loads((path / "config.json").read_text()))
     return build(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
-
-
-@torch.no_grad()
-def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Scores after every token."""
-    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits
 
 
 def random_parents(nodes: int, seed: int) -> list[int]:

@@ -1,0 +1,130 @@
+"""Models of transformers that the decoder does not know, run through the same engine and methods."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from foretell.accept import Match, Rejection
+from foretell.draft import DraftModel, Recycling
+from foretell.engine import Engine, Request
+from foretell.method import AnyMethod, Method
+from foretell.model.hf import HFRunner, load_hf
+from foretell.sampling import Sampling
+from foretell.shape import Beam, Branch, Chain, Trie
+from foretell.tree import from_lists
+from helpers import chain_tree, oracle_logits, random_tokens, run, tokens_of
+
+VOCAB = 37
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
+    "opt": (
+        "OPTConfig",
+        {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "ffn_dim": 48, "word_embed_proj_dim": 32,
+         "max_position_embeddings": 64},
+    ),
+}  # fmt: skip
+ENDS = {"bos_token_id": 0, "eos_token_id": 36, "pad_token_id": 0}
+
+
+def model_of(name: str, seed: int = 0, **values: object) -> Any:
+    kind, sizes = MODELS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**(sizes | ENDS | {"vocab_size": VOCAB} | values))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@every_model
+def test_tree_logits_are_path_logits(name: str) -> None:
+    model = model_of(name)
+    runner, text = HFRunner(model), random_tokens(9, VOCAB)
+    runner.forward([3], chain_tree(text[:4]))
+    runner.keep(3, range(4))
+    runner.forward([3], chain_tree(text[4:]))
+    runner.keep(3, range(5))
+    tokens, parents = random_tokens(8, VOCAB, seed=2), [-1, 0, 0, 1, 1, 2, 5, 3]
+    tree = from_lists([tokens], [parents])
+    output = runner.forward([3], tree, taps=(0, 1, 3))
+    for node in range(8):
+        path = [*text, *(tokens[i] for i in tree.ancestors(0, node))]
+        torch.testing.assert_close(output.logits[node], oracle_logits(model, path)[-1], rtol=0, atol=1e-6)
+        states = model(torch.tensor([path]), output_hidden_states=True).hidden_states
+        for feature, state in zip(output.features, states, strict=True):
+            torch.testing.assert_close(feature[node], state[0, -1], rtol=0, atol=1e-6)
+    runner.keep(3, [0, 2, 5])
+    last = runner.forward([3], chain_tree([1])).logits[0]
+    torch.testing.assert_close(
+        last, oracle_logits(model, [*text, tokens[0], tokens[2], tokens[5], 1])[-1], rtol=0, atol=1e-6
+    )
+
+
+@every_model
+def test_methods_give_the_models_own_greedy_text(name: str) -> None:
+    model = model_of(name)
+    prompts = [random_tokens(n, VOCAB, seed=n) for n in (3, 11, 6)]
+    with torch.no_grad():
+        own = [
+            model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=20)[
+                0, len(p) :
+            ].tolist()
+            for p in prompts
+        ]
+    methods: list[AnyMethod] = [
+        Method(Recycling(VOCAB), Trie(9), Match()),
+        Method(DraftModel(HFRunner(model_of(name, seed=1))), Chain(4), Rejection()),
+        Method(DraftModel(HFRunner(model_of(name, seed=1))), Branch((2, 2)), Rejection()),
+        Method(DraftModel(HFRunner(model)), Beam(3, 2, 6), Match()),
+    ]
+    for method in methods:
+        engine = Engine(HFRunner(model), method, rows=2, chunk=5)
+        assert [tokens_of(u) for u in run(engine, [Request(p, max_new_tokens=20, eos=(36,)) for p in prompts])] == own
+    assert engine.statistics[1].tokens_per_pass > 2
+
+
+@every_model
+def test_sampled_text_is_that_of_plain_decoding(name: str) -> None:
+    model, texts = model_of(name), []
+    requests = [
+        Request(random_tokens(5, VOCAB), Sampling(temperature=1.0, seed=s), max_new_tokens=15) for s in range(3)
+    ]
+    for method in (Method(Recycling(VOCAB), Trie(9), Match()), Method(Recycling(VOCAB), Trie(0), Match())):
+        texts.append([tokens_of(u) for u in run(Engine(HFRunner(model), method, rows=3), requests)])
+    assert texts[0] == texts[1]
+
+
+def test_a_model_in_a_directory_is_loaded_and_proven(tmp_path: Path) -> None:
+    model_of("gpt2").float().save_pretrained(tmp_path)
+    model = load_hf(tmp_path, torch.float32, torch.device("cpu"))
+    assert HFRunner(model).config.layers == 2
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="transformers cannot load this model"):
+        load_hf(tmp_path, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["BloomConfig", "MambaConfig"])
+def test_a_model_that_cannot_read_trees_is_refused(kind: str) -> None:
+    config = getattr(transformers, kind)(vocab_size=VOCAB, hidden_size=16, n_head=2, n_layer=1, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="cannot read token trees"):
+        HFRunner(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def test_the_output_before_the_final_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match="before the final norm"):
+        HFRunner(model_of("gpt2")).forward([0], chain_tree([1]), taps=(2,))
+
+
+def test_without_transformers_the_cure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"pip install foretell\[hf\]"):
+        load_hf(tmp_path, torch.float32, torch.device("cpu"))
