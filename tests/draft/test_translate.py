@@ -1,0 +1,131 @@
+"""Drafting with another tokenizer: mirrors of the text, alignment of what is said, and texts that stay the target's."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from foretell.accept import Match
+from foretell.catalogue import Parts, build
+from foretell.context import Text
+from foretell.draft import DraftModel, Translated
+from foretell.draft.translate import Mirror, after, aligned
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Trie
+from foretell.testing import letter_codec
+from foretell.text import TextCodec
+from helpers import VOCAB, generate, random_tokens, run, sibling, target
+
+
+def pairs(vocab: int = VOCAB) -> TextCodec:
+    """Letters as `letter_codec`, and some pairs of them merged: another length for the same text."""
+    letters = [chr(ord("a") + i) for i in range(vocab - 4)]
+    merges = [("a", "b"), ("c", "d"), ("ab", "cd"), ("e", "f")]
+    vocabulary = {t: i for i, t in enumerate([*letters, *("".join(m) for m in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.decoder = decoders.Fuse()
+    return TextCodec(tokenizer)
+
+
+def bytewise() -> TextCodec:
+    """Every byte a token: characters come in parts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextCodec(tokenizer)
+
+
+def encoded(codec: TextCodec, text: str) -> np.ndarray:
+    return np.array(codec.encode(text))
+
+
+def test_what_follows_is_read_in_the_other_tokens_and_where_they_end() -> None:
+    codec = pairs()
+    assert aligned(codec, "uvw", "abcdef") == [(*codec.encode("abcd"), 4), (*codec.encode("ef"), 6)]
+    assert aligned(codec, "uvw", "") == []
+
+
+def test_a_token_across_the_border_is_not_proposed() -> None:
+    codec = pairs()
+    together = codec.encode("xa" + "bcd")
+    assert len(together) == 2
+    assert [t for t, _ in aligned(codec, "xa", "bcd")] == codec.encode("bcd")
+
+
+def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
+    mine, theirs = letter_codec(VOCAB), pairs()
+    tokens = mine.encode("xabcdefghabcdabefabc" * 12)
+    text, mirror = Text(tokens[:7]), Mirror()
+    for end in range(8, len(tokens) + 1, 3):
+        mirror.follow(text, mine, theirs, lookbehind=8)
+        assert mirror.text.tokens.tolist() == theirs.encode(mine.decode(text.tokens.tolist()))
+        text.append(tokens[text.length : end])
+    assert mirror.settled[0] > 100, "old text is not encoded again"
+
+
+def test_a_mirror_says_what_a_change_of_boundaries_undoes() -> None:
+    mine, theirs = letter_codec(VOCAB), pairs()
+    text, mirror = Text(mine.encode("xab")), Mirror()
+    mirror.follow(text, mine, theirs, 8)
+    assert (mirror.text.length, mirror.stands) == (2, 2)
+    text.append(mine.encode("c"))
+    mirror.follow(text, mine, theirs, 8)
+    assert (mirror.text.length, mirror.stands) == (3, 3)
+    text.append(mine.encode("d"))
+    mirror.follow(text, mine, theirs, 8)
+    assert mirror.text.tokens.tolist() == theirs.encode("xabcd")
+    assert mirror.stands == 1, "`ab` has become part of `abcd`"
+
+
+def test_a_character_in_parts_waits_until_it_is_whole() -> None:
+    mine, theirs = bytewise(), bytewise()
+    tokens = mine.encode("né")
+    text, mirror = Text(tokens[:2]), Mirror()
+    mirror.follow(text, mine, theirs, 8)
+    assert theirs.decode(mirror.text.tokens.tolist()) == "n"
+    text.append(tokens[2:])
+    mirror.follow(text, mine, theirs, 8)
+    assert theirs.decode(mirror.text.tokens.tolist()) == "né"
+
+
+def test_text_after_a_place() -> None:
+    codec = pairs()
+    tokens = encoded(codec, "uvwabcdef")
+    assert after(codec, tokens, 3) == "abcdef" and after(codec, tokens, len(tokens)) == ""
+
+
+def test_the_same_model_under_the_same_tokenizer_is_always_right() -> None:
+    draft = Translated(DraftModel(DecoderRunner(target())), letter_codec(VOCAB), letter_codec(VOCAB), 4, 0.0)
+    engine = Engine(DecoderRunner(target()), Method(draft, Trie(8), Match()))
+    run(engine, [Request(random_tokens(9), max_new_tokens=40)])
+    assert engine.statistics[1].tokens_per_pass == 5
+
+
+@pytest.mark.parametrize(("temperature", "confidence"), [(0.0, 0.3), (1.0, 0.0), (1.0, 1.0)])
+def test_texts_are_the_targets_in_any_company(temperature: float, confidence: float) -> None:
+    requests = [
+        Request(
+            random_tokens(n, seed=n), Sampling(temperature=temperature, seed=n), max_new_tokens=12, eos=(5,) * (n == 9)
+        )
+        for n in (3, 17, 40, 9, 1)
+    ]
+
+    def method() -> Method[Translated]:
+        draft = Translated(
+            DraftModel(DecoderRunner(sibling())), letter_codec(VOCAB), pairs(), 5, confidence, lookbehind=4
+        )
+        return Method(draft, Trie(10), Match())
+
+    plain = generate(build("autoregressive", Parts(VOCAB, target())), requests)
+    assert generate(method(), requests) == plain
+    assert generate(method(), requests, rows=1, chunk=512) == plain
+
+
+def test_both_tokenizers_are_needed() -> None:
+    with pytest.raises(ValueError, match="one draft model with its tokenizer"):
+        build("universal_draft", Parts(VOCAB, target(), drafts=(DecoderRunner(sibling()),)))
+    with pytest.raises(ValueError, match="length and lookbehind of at least 1"):
+        Translated(DraftModel(DecoderRunner(sibling())), pairs(), pairs(), length=0)

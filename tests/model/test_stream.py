@@ -1,0 +1,125 @@
+"""Targets under a memory limit: the budget holds, and the text stays the same."""
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from foretell.accept import Match
+from foretell.draft import DraftModel
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.decoder import Block, Decoder, Skip
+from foretell.model.runner import DecoderRunner, Network
+from foretell.model.stream import BlockStore, StreamedDecoder, size_of
+from foretell.model.weights import SafetensorsWeights, build_block, build_shell
+from foretell.shape import Chain, Paced
+from foretell.testing import TINY, RandomWeights
+from helpers import VOCAB, all_logits, random_tokens, run, tokens_of
+
+DEEP = replace(TINY, vocab=VOCAB, layers=6)
+CPU = torch.device("cpu")
+
+
+class Shelf:
+    """Random blocks, and how many of those handed out are still held by someone."""
+
+    def __init__(self) -> None:
+        self.weights = RandomWeights(0, 1.0)
+        self.handed = list[weakref.ref[Block]]()
+        self.most = 0
+
+    def fetch(self, i: int) -> Block:
+        block = build_block(DEEP, i, self.weights, torch.float64, CPU)
+        self.handed.append(weakref.ref(block))
+        self.most = max(self.most, self.held)
+        return block
+
+    @property
+    def held(self) -> int:
+        return sum(ref() is not None for ref in self.handed)
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+def shell() -> Decoder:
+    return build_shell(DEEP, RandomWeights(0, 1.0), torch.float64, CPU)
+
+
+def streamed(blocks: int, shelf: Shelf | None = None) -> StreamedDecoder:
+    """The deep model with room for this many blocks."""
+    shelf, outer = shelf or Shelf(), shell()
+    budget = size_of(outer) + blocks * size_of(Shelf().fetch(0))
+    return StreamedDecoder(outer, BlockStore(DEEP.layers, shelf.fetch, shelf.release, budget, size_of(outer)))
+
+
+def whole() -> Decoder:
+    outer = shell()
+    return Decoder(DEEP, outer.embedding.data, [Shelf().fetch(i) for i in range(6)], outer.norm, outer.head)
+
+
+def answers(network: Network, draft: bool) -> list[list[int]]:
+    shape = Paced(6, 0.2) if draft else Chain(0)
+    method = Method(DraftModel(DecoderRunner(whole().cut(3))), shape, Match())
+    engine = Engine(DecoderRunner(network), method, rows=2)
+    return [
+        tokens_of(u) for u in run(engine, [Request(random_tokens(n, seed=n), max_new_tokens=12) for n in (3, 9, 5)])
+    ]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 9])
+def test_the_budget_holds_and_the_text_is_that_of_the_whole_model(blocks: int) -> None:
+    network = streamed(blocks)
+    expected = answers(whole(), draft=False)
+    assert answers(network, draft=False) == expected
+    assert answers(network, draft=True) == expected
+    store = network.store
+    assert store.peak_bytes <= store.block_bytes * min(blocks, 6) + size_of(shell())
+    assert store.keeps == (6 if blocks >= 6 else blocks - 1)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 6])
+def test_passing_blocks_are_let_go(blocks: int) -> None:
+    shelf = Shelf()
+    network = streamed(blocks, shelf)
+    all_logits(network, [1, 2, 3])
+    all_logits(network, [1, 2, 3])
+    gc.collect()
+    assert shelf.most <= blocks
+    assert shelf.held == (6 if blocks == 6 else blocks - 1)
+    assert network.store.resident_bytes == size_of(shell()) + shelf.held * network.store.block_bytes
+
+
+def test_fewer_passes_fetch_fewer_blocks() -> None:
+    plain, fast = streamed(1), streamed(1)
+    answers(plain, draft=False)
+    answers(fast, draft=True)
+    assert fast.store.fetched < plain.store.fetched
+
+
+def test_cut_and_skipping_use_the_same_store() -> None:
+    network, text = streamed(2), random_tokens(7)
+    skip = Skip(frozenset({1}), frozenset({2, 3}))
+    for mine, theirs in ((network.cut(2), whole().cut(2)), (network.skipping(skip), whole().skipping(skip))):
+        assert (all_logits(mine, text) == all_logits(theirs, text)).all()
+        assert mine.store is network.store
+    with pytest.raises(ValueError, match="cannot cut after 7"):
+        network.cut(7)
+
+
+def test_a_budget_without_room_for_one_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"memory limit of .* is too small: embedding, head and one block"):
+        streamed(0)
+
+
+def test_safetensors_can_be_released_and_read_again(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    weights = SafetensorsWeights(tmp_path)
+    before = weights.need("model.norm.weight", 4).clone()
+    weights.release()
+    assert torch.equal(weights.need("model.norm.weight", 4), before)
