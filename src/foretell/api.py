@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from foretell.catalogue import Parts, build
 from foretell.config import SpeculativeConfig
@@ -30,7 +31,7 @@ class Answer:
 class Model:
     """A language model ready to generate: weights, tokenizer, and the methods that decode it.
 
-    Made by `foretell.load`.
+    Made by `foretell.load`. `network`: its weights on the own decoder, or what makes a runner of any other kind.
     """
 
     def __init__(
@@ -38,17 +39,32 @@ class Model:
         name: str,
         config: ModelConfig,
         codec: TextCodec,
-        network: Network,
+        network: Network | Callable[[], Runner],
         precision: str,
         eos: tuple[int, ...],
         copy: Callable[[Change, str | None], Network] | None = None,
     ) -> None:
-        self.name, self.config, self.codec, self.network = name, config, codec, network
+        self.name, self.config, self.codec = name, config, codec
+        self._network = network if isinstance(network, Network) else None
+        self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
         self.precision, self.eos, self.copy = precision, eos, copy
+
+    @property
+    def network(self) -> Network:
+        """The model's weights on the own decoder.
+
+        Raises:
+            ValueError: transformers runs this model.
+        """
+        if self._network is None:
+            raise ValueError(
+                f"{self.name}: this needs a model of the own decoder, and transformers runs {self.config.architecture!r}"
+            )
+        return self._network
 
     def runner(self) -> Runner:
         """The model bound to a fresh cache."""
-        return DecoderRunner(self.network)
+        return self._runner()
 
     def method(
         self,
@@ -65,7 +81,7 @@ class Model:
         """
         parts = Parts(
             vocab=self.config.vocab,
-            network=self.network,
+            network=self._network,
             drafts=tuple(d.runner() for d in drafts),
             references=tuple(tuple(self.codec.encode(r, special=False)) for r in references),
             eos=self.eos,
@@ -101,7 +117,9 @@ class Model:
         """A prompt as the engine takes it."""
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: write what the model shall answer")
-        return Request(self.tokens(prompt, raw), sampling or Sampling(), max_new_tokens, tuple(stop), self.eos, logprobs)
+        return Request(
+            self.tokens(prompt, raw), sampling or Sampling(), max_new_tokens, tuple(stop), self.eos, logprobs
+        )
 
     def stream(
         self,
@@ -134,7 +152,9 @@ class Model:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         engine = self.engine(method, rows=rows)
         numbers = [
-            engine.submit(self.request(p, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, logprobs=logprobs))
+            engine.submit(
+                self.request(p, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, logprobs=logprobs)
+            )
             for p in prompts
         ]
         updates: dict[int, list[Update]] = {n: [] for n in numbers}

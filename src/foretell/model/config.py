@@ -107,7 +107,9 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"model configuration: {name} must be at least 1, found {getattr(self, name)}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"model configuration: {self.heads} query heads cannot share {self.kv_heads} key-value heads evenly")
+            raise ValueError(
+                f"model configuration: {self.heads} query heads cannot share {self.kv_heads} key-value heads evenly"
+            )
 
     @property
     def scale(self) -> float:
@@ -129,7 +131,9 @@ class _Reader:
         for name in names:
             if self.raw.get(name) is not None:
                 return self.raw[name]
-        raise ValueError(f"{self.source}: the configuration has no {' or '.join(repr(n) for n in names)}; is it complete?")
+        raise ValueError(
+            f"{self.source}: the configuration has no {' or '.join(repr(n) for n in names)}; is it complete?"
+        )
 
     def get(self, *names: str, default: Any = None) -> Any:
         for name in names:
@@ -156,6 +160,11 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
+def in_family(raw: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face `config.json` is for `from_hf`: of the decoder family, or of no architecture at all, which `from_hf` explains."""
+    return raw.get("model_type") in (None, "gemma3", *ARCHITECTURES)
+
+
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Read a Hugging Face `config.json` of the decoder family.
 
@@ -166,7 +175,9 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     read = _Reader(raw, source)
     kind = str(read.need("model_type"))
     if kind not in ARCHITECTURES:
-        raise ValueError(f"{source}: the decoder does not know model_type {kind!r}; it knows {', '.join(ARCHITECTURES)}")
+        raise ValueError(
+            f"{source}: the decoder does not know model_type {kind!r}; it knows {', '.join(ARCHITECTURES)}"
+        )
     said = dict(ARCHITECTURES[kind])
     hidden, heads = int(read.need("hidden_size")), int(read.need("num_attention_heads"))
     layers, context = int(read.need("num_hidden_layers")), int(read.get("max_position_embeddings", default=2048))
@@ -298,9 +309,7 @@ def from_gguf(meta: Mapping[str, Any], source: str = "GGUF file", divisors: Sequ
     kind = kinds[name]
     read = _Reader({k.removeprefix(name + "."): v for k, v in meta.items()}, source)
     said = dict(ARCHITECTURES[kind])
-    hidden, heads, layers = (
-        int(read.need(k)) for k in ("embedding_length", "attention.head_count", "block_count")
-    )
+    hidden, heads, layers = (int(read.need(k)) for k in ("embedding_length", "attention.head_count", "block_count"))
     context = int(read.need("context_length"))
     window = int(read.get("attention.sliding_window", default=0))
     pattern = {"gemma2": 2, "gemma3_text": 6}.get(kind, 1)
