@@ -127,12 +127,12 @@ def from_directory(path: Path) -> TextCodec:
     """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
 
     Raises:
-        ValueError: there is no `tokenizer.json`.
+        ValueError: there is no `tokenizer.json`, or a file is damaged.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first")
-    raw = json.loads((path / "tokenizer_config.json").read_text()) if (path / "tokenizer_config.json").is_file() else {}
+    raw = _settings(path / "tokenizer_config.json")
     template = raw.get("chat_template")
     if isinstance(template, list):
         template = next((t["template"] for t in template if t["name"] == "default"), None)
@@ -143,7 +143,23 @@ def from_directory(path: Path) -> TextCodec:
         value = raw.get(name)
         return value["content"] if isinstance(value, dict) else value
 
-    return TextCodec(Tokenizer.from_file(str(file)), template, token("bos_token"), token("eos_token"))
+    return TextCodec(_tokenizer(file), template, token("bos_token"), token("eos_token"))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: not a JSON object ({error}); download it again") from error
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{file}: damaged tokenizer ({error}); download it again") from error
 
 
 def from_gguf(meta: Mapping[str, Any]) -> TextCodec:

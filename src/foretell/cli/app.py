@@ -42,9 +42,9 @@ class Commands(TyperGroup):
     """The group over `COMMANDS`: help shows the table; calling a command imports it; errors become one sentence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options before the command."""
+        """Read the options before the command; nothing at all asks for help."""
         with spoken():
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The real command behind a line of the table."""
@@ -75,15 +75,15 @@ for _command in COMMANDS:
     app.command(_command.name, help=_command.summary)(_line_of_the_table)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"foretell {version('foretell')}")
         raise typer.Exit
+    return wanted
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def top(
-    ctx: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -96,8 +96,6 @@ def top(
 
         foretell verify sam_recycling        [dim]proof that it changes nothing[/]
     """
-    if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help())
 
 
 def main() -> None:

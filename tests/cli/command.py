@@ -1,0 +1,107 @@
+"""The command line in this process, and tiny random Llamas saved as users have theirs: config.json, model.safetensors, tokenizer.json."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner, Result
+
+from foretell.cli import app
+from foretell.testing import RandomWeights
+
+LAYERS, HIDDEN, HEADS, FFN = 2, 16, 2, 24
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+
+ENVIRONMENT: Mapping[str, str] = {"FORETELL_NATIVE": "0", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+"""No compiler is needed to test a command line."""
+
+
+def foretell(*arguments: str | Path, stdin: str | None = None) -> Result:
+    """Run a command line in this process."""
+    return CliRunner(env=ENVIRONMENT).invoke(app, [str(a) for a in arguments], input=stdin)
+
+
+def refused(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
+    """Run a command line that must end in one sentence; the sentence."""
+    result = foretell(*arguments, stdin=stdin)
+    assert result.exit_code == status, (result.exit_code, result.output, result.exception)
+    assert "Traceback" not in result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("foretell: "), lines
+    return lines[0]
+
+
+@cache
+def tiny() -> Path:
+    """A target."""
+    return save_tiny(_folder("target"))
+
+
+@cache
+def small() -> Path:
+    """A draft model with the target's tokenizer."""
+    return save_tiny(_folder("draft"), seed=3, layers=1)
+
+
+@cache
+def _models() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _folder(name: str) -> Path:
+    return Path(_models().name, name)
+
+
+def save_tiny(path: Path, seed: int = 0, vocab: int = 257, context: int = 512, layers: int = LAYERS) -> Path:
+    """Write the model; its tokens are the 256 bytes and an end, and fillers where the vocabulary is larger."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": 1, "intermediate_size": FFN, "max_position_embeddings": context, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "eos_token_id": 256,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(_tensors(vocab, layers, seed), path / "model.safetensors")
+    _tokenizer(vocab).save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<end>"}))
+    return path
+
+
+def _tensors(vocab: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
+    weights, half = RandomWeights(seed), HIDDEN // HEADS
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, HIDDEN),
+        "lm_head.weight": (vocab, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for i in range(layers):
+        shapes |= {
+            f"model.layers.{i}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (HIDDEN, HIDDEN),
+                "self_attn.k_proj": (half, HIDDEN),
+                "self_attn.v_proj": (half, HIDDEN),
+                "self_attn.o_proj": (HIDDEN, HIDDEN),
+                "mlp.gate_proj": (FFN, HIDDEN),
+                "mlp.up_proj": (FFN, HIDDEN),
+                "mlp.down_proj": (HIDDEN, FFN),
+                "input_layernorm": (HIDDEN,),
+                "post_attention_layernorm": (HIDDEN,),
+            }.items()
+        }
+    return {name: weights.need(name, *shape).contiguous() for name, shape in shapes.items()}
+
+
+def _tokenizer(vocab: int) -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: i for i, letter in enumerate(letters)} | {f"<filler {i}>": i for i in range(257, vocab)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer

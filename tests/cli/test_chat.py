@@ -1,0 +1,56 @@
+"""`foretell chat` with lines from a pipe."""
+
+import signal
+
+import pytest
+from command import foretell, tiny
+
+from foretell.engine import Engine, Update
+
+
+def chat(*lines: str, status: int = 0) -> tuple[str, str]:
+    options = ("--model", tiny(), "--dtype", "float32", "--max-new-tokens", "6")
+    result = foretell("chat", *options, stdin="\n".join(lines) + "\n")
+    assert result.exit_code == status, result.output
+    return result.stdout, result.stderr
+
+
+def test_remembers_resets_and_changes_the_method() -> None:
+    once, _ = chat("hello")
+    twice, _ = chat("hello", "hello")
+    again, err = chat("hello", "/reset", "/method suffix", "hello")
+    assert twice.startswith(once) and twice != once * 2
+    assert again == once * 2
+    assert "decoding with suffix" in err and "suffix · lossless" in err
+
+
+def test_stats_help_quit_and_blank_lines() -> None:
+    out, err = chat("", "/help", "hello", "/stats", "/quit", "never asked")
+    assert "/method NAME" in err and err.count("tokens per pass") == 2
+    assert out == chat("hello")[0]
+
+
+def test_mistakes_do_not_end_the_conversation() -> None:
+    out, err = chat("/stats", "/method", "/metod x", "/method sufix", "x" * 600, "hello")
+    assert "nothing was answered" in err and "the method is autoregressive" in err
+    assert (
+        "did you mean '/method'" in err and "did you mean 'suffix'" in err and "/reset forgets the conversation" in err
+    )
+    assert out == chat("hello")[0]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = Engine.step, list[int]()
+
+    def press(self: Engine) -> list[Update]:
+        calls.append(0)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    whole, _ = chat("hello")
+    monkeypatch.setattr(Engine, "step", press)
+    out, err = chat("hello", "/stats")
+    first = out.splitlines()[0]
+    assert whole.startswith(first) and len(first) < len(whole.strip("\n"))
+    assert err.count("tokens per pass") == 2

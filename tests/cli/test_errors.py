@@ -1,0 +1,217 @@
+"""Everything that can be wrong on a command line ends in one sentence and a non-zero exit."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import ENVIRONMENT, TEMPLATE, foretell, refused, save_tiny, small, tiny
+
+
+def generate(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
+    return refused("generate", *arguments, stdin=stdin, status=status)
+
+
+def asked(*arguments: str | Path) -> str:
+    return generate("hello", "--model", tiny(), *arguments)
+
+
+def test_unknown_names_get_a_suggestion() -> None:
+    assert "did you mean 'suffix'" in asked("--method", "sufix")
+    assert "did you mean 'smollm2-135m'" in generate("hello", "--model", "smolm2-135m")
+    assert "did you mean 'bfloat16'" in asked("--dtype", "bfloat61")
+    assert "unknown device" in asked("--device", "tpu")
+    assert "Did you mean 'generate'" in refused("generat", "hello", status=2)
+    assert "--max-new-token" in refused("generate", "--max-new-token", "3", status=2)
+    assert "--bogus" in refused("--bogus", status=2)
+    assert "did you mean 'suffix'" in refused("verify", "sufix", "--model", tiny())
+    assert "did you mean 'suffix'" in refused("chat", "--method", "sufix", "--model", tiny())
+
+
+def test_draft_models(tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", vocab=300)
+    assert "vocabulary has 300 tokens" in asked("--method", "draft_model", "--draft-model", other)
+    assert "needs a draft model" in asked("--method", "draft_model")
+    assert "reference" in asked("--method", "llma")
+    assert "no-such-file" in asked("--method", "llma", "--reference", tmp_path / "no-such-file")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in asked("--method", "llma", "--reference", binary)
+
+
+def test_prompts_that_cannot_be_answered() -> None:
+    assert "the prompt has" in generate("x" * 600, "--model", tiny())
+    assert "prompt is empty" in generate("", "--model", tiny())
+    assert "prompt is empty" in generate("-", "--model", tiny(), stdin=" \n")
+    assert "no prompt" in generate("--model", tiny())
+    assert "leave out one" in asked("--raw", "--system", "be brief")
+
+
+def test_numbers_out_of_range() -> None:
+    assert "at least 1, found -5" in asked("--max-new-tokens", "-5")
+    assert "temperature must be" in asked("--temperature", "nan")
+    assert "temperature must be" in asked("--temperature", "-1")
+    assert "top_p must be" in asked("--top-p", "0")
+    assert "top_k must be" in asked("--top-k", "-1")
+    assert "at least 1" in asked("--rows", "0")
+    assert "--max-new-tokens" in refused("generate", "hello", "--max-new-tokens", "many", status=2)
+    assert "samples must be at least 1" in refused("verify", "suffix", "--model", tiny(), "--samples", "0")
+
+
+def test_speculative_config() -> None:
+    assert "not valid JSON" in asked("--speculative-config", "{method: ngram}")
+    assert "must be a JSON object" in asked("--speculative-config", "[]")
+    assert "did you mean 'num_speculative_tokens'" in asked("--speculative-config", '{"num_speculativ_tokens": 3}')
+    assert "num_speculative_tokens" in asked("--speculative-config", '{"num_speculative_tokens": -3}')
+    assert "give one of them" in asked("--speculative-config", '{"method": "ngram"}', "--method", "suffix")
+    assert "give one of them" in asked("--speculative-config", '{"model": "a"}', "--draft-model", "b")
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    def broken(name: str, file: str, content: bytes) -> Path:
+        path = tmp_path / name
+        shutil.copytree(tiny(), path)
+        (path / file).write_bytes(content)
+        return path
+
+    whole = (tiny() / "model.safetensors").read_bytes()
+    for name, file, content, word in (
+        ("truncated", "model.safetensors", whole[: len(whole) // 2], "model.safetensors"),
+        ("garbage", "model.safetensors", b"garbage", "model.safetensors"),
+        ("config", "config.json", b"{", "config.json"),
+        ("lacking", "config.json", b'{"model_type": "llama"}', "hidden_size"),
+        ("tokenizer", "tokenizer.json", b"{}", "tokenizer.json"),
+        ("settings", "tokenizer_config.json", b"{", "tokenizer_config.json"),
+        ("index", "model.safetensors.index.json", b"{", "model.safetensors.index.json"),
+        ("map", "model.safetensors.index.json", b"{}", "model.safetensors.index.json"),
+    ):
+        assert word in generate("hello", "--model", broken(name, file, content)), name
+
+
+def test_other_files_are_not_models(tmp_path: Path) -> None:
+    pickle = tmp_path / "pickle"
+    shutil.copytree(tiny(), pickle)
+    (pickle / "model.safetensors").rename(pickle / "pytorch_model.bin")
+    assert "unpickling can run code" in generate("hello", "--model", pickle)
+    assert "unpickling can run code" in generate("hello", "--model", pickle / "pytorch_model.bin")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no config.json" in generate("hello", "--model", empty)
+    for name, content in (
+        ("short", b"GG"),
+        ("other", b"x" * 100),
+        ("cut", b"GGUF" + struct.pack("<IQQ", 3, 5, 5) + b"\x00" * 20),
+    ):
+        file = tmp_path / f"{name}.gguf"
+        file.write_bytes(content)
+        assert f"{name}.gguf" in generate("hello", "--model", file)
+
+
+def test_bad_lines_are_named_and_good_ones_answered(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = (
+        '{"prompt": "good"}', "{not json", "", '{"question": "no prompt"}', '{"prompt": "a", "temperatur": 1}', '{"prompt": "a", "top_p": 7}',
+        '{"prompt": "a", "seed": "x"}', "17", '{"prompt": "' + "x" * 600 + '"}', '{"prompt": " "}', '{"turns": []}',
+        '{"messages": [{"role": "boss", "content": "a"}]}', '{"prompt": "a", "turns": ["b"]}', '"also good"',
+    )  # fmt: skip
+    file.write_text("\n".join(lines) + "\n\xff\xfe\n", "latin-1")
+    result = foretell("generate", "--prompts", file, "--model", tiny(), "--max-new-tokens", "3", "--json")
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
+    complaints = result.stderr.splitlines()
+    assert all(c.startswith("foretell: ") for c in complaints)
+    assert sorted(int(c.split("line ")[1].split(":")[0]) for c in complaints) == [
+        2,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        15,
+    ]
+    assert "did you mean 'temperature'" in result.stderr and "not UTF-8" in result.stderr
+
+
+def test_files_of_prompts(tmp_path: Path) -> None:
+    assert "none.jsonl" in generate("--prompts", tmp_path / "none.jsonl", "--model", tiny())
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    assert "no prompt in it" in generate("--prompts", empty, "--model", tiny())
+    assert "leave out one" in generate("hello", "--prompts", empty, "--model", tiny())
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{\n")
+    assert "line 1" in refused("verify", "suffix", "--model", tiny(), "--prompts", bad)
+
+
+def test_a_template_that_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "strict"
+    shutil.copytree(tiny(), path)
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ raise_exception('no system here') }}" + TEMPLATE})
+    )
+    assert "no system here" in generate("hello", "--model", path)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-c", "from foretell.cli import main; main()", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT, "PYTHONWARNINGS": "default"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_no_space_for_the_output() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("methods"), stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("foretell: no space left") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_leaves() -> None:
+    arguments = ("generate", "hello", "--model", tiny(), "--max-new-tokens", "400")
+    with subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read().decode().splitlines()
+    assert process.returncode == 1 and said == [
+        "foretell: whoever read the output has closed it; the rest was not written"
+    ]
+
+
+def test_ctrl_c_in_a_process_of_its_own() -> None:
+    arguments = ("generate", "hello", "--model", tiny(), "--draft-model", small(), "--max-new-tokens", "450")
+    with subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.stdout.read().decode(errors="replace"), process.stderr.read().decode()
+    assert process.returncode == 130, said
+    assert first and rest.endswith("\n") and "foretell: interrupted" in said and "Traceback" not in said
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    started = time.process_time()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from foretell.cli import main; main()", "--help"],
+        capture_output=True, text=True, env=environment(), check=True,
+    )  # fmt: skip
+    assert "| torch" not in done.stderr and "| foretell.engine" not in done.stderr
+    assert "generate" in done.stdout and time.process_time() - started < 1

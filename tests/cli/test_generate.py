@@ -1,0 +1,180 @@
+"""`foretell generate` and `methods`: what they print."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from command import foretell, small, tiny
+
+from foretell.catalogue import catalogue
+from foretell.cli.show import Painter
+from foretell.engine import Engine, Update
+from foretell.load import load
+from foretell.text import Detokenizer
+
+KEYS = [
+    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "target_passes", "tokens_per_pass", "accepted_per_position",
+    "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds", "tokens_per_second", "finish_reason",
+]  # fmt: skip
+
+
+def records(*arguments: str | Path, stdin: str | None = None, status: int = 0) -> list[dict[str, object]]:
+    result = foretell("generate", *arguments, "--model", tiny(), "--dtype", "float32", "--json", stdin=stdin)
+    assert result.exit_code == status, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def prompts(path: Path, *lines: object) -> Path:
+    file = path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return file
+
+
+def test_json_has_exactly_the_keys() -> None:
+    (record,) = records("hello", "--max-new-tokens", "9")
+    assert list(record) == KEYS
+    assert record["new_tokens"] == 9 and record["method"] == "autoregressive" and record["lossless"] is True
+    assert isinstance(record["tokens"], list) and len(record["tokens"]) == 9
+    (record,) = records("hello", "--max-new-tokens", "3", "--logprobs")
+    assert list(record) == [*KEYS, "logprobs"]
+
+
+def test_text_and_closing_line() -> None:
+    wanted = records("hello", "--max-new-tokens", "20")[0]["text"]
+    for extra in ([], ["--no-stream"]):
+        result = foretell(
+            "generate", "hello", "--model", tiny(), "--dtype", "float32", "--max-new-tokens", "20", *extra
+        )
+        assert result.exit_code == 0 and result.stdout == f"{wanted}\n"
+        assert "tokens per pass · autoregressive · lossless" in result.stderr
+
+
+def test_methods_give_the_same_text(tmp_path: Path) -> None:
+    wanted = records("abcabcabc", "--max-new-tokens", "24")[0]["tokens"]
+    reference = tmp_path / "notes.txt"
+    reference.write_text("some text to copy from")
+    for name, *extra in (
+        ("suffix",), ("layer_skip",), ("llma", "--reference", str(reference)), ("draft_model", "--draft-model", str(small())),
+        ("specinfer", "--draft-model", str(small()), "--draft-model", str(small())),
+    ):  # fmt: skip
+        (record,) = records("abcabcabc", "--max-new-tokens", "24", "--method", name, *extra)
+        assert record["tokens"] == wanted and record["method"] == name
+
+
+def test_config_names_method_and_draft_model() -> None:
+    config = {"method": "draft_model", "model": str(small()), "num_speculative_tokens": 2}
+    (record,) = records("hello", "--max-new-tokens", "8", "--speculative-config", json.dumps(config))
+    assert record["method"] == "draft_model"
+    (record,) = records(
+        "hello", "--max-new-tokens", "8", "--speculative-config", '{"method": "ngram"}', "--method", "pld"
+    )
+    assert record["method"] == "ngram"
+
+
+def test_lossy_is_said_aloud() -> None:
+    result = foretell(
+        "generate",
+        "hello",
+        "--model",
+        tiny(),
+        "--draft-model",
+        small(),
+        "--method",
+        "typical_lossy",
+        "--max-new-tokens",
+        "5",
+    )
+    assert result.exit_code == 0 and "LOSSY" in result.stderr
+
+
+def test_prompt_from_standard_input_and_system_message() -> None:
+    (piped,), (given,) = records("-", "--max-new-tokens", "5", stdin="hello"), records("hello", "--max-new-tokens", "5")
+    assert piped["text"] == given["text"]
+    (other,) = records("hello", "--max-new-tokens", "5", "--system", "be brief")
+    assert isinstance(other["prompt_tokens"], int) and isinstance(given["prompt_tokens"], int)
+    assert other["prompt_tokens"] == given["prompt_tokens"] + len("s:be brief\n")
+
+
+def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
+    long, short = "tell me everything about it", "hi"
+    file = prompts(
+        tmp_path, {"prompt": long}, short, {"messages": [{"role": "user", "content": short}], "max_new_tokens": 3},
+        {"prompt": short, "temperature": 0.9, "seed": 7, "stop": "zz", "question_id": 3},
+    )  # fmt: skip
+    together = records("--prompts", file, "--max-new-tokens", "12", "--rows", "2")
+    alone = [
+        *records(long, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "3"),
+        *records(short, "--max-new-tokens", "12", "--temperature", "0.9", "--seed", "7", "--stop", "zz"),
+    ]  # fmt: skip
+    assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]
+
+
+def test_turns_see_the_earlier_answers(tmp_path: Path) -> None:
+    file = prompts(tmp_path, {"turns": ["one", "two"]}, {"prompt": "three"})
+    first, second, third = records("--prompts", file, "--max-new-tokens", "6")
+    text = f"u:one\na:{first['text']}\nu:two\na:"
+    assert second["prompt_tokens"] == len(text.encode())
+    assert third["prompt_tokens"] == len("u:three\na:")
+
+
+def test_batch_as_text_names_the_lines(tmp_path: Path) -> None:
+    result = foretell(
+        "generate", "--prompts", prompts(tmp_path, "hi", "ho"), "--model", tiny(), "--max-new-tokens", "4"
+    )
+    assert result.exit_code == 0
+    assert result.stdout.index("── 1 ── hi") < result.stdout.index("── 2 ── ho")
+    assert "2 answers" in result.stderr
+
+
+def test_ctrl_c_keeps_and_prints_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = Engine.step, list[int]()
+
+    def press(self: Engine) -> list[Update]:
+        calls.append(0)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    whole = records("hello", "--max-new-tokens", "40")[0]["tokens"]
+    monkeypatch.setattr(Engine, "step", press)
+    (record,) = records("hello", "--max-new-tokens", "40", status=130)
+    assert record["finish_reason"] == "cancelled"
+    assert isinstance(whole, list) and record["tokens"] == whole[:5]
+
+
+def test_colour_never_changes_the_text() -> None:
+    codec = load(str(tiny())).codec
+    text = "naïve 你好 🙂 end"
+    tokens = codec.encode(text)
+    painter, engine = Painter(codec.detokenizer()), Detokenizer(codec.decode)
+    shown, drafted, at = "", "", 0
+    for size, accepted in ((3, 2), (1, 0), (4, 4), (2, 1), (5, 3), (100, 99)):
+        part = tuple(tokens[at : at + size])
+        at += size
+        whole = engine.push(part) + (engine.finish() if at >= len(tokens) else "")
+        for piece, mark in painter.paint(Update(1, part, whole, min(accepted, len(part)))):
+            shown += piece
+            drafted += piece if mark else "·" * len(piece)
+    assert shown == text and len(drafted) == len(text)
+    assert drafted.startswith("na·")
+
+
+def test_methods_shows_the_whole_catalogue() -> None:
+    entries = catalogue()
+    found = json.loads(foretell("methods", "--json").stdout)
+    assert [e["name"] for e in found] == list(entries)
+    assert set(found[0]) >= {"name", "draft", "tree", "accept", "lossless", "same_seed", "needs", "training", "paper"}
+    assert all(name in foretell("methods").stdout for name in entries)
+    lines = foretell("methods", "--markdown").stdout.strip().splitlines()
+    assert len(lines) == len(entries) + 2 and len({line.count("|") for line in lines}) == 1
+
+
+def test_version_and_help() -> None:
+    assert foretell("--version").stdout.startswith("foretell ")
+    shown = foretell("--help").stdout
+    assert all(
+        word in shown for word in ("generate", "chat", "methods", "verify", "roofline", "--method sam_recycling")
+    )
+    assert foretell().exit_code == 0
+    assert "--speculative-config" in foretell("generate", "--help").stdout
