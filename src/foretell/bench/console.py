@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foretell.bench import report
+from foretell.bench.chart import charts
+from foretell.bench.page import html
+from foretell.bench.report import by_category, markdown
 from foretell.bench.schema import Contender, Results
 
 
@@ -22,13 +26,39 @@ def progress(total: int | None) -> Iterator[Callable[[str], None]]:
 
 
 def write(folder: Path, results: Results) -> list[Path]:
-    """`results.json` and `report.md`, each replaced as a whole."""
-    files = {"results.json": results.model_dump_json(indent=1), "report.md": report.markdown(results)}
-    for name, text in files.items():
+    """`results.json`, `report.md`, `report.html` and, where matplotlib is installed, charts; each file is replaced as a whole."""
+    files = {"results.json": results.model_dump_json(indent=1).encode(), "report.md": markdown(results).encode()}
+    pictures: dict[str, bytes] = {}
+    if find_spec("matplotlib") is not None:
+        pictures = charts(results)
+    files["report.html"] = html(results, pictures).encode()
+    files |= {f"{name}.png": png for name, png in pictures.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
         part = folder / (name + ".part")
-        part.write_text(text, "utf-8")
+        part.write_bytes(content)
         part.replace(folder / name)
     return [folder / name for name in files]
+
+
+def read(path: Path) -> Results:
+    """Results of an earlier run: `results.json`, or the folder it is in.
+
+    Raises:
+        ValueError: there are none, or the file is damaged or of another format.
+    """
+    file = path / "results.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"{path}: no results here; give a results.json that `foretell bench run` or `replay` wrote, or its folder"
+        )
+    try:
+        return Results.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        where = ".".join(str(x) for x in error.errors()[0]["loc"])
+        raise ValueError(
+            f"{file}: not results of `foretell bench` ({where or 'file'}: {error.errors()[0]['msg']})"
+        ) from error
 
 
 def print_summary(results: Results) -> None:
@@ -63,3 +93,20 @@ def _means(
             c.name + ("" if c.lossless else " (lossy)"), *("–" if f is None else f"{f:.2f}" for f in figures), *same
         )
     return table
+
+
+def print_replay(results: Results) -> None:
+    """Tokens per pass by category."""
+    sheet = by_category(results, lambda f: f.tokens_per_pass, False)
+    table = Table(title=f"tokens per pass on recorded {results.settings.tasks}")
+    for i, name in enumerate([*sheet.header, "mean", "drafted per pass"]):
+        table.add_column(name, no_wrap=not i, justify="right" if i else "left")
+    for row, c in zip(sheet.rows, results.contenders, strict=True):
+        figures = [*row[1:], c.mean.tokens_per_pass, c.pooled.drafted_per_pass]
+        table.add_row(c.name, *(f"{f:.2f}" if isinstance(f, float) else "–" for f in figures))
+    console = Console()
+    console.print(table)
+    console.print(
+        "Lower bounds for methods that learn from the target's scores at rejected or probed nodes: recycling, lookahead, Jacobi.",
+        style="dim",
+    )

@@ -31,6 +31,8 @@ class Limits:
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    remember: bool = False
+    """A method keeps what it learned from earlier questions, each repeat on its own; else every question meets one that remembers nothing."""
 
 
 class Contender(ABC):
@@ -41,7 +43,7 @@ class Contender(ABC):
     lossless: bool = True
 
     @abstractmethod
-    def answer(self, question: Question, plain: Record | None) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
         """Every turn of the conversation. `plain`: what plain decoding answered, where that is known.
 
         Raises:
@@ -124,7 +126,7 @@ class Watched(Runner):
 
 
 class OwnContender(Contender):
-    """A method of the catalogue. Every question meets a method that remembers nothing; the turns of a conversation share it."""
+    """A method of the catalogue, made afresh for every question or kept (`Limits.remember`); the turns of a conversation share it."""
 
     def __init__(
         self, model: Model, spec: Spec, limits: Limits, drafts: Sequence[Model] = (), references: Sequence[str] = ()
@@ -133,6 +135,7 @@ class OwnContender(Contender):
         self._model, self._spec, self._limits = model, spec, limits
         self._drafts, self._references = tuple(drafts), tuple(references)
         self._runner = model.runner()
+        self._kept: dict[int, Engine] = {}
         self.lossless = self._engine().method.lossless
 
     def _engine(self) -> Engine:
@@ -141,9 +144,12 @@ class OwnContender(Contender):
         )
         return Engine(Watched(self._runner), method, rows=1)
 
-    def answer(self, question: Question, plain: Record | None) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
         """Every turn; the next one is asked after the method's own answer."""
-        engine, messages, turns = self._engine(), list[Message](), list[Turn]()
+        engine = self._kept.get(repeat) or self._engine()
+        if self._limits.remember:
+            self._kept[repeat] = engine
+        messages, turns = list[Message](), list[Turn]()
         sampling = Sampling(temperature=self._limits.temperature, seed=self._limits.seed)
         for text in question.turns:
             messages.append({"role": "user", "content": text})
@@ -182,7 +188,7 @@ class PeerContender(Contender):
     def __init__(self, peer: Peer, model: Model) -> None:
         self.name, self._peer, self._model = peer.name, peer, model
 
-    def answer(self, question: Question, plain: Record | None) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
         """Every turn, after plain decoding's answers to the ones before."""
         if plain is None or plain.refused:
             raise ValueError("plain decoding has no answer to this question")

@@ -1,7 +1,8 @@
 """From names to a session: models loaded, methods and peers ready."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from foretell.api import Model
@@ -12,6 +13,10 @@ from foretell.bench.schema import Settings
 from foretell.bench.session import Session
 from foretell.bench.tasks import Question
 from foretell.load import load
+from foretell.model.compress import Change
+from foretell.model.runner import Network
+
+Copy = Callable[[Change, str | None], Network]
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,16 @@ class Lineup:
         return Lineup(settings, tuple(specs.values()), tuple(names), folder)
 
     def models(self) -> dict[str, Model]:
-        """The target at every precision."""
-        return {d: load(self.settings.model, d) for d in self.settings.dtypes}
+        """The target at every precision; changed copies of it, which some methods draft with, are read once."""
+        found = {d: load(self.settings.model, d) for d in self.settings.dtypes}
+        for model in found.values():
+            model.copy = None if model.copy is None else once(model.copy)
+        return found
 
     def session(self, models: dict[str, Model], repeats: int) -> Session:
         """Everyone, ready to answer."""
         s = self.settings
-        limits = Limits(s.max_new_tokens, s.temperature, s.seed)
+        limits = Limits(s.max_new_tokens, s.temperature, s.seed, s.remember)
         references = [Path(r).read_text("utf-8") for r in s.references]
         contenders: list[Contender] = []
         for precision, model in models.items():
@@ -85,3 +93,18 @@ class Lineup:
             for c in session.contenders
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+def once(copy: Copy) -> Copy:
+    """A reader of changed copies that gives the same copy to whoever asks for the same change again."""
+    known: dict[object, Network] = {}
+
+    def read(change: Change, dtype: str | None) -> Network:
+        key: object = (change, dtype)
+        if isinstance(change, partial):
+            key = (change.func, change.args, tuple(sorted(change.keywords.items())), dtype)
+        if key not in known:
+            known[key] = copy(change, dtype)
+        return known[key]
+
+    return read

@@ -130,7 +130,7 @@ def figures(records: Sequence[Record], plain: Sequence[Record], peers: Mapping[s
         draft_share=shares[0],
         verify_share=shares[1],
         other_share=None if shares[0] is None or shares[1] is None else max(0.0, 1 - shares[0] - shares[1]),
-        prefill_seconds=fmean(t.at[0] for t in every) if every else 0.0,
+        prefill_seconds=fmean(t.at[0] if t.at else 0.0 for t in every) if every else 0.0,
         inter_token_p50_ms=_percentile(even, 50),
         inter_token_p95_ms=_percentile(even, 95),
         gap_p95_ms=_percentile(gaps, 95),

@@ -159,6 +159,8 @@ class Settings(Frozen):
     seed: int
     threads: int
     dtypes: tuple[str, ...]
+    remember: bool = False
+    """Methods kept what they learned from earlier questions."""
     draft_model: str | None = None
     references: tuple[str, ...] = ()
 

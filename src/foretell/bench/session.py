@@ -48,7 +48,7 @@ class Session:
         question = Question("warm-up", "warm-up", ("Count from one to ten, then count from one to ten again.",))
         plain = None
         for contender in self.contenders:
-            turns = contender.answer(question, plain)
+            turns = contender.answer(question, plain, -1)
             plain = plain or Record(
                 question=question.id, category="", group="", contender=contender.name, repeat=0, turns=turns
             )
@@ -72,7 +72,7 @@ class Session:
             repeat=repeat,
         )
         try:
-            record = record.model_copy(update={"turns": contender.answer(question, plain)})
+            record = record.model_copy(update={"turns": contender.answer(question, plain, repeat)})
         except ValueError as error:
             return record.model_copy(update={"refused": " ".join(str(error).split())})
         if name == PLAIN or plain is None or plain.refused or repeat:

@@ -1,7 +1,10 @@
 """Results as tables for the terminal."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
+from foretell.bench.compare import Comparison
 from foretell.bench.step import StepReport
 
 
@@ -34,5 +37,29 @@ def _figures(report: StepReport) -> Table:
     for f in report.figures:
         table.add_row(
             f.name, f"{f.value:.3f}", f"{'≤' if f.at_most else '≥'} {f.goal:g}", "met" if f.met else "[red]missed[/]"
+        )
+    return table
+
+
+def comparison_table(rows: Sequence[Comparison], names: tuple[str, str]) -> Table:
+    """Both values, the ratio and its interval."""
+    table = Table(title=f"A: {names[0]}   B: {names[1]}")
+    table.add_column("contender", no_wrap=True)
+    for name in ("category", "figure", "A", "B", "B/A", "95 %", "n", "B is"):
+        table.add_column(
+            name, justify="left" if name in ("category", "figure", "B is") else "right", no_wrap=name != "category"
+        )
+    for r in rows:
+        interval = f"{r.low:.2f}–{r.high:.2f}"
+        table.add_row(
+            r.contender,
+            r.category,
+            r.figure,
+            f"{r.a:.2f}",
+            f"{r.b:.2f}",
+            f"{r.ratio:.3f}",
+            interval,
+            str(r.questions),
+            r.verdict,
         )
     return table

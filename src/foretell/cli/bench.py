@@ -9,15 +9,19 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from foretell.bench import record as recording
+from foretell.bench import replay as replaying
 from foretell.bench import step as stepping
 from foretell.bench import tables
 from foretell.bench.collect import collect
-from foretell.bench.console import print_summary, progress, write
+from foretell.bench.compare import compare, differing
+from foretell.bench.console import print_replay, print_summary, progress, read, write
 from foretell.bench.lineup import Lineup
 from foretell.bench.machine import describe
 from foretell.bench.peers import choose
 from foretell.bench.peers.export import default_folder
 from foretell.bench.schema import Record, Settings
+from foretell.bench.scripted import Recording
 from foretell.bench.store import Store
 from foretell.bench.tasks import BUILT_IN
 from foretell.bench.tasks import load as load_tasks
@@ -55,6 +59,19 @@ Folder = Annotated[
 ]
 
 
+Tasks = Annotated[
+    str, typer.Option(help="'builtin', or a file of questions: JSONL (Spec-Bench, HumanEval, prompts) or plain text.")
+]
+Methods = Annotated[
+    str, typer.Option(help="Comma-separated; name@8 drafts 8 tokens. Plain decoding always takes part.")
+]
+Categories = Annotated[str, typer.Option(help="Comma-separated; none: all of the file.")]
+PerCategory = Annotated[int | None, typer.Option(min=1, help="Questions of each category; unsaid: all.")]
+Length = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+DraftModel = Annotated[str | None, typer.Option(help="Reference of a draft model, for methods that need one.")]
+References = Annotated[
+    list[Path] | None, typer.Option("--reference", help="Text file that methods may copy from; repeat for more.")
+]
 METHODS = "ngram,suffix,recycling,sam_recycling"
 """Measured unless the user names others: lossless, and needing nothing but the model."""
 
@@ -140,16 +157,11 @@ def step(
 @app.command()
 def run(
     out: Annotated[Path, typer.Option(help="Folder for results; a run that was interrupted there goes on.")],
-    tasks: Annotated[
-        str,
-        typer.Option(help="'builtin', or a file of questions: JSONL (Spec-Bench, HumanEval, prompts) or plain text."),
-    ] = BUILT_IN,
-    methods: Annotated[
-        str, typer.Option(help="Comma-separated; name@8 drafts 8 tokens. Plain decoding always takes part.")
-    ] = "ngram,suffix,recycling,sam_recycling",
-    categories: Annotated[str, typer.Option(help="Comma-separated; none: all of the file.")] = "",
-    per_category: Annotated[int | None, typer.Option(min=1, help="Questions of each category; unsaid: all.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 160,
+    tasks: Tasks = BUILT_IN,
+    methods: Methods = METHODS,
+    categories: Categories = "",
+    per_category: PerCategory = None,
+    max_new_tokens: Length = 160,
     model: ModelName = EMBEDDED,
     dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
     peers: Annotated[
@@ -158,14 +170,17 @@ def run(
             help="Comma-separated: transformers, llama.cpp, or one of their modes, e.g. llama.cpp-plain/q8_0."
         ),
     ] = "",
-    draft_model: Annotated[
-        str | None, typer.Option(help="Reference of a draft model, for methods that need one.")
-    ] = None,
-    reference: Annotated[
-        list[Path] | None, typer.Option(help="Text file that methods may copy from; repeat for more.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    draft_model: DraftModel = None,
+    reference: References = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Peers are measured at 0 only.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of every answer's sampling.")] = 0,
+    remember: Annotated[
+        bool,
+        typer.Option(
+            "--remember",
+            help="Methods keep what they learned from earlier questions, as a server's do; each repeat on its own.",
+        ),
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
     threads: Threads = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per contender.")] = True,
@@ -177,9 +192,18 @@ def run(
     for problem in found.problems:
         say(problem)
     settings = Settings(
-        model=model, tasks=found.source, digest=everything.digest, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
-        threads=set_threads(threads), dtypes=tuple(words(dtype)), draft_model=draft_model, references=tuple(str(r) for r in reference or ()),
-    )  # fmt: skip
+        model=model,
+        tasks=found.source,
+        digest=everything.digest,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        threads=set_threads(threads),
+        dtypes=tuple(words(dtype)),
+        remember=remember,
+        draft_model=draft_model,
+        references=tuple(str(r) for r in reference or ()),
+    )
     lineup = Lineup.of(settings, words(methods), words(peers), gguf_cache or default_folder())
     with Store(out, settings, Record) as store:
         session = lineup.session(lineup.models(), repeats)
@@ -193,6 +217,92 @@ def run(
     print_summary(results)
     if found.problems:
         raise typer.Exit(1)
+
+
+@app.command("record")
+def record_(
+    out: Annotated[Path, typer.Option(help="Folder for the recording; one that was interrupted there goes on.")],
+    tasks: Tasks = BUILT_IN,
+    categories: Categories = "",
+    per_category: PerCategory = None,
+    max_new_tokens: Length = 160,
+    model: ModelName = EMBEDDED,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
+    top_k: Annotated[int, typer.Option(min=1, help="Best tokens kept at every position.")] = 32,
+    threads: Threads = None,
+) -> None:
+    """Keep the target's greedy answers to a workload, with its best scores at every token, for `replay`."""
+    set_threads(threads)
+    everything = load_tasks(tasks)
+    found = everything.select(per_category, words(categories))
+    for problem in found.problems:
+        say(problem)
+    target = load(model, dtype)
+    setting = recording.describe(target, everything, len(found.questions), max_new_tokens, top_k)
+    with Store(out, setting, Recording) as store, progress(len(found.questions)) as tick:
+        recording.record(target, found.questions, setting, store, tick)
+    typer.echo(f"{len(found.questions)} questions recorded in {out}")
+    if found.problems:
+        raise typer.Exit(1)
+
+
+@app.command("replay")
+def replay_(
+    source: Annotated[Path, typer.Argument(metavar="RECORDING", help="Folder that `foretell bench record` wrote.")],
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated; unsaid: those that --check has pinned, or the usual ones.")
+    ] = None,
+    draft_model: DraftModel = None,
+    reference: References = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.json and reports.")] = None,
+    pin: Annotated[Path | None, typer.Option(help="Write the counts of tokens and passes to this file.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Compare the counts with this file; differences end with status 1.")
+    ] = None,
+) -> None:
+    """Tokens per pass of any method on a recorded workload, without running the target. Greedy, lossless methods; times mean nothing."""
+    setting, recordings = replaying.load(source)
+    pinned = None if check is None else replaying.Baseline.read(check)
+    named = words(METHODS if methods is None else methods) if methods is not None or pinned is None else pinned.methods
+    casts = replaying.casts(setting, methods=named, draft_model=draft_model, references=reference or ())
+    with progress(len(casts) * len(recordings)) as tick:
+        records = replaying.replay(recordings, casts, tick)
+    results = collect(records, replaying.as_settings(setting), {c.name: True for c in casts})
+    print_replay(results)
+    if out is not None:
+        write(out, results)
+    now = replaying.Baseline.of(records)
+    if pin is not None:
+        pin.write_text(now.model_dump_json(indent=1) + "\n")
+    if pinned is not None:
+        differences = pinned.differences(now)
+        for line in differences:
+            say(line)
+        if differences:
+            raise typer.Exit(1)
+        typer.echo(f"as pinned in {check}")
+
+
+@app.command("compare")
+def compare_(
+    first: Annotated[Path, typer.Argument(metavar="A", help="results.json, or its folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B")],
+) -> None:
+    """Compare two results question by question, with bootstrap confidence intervals."""
+    a, b = read(first), read(second)
+    for difference in differing(a, b):
+        say(difference)
+    Console().print(tables.comparison_table(compare(a, b), (str(first), str(second))))
+
+
+@app.command("report")
+def report_(
+    results: Annotated[Path, typer.Argument(help="results.json, or its folder.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.md, report.html and the charts.")],
+) -> None:
+    """Make the reports and charts of results again."""
+    for path in write(out, read(results)):
+        typer.echo(str(path))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""Results as pictures (extra `plot`)."""
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from typing import Any
+
+from foretell.bench.schema import Contender, Results
+
+_INK, _GRID = "#333333", "#dddddd"
+_COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#787774", "#d44c47")
+
+
+def charts(results: Results) -> dict[str, bytes]:
+    """PNG files by name; a chart that has nothing to show is left out.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    makers: Mapping[str, Callable[[Results, Any], bool]] = {
+        "speedup": speedup,
+        "budget": budget,
+        "time": time_split,
+        "pareto": pareto,
+    }
+    out = {}
+    for name, draw in makers.items():
+        figure, axes = _canvas()
+        if draw(results, axes):
+            buffer = BytesIO()
+            figure.savefig(buffer, format="png", dpi=144)
+            out[name] = buffer.getvalue()
+    return out
+
+
+def _canvas() -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("charts need matplotlib; run: pip install 'foretell[plot]'") from error
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_prop_cycle(color=_COLOURS)
+    return figure, axes
+
+
+def _ours(results: Results) -> list[Contender]:
+    """Contenders of ours that draft."""
+    return [c for c in results.contenders if not c.peer and c.pooled.acceptance_conditional]
+
+
+def speedup(results: Results, axes: Any) -> bool:
+    """Speed-up over our plain decoding per category."""
+    shown = [c for c in _ours(results) if c.mean.speedup]
+    names = list(dict.fromkeys(n for c in shown for n in c.categories))
+    width = 0.8 / max(len(shown), 1)
+    for i, c in enumerate(shown):
+        places = [k + (i - (len(shown) - 1) / 2) * width for k in range(len(names))]
+        heights = [(c.categories[n].speedup or 0.0) if n in c.categories else 0.0 for n in names]
+        axes.bar(places, heights, width, label=c.name)
+    axes.axhline(1, color=_INK, linewidth=1)
+    axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
+    axes.set_ylabel("speed-up over plain decoding")
+    if shown:
+        axes.legend(frameon=False, fontsize=8)
+    return bool(shown)
+
+
+def budget(results: Results, axes: Any) -> bool:
+    """Tokens per pass against the drafted tokens allowed: methods named with several budgets."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for c in _ours(results):
+        name, _, rest = c.name.partition("@")
+        if rest and c.mean.tokens_per_pass:
+            size, _, precision = rest.partition("/")
+            lines.setdefault(f"{name}/{precision}", []).append((int(size), c.mean.tokens_per_pass))
+    lines = {n: sorted(points) for n, points in lines.items() if len(points) > 1}
+    for name, points in lines.items():
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+    axes.set_xlabel("drafted tokens allowed per pass")
+    axes.set_ylabel("tokens per pass")
+    if lines:
+        axes.legend(frameon=False, fontsize=8)
+    return bool(lines)
+
+
+def time_split(results: Results, axes: Any) -> bool:
+    """Milliseconds per token in the drafter, the target's pass, and everything else."""
+    shown = [c for c in results.contenders if c.pooled.verify_share is not None and c.pooled.tokens_per_second]
+    left = [0.0] * len(shown)
+    for part in ("verify", "draft", "other"):
+        shares = {"verify": [c.pooled.verify_share for c in shown], "draft": [c.pooled.draft_share for c in shown]}
+        values = shares.get(part, [c.pooled.other_share for c in shown])
+        widths = [(v or 0.0) * 1e3 / c.pooled.tokens_per_second for v, c in zip(values, shown, strict=True)]
+        axes.barh([c.name for c in shown], widths, left=left, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.set_xlabel("ms per token")
+    if shown:
+        axes.legend(frameon=False, fontsize=8)
+    return bool(shown)
+
+
+def pareto(results: Results, axes: Any) -> bool:
+    """What a method spends on drafting against what it gets: up and to the left is better."""
+    shown = [c for c in _ours(results) if c.pooled.draft_share is not None and c.pooled.verify_share]
+    for c in shown:
+        cost = (c.pooled.draft_share or 0.0) / (c.pooled.verify_share or 1.0)
+        gain = c.pooled.tokens_per_pass or 0.0
+        axes.scatter([cost], [gain], s=40)
+        axes.annotate(c.name, (cost, gain), textcoords="offset points", xytext=(6, 4), fontsize=8, color=_INK)
+    axes.margins(x=0.25, y=0.2)
+    axes.set_xlabel("drafting time over time of the target's pass")
+    axes.set_ylabel("tokens per pass")
+    return bool(shown)

@@ -1,0 +1,108 @@
+"""Two results side by side: is the second better, or is it chance?"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from foretell.bench.schema import Contender, PerQuestion, Results
+
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure of one contender in one category (`all`: pooled): both values, their ratio, and its confidence interval."""
+
+    contender: str
+    category: str
+    figure: str
+    a: float
+    b: float
+    low: float
+    high: float
+    questions: int
+
+    @property
+    def ratio(self) -> float:
+        """Second over first."""
+        return self.b / self.a
+
+    @property
+    def verdict(self) -> str:
+        """What the interval allows to say."""
+        if self.questions < 2:
+            return "–"
+        if self.low <= 1 <= self.high:
+            return "unclear"
+        return "higher" if self.low > 1 else "lower"
+
+
+Pair = tuple[PerQuestion, PerQuestion]
+_FIGURES: dict[str, tuple[Callable[[PerQuestion], float], Callable[[PerQuestion], float]]] = {
+    "tokens per pass": (lambda q: q.tokens, lambda q: q.passes),
+    "tokens/s": (lambda q: q.decode_tokens, lambda q: q.decode_seconds),
+}
+
+
+def compare(a: Results, b: Results, confidence: float = 0.95, seed: int = 0) -> list[Comparison]:
+    """Pairs questions of contenders that both results have, and resamples them (percentile bootstrap).
+
+    Raises:
+        ValueError: they share no contender or no question.
+    """
+    common = _common(a, b)
+    if not common:
+        theirs = [c.name for c in b.contenders]
+        raise ValueError(
+            f"the two results share no contender: {', '.join(c.name for c in a.contenders)} and {', '.join(theirs)}"
+        )
+    out = []
+    for mine, other in common:
+        second = {q.question: q for q in other.per_question}
+        pairs = [(q, second[q.question]) for q in mine.per_question if q.question in second]
+        categories = dict.fromkeys(q.category for q, _ in pairs)
+        for category in ("all", *categories) if len(categories) > 1 else ("all",):
+            here = [p for p in pairs if category in ("all", p[0].category)]
+            for figure in _FIGURES:
+                found = _one(mine.name, category, figure, here, confidence, np.random.default_rng(seed))
+                out += [found] if found else []
+    if not out:
+        raise ValueError("the two results share no question: were they taken on other tasks?")
+    return out
+
+
+def _common(a: Results, b: Results) -> list[tuple[Contender, Contender]]:
+    """Contenders of one name; where no name is shared, those of one method at different precisions."""
+    theirs = {c.name: c for c in b.contenders}
+    found = [(c, theirs[c.name]) for c in a.contenders if c.name in theirs]
+    by_method = {c.name.split("/")[0]: c for c in b.contenders if not c.peer}
+    mine = {c.name.split("/")[0]: c for c in a.contenders if not c.peer}
+    return found or [(c, by_method[name]) for name, c in mine.items() if name in by_method]
+
+
+def _one(
+    contender: str, category: str, figure: str, pairs: Sequence[Pair], confidence: float, random: np.random.Generator
+) -> Comparison | None:
+    above, below = _FIGURES[figure]
+    values = np.array([[above(x), below(x), above(y), below(y)] for x, y in pairs], float).reshape(-1, 4)
+    sums = values.sum(0)
+    if not sums.all():
+        return None
+    drawn = values[random.integers(0, len(values), (RESAMPLES, len(values)))].sum(1)
+    ratios = _ratio(drawn[(drawn > 0).all(1)])
+    low, high = np.percentile(ratios, [50 * (1 - confidence), 50 * (1 + confidence)])
+    return Comparison(
+        contender, category, figure, sums[0] / sums[1], sums[2] / sums[3], float(low), float(high), len(pairs)
+    )
+
+
+def _ratio(sums: Float[np.ndarray, "r 4"]) -> Float[np.ndarray, " r"]:
+    return (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
+
+
+def differing(a: Results, b: Results) -> list[str]:
+    """Sentences about settings that differ, so that nobody compares apples and pears unawares."""
+    first, second = a.settings.model_dump(), b.settings.model_dump()
+    return [f"note: {key} differs ({first[key]} and {second[key]})" for key in first if first[key] != second[key]]

@@ -1,0 +1,90 @@
+"""Record once: the target's greedy answers to a workload, with its best scores at every token."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from foretell.api import Model
+from foretell.bench.contender import Watched, conversation
+from foretell.bench.scripted import Recording, RecordingSettings, Script
+from foretell.bench.store import Store
+from foretell.bench.tasks import Question, Tasks
+from foretell.context import Output
+from foretell.engine import Engine, Request
+from foretell.text import Message
+from foretell.tree import TokenTree
+
+
+class Heard(Watched):
+    """Also remembers what the last pass gave."""
+
+    output: Output
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        *,
+        read: Bool[np.ndarray, "b n"] | None = None,
+        scored: Bool[np.ndarray, "b n"] | None = None,
+        taps: Sequence[int] = (),
+    ) -> Output:
+        """Read nodes of a tree; see `Runner.forward`."""
+        self.output = super().forward(rows, tree, read=read, scored=scored, taps=taps)
+        return self.output
+
+
+def describe(model: Model, tasks: Tasks, questions: int, max_new_tokens: int, top_k: int) -> RecordingSettings:
+    """What a recording of these questions is headed with."""
+    return RecordingSettings(
+        model=model.name,
+        dtype=model.precision,
+        tasks=tasks.source,
+        digest=tasks.digest,
+        max_new_tokens=max_new_tokens,
+        top_k=min(top_k, model.config.vocab),
+        vocab=model.config.vocab,
+        context=model.config.context,
+        eos=model.eos,
+        questions=questions,
+    )
+
+
+def record(
+    model: Model,
+    questions: Sequence[Question],
+    setting: RecordingSettings,
+    store: Store[Recording],
+    tick: Callable[[str], None],
+) -> None:
+    """Answer every question that the store does not hold yet.
+
+    Raises:
+        ValueError: a question does not fit the model.
+    """
+    done = {r.question for r in store.records}
+    for question in questions:
+        if question.id not in done:
+            store.append(_record(model, question, setting))
+        tick(f"{question.category} {question.id}")
+
+
+def _record(model: Model, question: Question, setting: RecordingSettings) -> Recording:
+    heard = Heard(model.runner())
+    engine = Engine(heard, model.method(), rows=1)
+    messages, turns = list[Message](), list[Script]()
+    for text in question.turns:
+        messages.append({"role": "user", "content": text})
+        prompt = conversation(model, messages)
+        engine.submit(Request(prompt, max_new_tokens=setting.max_new_tokens, eos=model.eos))
+        tokens, best, scores = list[int](), list[np.ndarray](), list[np.ndarray]()
+        for update in engine.run():
+            top = torch.log_softmax(heard.output.logits[-1].float(), -1).topk(setting.top_k)
+            tokens += update.tokens
+            best.append(top.indices.cpu().numpy())
+            scores.append(top.values.cpu().numpy())
+        turns.append(Script.of(prompt, tokens, np.stack(best), np.stack(scores)))
+        messages.append({"role": "assistant", "content": model.codec.decode(tokens)})
+    return Recording(question=question.id, category=question.category, group=question.group, turns=tuple(turns))
