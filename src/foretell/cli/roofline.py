@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from foretell.cli.errors import say, spoken
 from foretell.roofline import ask, calibrate, report
 from foretell.roofline.analysis import Model, analyse
 from foretell.roofline.changes import cost_changes
@@ -27,15 +28,12 @@ from foretell.roofline.viewer.server import serve
 
 
 class Spoken(TyperGroup):
-    """A command group that turns a refusal into one sentence and a non-zero exit."""
+    """A command group that turns a refusal into one sentence and a non-zero exit, also where it runs by itself."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; `ValueError` and `OSError` become a sentence on standard error."""
-        try:
+        """Run the command."""
+        with spoken():
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            typer.echo(f"foretell roofline: {error}", err=True)
-            raise typer.Exit(1) from None
 
 
 app = typer.Typer(
@@ -95,7 +93,7 @@ def console() -> Console:
 def warn(sentence: str | None) -> None:
     """Say what is wrong with the setting and leave with a non-zero status."""
     if sentence:
-        typer.echo(f"foretell roofline: {sentence}", err=True)
+        say(sentence)
         raise typer.Exit(1)
 
 
@@ -312,10 +310,12 @@ def calibrate_command(
 
     if threads is not None:
         machine.use_threads(threads)
-    fits = {}
-    for precision in dtype or ["bfloat16", "int8"]:
-        form = machine.form(precision)
-        fits[form.name] = calibrate.fit(calibrate.sample(machine.probes(precision, repeat)))
+    forms = {precision: machine.form(precision) for precision in dtype or ["bfloat16", "int8"]}
+    if machine.busy():
+        say("other programs keep this machine busy: the figures will be too low, calibrate again when it is idle")
+    fits = {
+        f.name: calibrate.fit(calibrate.sample(machine.probes(precision, repeat))) for precision, f in forms.items()
+    }
     file, title, source = out or user_file(), machine.title(), machine.source()
     here = calibrate.hardware(name.lower(), title, source, machine.stream(), machine.memory(), fits)
     calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
@@ -323,9 +323,9 @@ def calibrate_command(
     if not compare:
         return
     rows = []
-    for precision in dtype or ["bfloat16", "int8"]:
+    for precision, form in forms.items():
         measure, config = machine.embedded(precision, repeat)
-        checks = calibrate.check(Model("smollm2-135m", config), here, machine.form(precision), measure)
+        checks = calibrate.check(Model("smollm2-135m", config), here, form, measure)
         rows += [report.check_record(precision, c) for c in checks]
         typer.echo(report.check_summary(precision, checks), err=True)
     emit(rows, as_json, as_csv, "Predicted and measured passes of the embedded model")

@@ -24,6 +24,8 @@ from foretell.tree import TokenTree, from_lists
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 STREAM_BYTES, STREAM_REPEATS = 256 << 20, 8
 PROMPT_CHUNK = 256
+PATIENCE = 2.0
+"""Seconds after which a measurement ends whatever the machine does meanwhile."""
 
 
 def form(precision: str) -> Format:
@@ -59,6 +61,11 @@ def title() -> str:
 def source() -> str:
     """Where the figures come from."""
     return f"foretell roofline calibrate, {date.today().isoformat()}, torch {torch.__version__}"
+
+
+def busy() -> bool:
+    """Whether other programs compete for the processors."""
+    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
 
 
 def memory() -> float:
@@ -111,8 +118,8 @@ def timer(of: Network, repeat: int) -> Measure:
             runner.keep(0, list(range(piece.nodes)))
         tree, best, since = chain(tokens), float("inf"), 0
         # Other work on the machine only ever adds time: go on until the fastest pass has stood for a while.
-        while since < repeat:
-            start = time.perf_counter()
+        until = time.perf_counter() + PATIENCE
+        while since < repeat and (start := time.perf_counter()) < until:
             runner.forward([0], tree)
             took = time.perf_counter() - start
             since = 0 if took < 0.98 * best else since + 1

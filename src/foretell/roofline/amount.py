@@ -86,7 +86,7 @@ def pairs_attended(tokens: Number, past: Number, window: int, square: bool) -> N
 def span_read(tokens: Number, past: Number, window: int) -> Number:
     """Positions whose keys and values one sequence reads in a pass; with a window, those that any new row can still see."""
     total = past + tokens
-    return np.minimum(total, window + tokens - 1) if window else total
+    return np.minimum(np.asarray(total, dtype=np.float64), window + tokens - 1) if window else total
 
 
 def distinct_experts(count: float, active: float, rows: Number) -> Number:

@@ -16,6 +16,7 @@ def look_up(table: Mapping[str, T], name: str, what: str) -> T:
     key = name.strip().lower().replace("_", "-")
     if key in table:
         return table[key]
-    near = difflib.get_close_matches(key, table, 3, 0.5)
+    near = [n for n in table if n.startswith(key)][:3] if key else []
+    near = near or difflib.get_close_matches(key, table, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(table)}"
     raise ValueError(f"there is no {what} called {name!r}; {hint}")
