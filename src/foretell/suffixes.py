@@ -49,7 +49,7 @@ def _packed(tokens: UInt32[np.ndarray, " t"]) -> tuple[UInt64[np.ndarray, " t"],
     small, key = np.minimum(tokens, np.uint32(top)), np.zeros(len(tokens), np.uint64)
     for i in range(64 // bits):
         key <<= np.uint64(bits)
-        key[: len(key) - i] |= small[i:]
+        key[: max(len(key) - i, 0)] |= small[i:]
     return key, 64 // bits
 
 
