@@ -3,21 +3,23 @@
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model import native
+from foretell.model.native import available
+from foretell.model.native import argmax as native_argmax
+from foretell.model.native import topk as native_topk
 
 
 def argmax(scores: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:
     """Best token of every row; the lowest id where several tie."""
-    return native.argmax(scores) if _fast(scores) else scores.argmax(-1)
+    return native_argmax(scores) if _fast(scores) else scores.argmax(-1)
 
 
 def best(scores: Float[torch.Tensor, "k v"], count: int) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
     """Scores and ids of the `count` best tokens of every row, best first."""
     if _fast(scores):
-        return native.topk(scores, count)
+        return native_topk(scores, count)
     top = scores.topk(count)
     return top.values, top.indices
 
 
 def _fast(scores: torch.Tensor) -> bool:
-    return scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous() and native.available()
+    return scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous() and available()
