@@ -1,0 +1,214 @@
+"""Acceptors over every draw and every random number, on small vocabularies: exact, and the well-known mistakes are not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from exact import Chooser, Prefix, ScriptedLaws, distance, law_of, random_law, texts, tree_of
+from foretell.accept import Accepted, Acceptor, Block, Match, Rejection
+from foretell.accept.rejection import residual
+from foretell.laws import Laws
+from foretell.tree import TokenTree
+
+Law = Callable[[Prefix], np.ndarray]
+Nodes = dict[int, tuple[int, int, int]]
+seeds = pytest.mark.parametrize("seed", range(4))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws trees from a drafter's laws by a chooser."""
+
+    q: Law
+    chooser: Chooser
+
+    def chain(self, length: int, stop: int = -1) -> TokenTree:
+        """A chain that ends with the token `stop`."""
+        nodes, laws, text = Nodes(), list[np.ndarray](), list[int]()
+        for depth in range(length):
+            laws.append(self.q(tuple(text)))
+            text.append(self.chooser.choose(laws[-1].tolist()))
+            nodes[depth + 1] = (depth, text[-1], depth)
+            if text[-1] == stop:
+                break
+        return tree_of(nodes, laws)
+
+    def siblings(self, count: int, distinct: bool = False) -> TokenTree:
+        """Some draws of the first token, and one more token below the last of them."""
+        left, nodes, token = self.q(()).copy(), Nodes(), 0
+        for _ in range(count):
+            if left.sum() == 0:
+                break
+            token = self.chooser.choose(left.tolist())
+            nodes[len(nodes) + 1] = (0, token, 0)
+            left[token] *= not distinct
+        below = self.q((token,))
+        nodes[len(nodes) + 1] = (len(nodes), self.chooser.choose(below.tolist()), 1)
+        return tree_of(nodes, [self.q(()), below], distinct)
+
+
+def check(acceptor: Acceptor, grow: Callable[[Draws], TokenTree], seed: int, vocab: int = 3, length: int = 3) -> float:
+    """Distance of the law of texts from the target's."""
+    p, q = random_law(vocab, seed), random_law(vocab, seed + 100)
+    return distance(texts(acceptor, lambda chooser: grow(Draws(q, chooser)), p, length), p)
+
+
+@seeds
+@pytest.mark.parametrize("acceptor", [Match(), Rejection(), Block()], ids=["match", "rejection", "block"])
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_chains_are_exact(acceptor: Acceptor, length: int, seed: int) -> None:
+    assert check(acceptor, lambda draws: draws.chain(length), seed, length=4) < 1e-12
+
+
+@seeds
+@pytest.mark.parametrize("acceptor", [Match(), Rejection(), Block()], ids=["match", "rejection", "block"])
+def test_chains_that_end_with_an_unsure_token_are_exact(acceptor: Acceptor, seed: int) -> None:
+    assert check(acceptor, lambda draws: draws.chain(3, stop=1), seed) < 1e-12
+
+
+@seeds
+@pytest.mark.parametrize("distinct", [False, True], ids=["independent", "without replacement"])
+@pytest.mark.parametrize("acceptor", [Match(), Rejection()], ids=["match", "rejection"])
+def test_several_draws_of_one_token_are_exact(acceptor: Acceptor, distinct: bool, seed: int) -> None:
+    assert check(acceptor, lambda draws: draws.siblings(2, distinct), seed, vocab=4) < 1e-12
+    assert check(acceptor, lambda draws: draws.siblings(3, distinct), seed) < 1e-12
+
+
+@seeds
+def test_draws_from_several_drafters_are_exact_as_one_mixed_law_or_as_trials_of_their_own(seed: int) -> None:
+    p, one, other = (random_law(3, seed + i) for i in (0, 100, 200))
+
+    def mixed(prefix: Prefix) -> np.ndarray:
+        return 0.25 * one(prefix) + 0.75 * other(prefix)
+
+    def trials(chooser: Chooser) -> TokenTree:
+        laws = [one(()), other(())]
+        return tree_of({i + 1: (0, chooser.choose(law.tolist()), i) for i, law in enumerate(laws)}, laws)
+
+    merged = texts(Rejection(), lambda chooser: Draws(mixed, chooser).siblings(2), p, 3)
+    assert distance(merged, p) < 1e-12
+    assert distance(texts(Rejection(), trials, p, 2), p) < 1e-12
+
+
+@seeds
+@pytest.mark.parametrize("acceptor", [Match(), Rejection()], ids=["match", "rejection"])
+def test_picked_and_drawn_children_side_by_side_are_exact(acceptor: Acceptor, seed: int) -> None:
+    def grow(draws: Draws) -> TokenTree:
+        q = draws.q(())
+        return tree_of({1: (0, 2, -1), 2: (0, draws.chooser.choose(q.tolist()), 0), 3: (0, 0, -1), 4: (1, 1, -1)}, [q])
+
+    assert check(acceptor, grow, seed) < 1e-12
+
+
+@seeds
+def test_block_verification_accepts_no_less_than_token_by_token(seed: int) -> None:
+    p, q = random_law(3, seed), random_law(3, seed + 100)
+
+    def accepted(acceptor: Acceptor) -> float:
+        def run(chooser: Chooser) -> int:
+            tree = Draws(q, chooser).chain(3)
+            return len(acceptor.accept(tree, 0, ScriptedLaws(tree, p, chooser)).path)
+
+        return sum(length * chance for length, chance in law_of(run).items())
+
+    assert accepted(Block()) >= accepted(Rejection()) - 1e-12
+
+
+@seeds
+def test_the_chance_to_accept_a_draw_is_the_overlap_of_the_laws(seed: int) -> None:
+    p, q = random_law(4, seed), random_law(4, seed + 100)
+
+    def run(chooser: Chooser) -> int:
+        tree = Draws(q, chooser).chain(1)
+        return len(Rejection().accept(tree, 0, ScriptedLaws(tree, p, chooser)).path)
+
+    assert law_of(run).get(1, 0.0) == pytest.approx(np.minimum(p(()), q(())).sum(), abs=1e-12)
+
+
+def test_block_verification_refuses_trees_in_one_sentence() -> None:
+    tree = tree_of({1: (0, 1, -1), 2: (0, 2, -1)}, [])
+    with pytest.raises(ValueError, match="use Chain as shape, or Rejection as acceptor"):
+        Block().accept(tree, 0, ScriptedLaws(tree, random_law(3, 0), Chooser([])))
+
+
+class Altered(Acceptor):
+    """Rejection of a tree that was tampered with."""
+
+    lossless = False
+    same_seed = False
+
+    def __init__(self, alter: Callable[[TokenTree], TokenTree]) -> None:
+        self._alter = alter
+
+    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        return Rejection().accept(self._alter(tree), row, laws)
+
+
+def merged(tree: TokenTree) -> TokenTree:
+    """Equal siblings become one trial: the later ones die."""
+    live = tree.live.copy()
+    for node in range(1, tree.nodes):
+        twins = (tree.token[0, :node] == tree.token[0, node]) & (tree.parent[0, :node] == tree.parent[0, node])
+        live[0, node] &= not twins[1:].any()
+    return replace(tree, live=live)
+
+
+def test_merging_equal_draws_into_one_trial_is_biased_and_keeping_them_is_not() -> None:
+    def grow(draws: Draws) -> TokenTree:
+        q = draws.q(())
+        return tree_of({i: (0, draws.chooser.choose(q.tolist()), 0) for i in (1, 2, 3)}, [q])
+
+    assert max(check(Altered(merged), grow, seed, length=1) for seed in range(6)) > 0.01
+    assert max(check(Rejection(), grow, seed, length=1) for seed in range(6)) < 1e-12
+
+
+def test_testing_picked_children_against_the_drafters_softmax_is_biased_and_as_points_is_not() -> None:
+    def grow(draws: Draws) -> TokenTree:
+        q = draws.q(())
+        best = np.argsort(-q)[:2].tolist()
+        return tree_of({i + 1: (0, token, -1) for i, token in enumerate(best)}, [q])
+
+    def softmax(tree: TokenTree) -> TokenTree:
+        return replace(tree, drawn_from=np.where(tree.parent >= 0, 0, -1))
+
+    assert max(check(Altered(softmax), grow, seed, length=1) for seed in range(6)) > 0.1
+    assert max(check(Rejection(), grow, seed, length=1) for seed in range(6)) < 1e-12
+
+
+def test_taking_draws_without_replacement_for_independent_ones_is_biased() -> None:
+    def forgetful(tree: TokenTree) -> TokenTree:
+        return replace(tree, distinct=False)
+
+    distances = [check(Altered(forgetful), lambda d: d.siblings(2, distinct=True), seed, length=2) for seed in range(6)]
+    assert max(distances) > 0.01
+
+
+class RedrawPerLeaf(Acceptor):
+    """Draws from the target once per child and takes the first child that was drawn; then draws again."""
+
+    lossless = False
+    same_seed = False
+
+    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        path, node, children = list[int](), 0, tree.children(row)
+        while hit := [c for c in children.get(node, ()) if laws.draw(row, node) == tree.token[row, c]][:1]:
+            node = hit[0]
+            path.append(node)
+        return Accepted(tuple(path), laws.draw(row, node))
+
+
+def test_drawing_again_for_every_leaf_is_biased_and_one_draw_per_node_is_not() -> None:
+    def grow(draws: Draws) -> TokenTree:
+        return tree_of({1: (0, 0, -1), 2: (0, 1, -1), 3: (1, 1, -1)}, [])
+
+    assert max(check(RedrawPerLeaf(), grow, seed) for seed in range(6)) > 0.05
+    assert max(check(Match(), grow, seed) for seed in range(6)) < 1e-12
+
+
+def test_residuals() -> None:
+    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.25, 0.25, 0.5])
+    assert residual(p, q).tolist() == [0.5, 0.5, 0.0]
+    assert residual(p, p).tolist() == p.tolist()

@@ -1,0 +1,162 @@
+"""Exact laws of randomised code: every outcome of its random decisions is explored, with its probability."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from foretell.accept import Acceptor
+from foretell.context import Context
+from foretell.laws import Laws
+from foretell.tree import TokenTree, from_lists
+
+T = TypeVar("T")
+Prefix = tuple[int, ...]
+
+
+class Chooser:
+    """Takes decisions by a script, then the first one possible; remembers the ways it did not go."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        self._script, self._taken = script, list[int]()
+        self.chance = 1.0
+        self.untaken: list[list[int]] = []
+
+    def choose(self, weights: Sequence[float]) -> int:
+        """One of the alternatives that have a weight."""
+        possible = [i for i, w in enumerate(weights) if w > 0]
+        new = len(self._taken) >= len(self._script)
+        choice = possible[0] if new else self._script[len(self._taken)]
+        if new:
+            self.untaken += [[*self._taken, other] for other in possible[1:]]
+        self._taken.append(choice)
+        self.chance *= weights[choice] / sum(weights)
+        return choice
+
+
+def law_of(run: Callable[[Chooser], T]) -> dict[T, float]:
+    """Probability of every result of `run`."""
+    chances: dict[T, float] = defaultdict(float)
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        chooser = Chooser(scripts.pop())
+        result = run(chooser)
+        chances[result] += chooser.chance
+        scripts += chooser.untaken
+    return dict(chances)
+
+
+class Uniform(float):
+    """A uniform number that is every number at once: comparing it, or taking its quantile, is a decision."""
+
+    def __new__(cls, chooser: Chooser) -> "Uniform":
+        self = super().__new__(cls, 0.5)
+        self.chooser, self.scale = chooser, 1.0
+        return self
+
+    chooser: Chooser
+    scale: float
+
+    def __mul__(self, factor: float) -> "Uniform":
+        out = Uniform(self.chooser)
+        out.scale = self.scale * float(factor)
+        return out
+
+    def __lt__(self, bound: float) -> bool:
+        below = min(1.0, max(0.0, float(bound) / self.scale)) if self.scale > 0 else float(bound > 0)
+        return self.chooser.choose([1 - below, below]) == 1
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any], kwargs: Any = None) -> Any:
+        """What `pick` does with it: scale by the total, and search the cumulative sums."""
+        self = next(a for a in args if isinstance(a, Uniform))
+        if "mul" in function.__name__:
+            return self
+        assert function is torch.searchsorted
+        return torch.tensor(self.chooser.choose(torch.diff(args[0], prepend=args[0].new_zeros(1)).tolist()))
+
+
+class ScriptedLaws(Laws):
+    """A target whose laws depend on the drafted prefix, and whose random numbers are decisions."""
+
+    def __init__(
+        self, tree: TokenTree, law: Callable[[Prefix], np.ndarray], chooser: Chooser, start: Prefix = ()
+    ) -> None:
+        context = Context(rows=(0,), texts=(), sampling=(), noise=(), room=np.array([99]))
+        super().__init__(context, tree, torch.zeros(0, 1), np.zeros((1, 0), np.int64))
+        self._law, self._chooser, self._start = law, chooser, start
+
+    def probabilities(self, row: int, node: int) -> torch.Tensor:
+        path = self._tree.ancestors(row, node)[1:]
+        return torch.from_numpy(self._law((*self._start, *(int(self._tree.token[row, n]) for n in path))))
+
+    def draw(self, row: int, node: int) -> int:
+        return self._chooser.choose(self.probabilities(row, node).tolist())
+
+    def uniform(self, row: int, node: int, stream: int) -> float:
+        return Uniform(self._chooser)
+
+
+def random_law(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
+    """A distribution for every prefix, each of them another, some with impossible tokens."""
+
+    @cache
+    def law(prefix: Prefix) -> np.ndarray:
+        generator = np.random.default_rng([seed, len(prefix), *prefix])
+        p = generator.dirichlet(np.full(vocab, 0.7))
+        if generator.random() < 0.3:
+            p[generator.integers(vocab)] = 0
+        p /= p.sum()
+        return p
+
+    return law
+
+
+def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], distinct: bool = False) -> TokenTree:
+    """A tree from (parent, token, number of its law in `q` or -1) per node, numbered from 1 below the root."""
+    tree = from_lists([[0, *(t for _, t, _ in nodes.values())]], [[-1, *(p for p, _, _ in nodes.values())]])
+    tree.drawn_from[0, 1:] = [o for _, _, o in nodes.values()]
+    return TokenTree(
+        token=tree.token,
+        parent=tree.parent,
+        live=tree.live,
+        probe=tree.probe,
+        drawn_from=tree.drawn_from,
+        trunk=tree.trunk,
+        q=torch.from_numpy(np.stack(q))[None] if q else None,
+        distinct=distinct,
+    )
+
+
+def texts(
+    acceptor: Acceptor, grow: Callable[[Chooser], TokenTree], law: Callable[[Prefix], np.ndarray], length: int
+) -> dict[Prefix, float]:
+    """Probability of every text of `length` tokens that `acceptor` makes from trees that `grow` draws; the target completes it."""
+
+    def run(chooser: Chooser) -> Prefix:
+        tree = grow(chooser)
+        verdict = acceptor.accept(tree, 0, ScriptedLaws(tree, law, chooser))
+        return (*(int(tree.token[0, n]) for n in verdict.path), verdict.token)[:length]
+
+    found: dict[Prefix, float] = defaultdict(float)
+    for text, chance in law_of(run).items():
+        for whole, part in continued(text, chance, law, length).items():
+            found[whole] += part
+    return found
+
+
+def continued(text: Prefix, chance: float, law: Callable[[Prefix], np.ndarray], length: int) -> dict[Prefix, float]:
+    """Probability of every text of `length` tokens that the target makes of this beginning."""
+    if len(text) == length:
+        return {text: chance}
+    longer = [continued((*text, t), chance * p, law, length) for t, p in enumerate(law(text).tolist())]
+    return {whole: part for found in longer for whole, part in found.items()}
+
+
+def distance(found: Mapping[Prefix, float], law: Callable[[Prefix], np.ndarray]) -> float:
+    """Total variation between the found texts and those of the target alone."""
+    chances = continued((), 1.0, law, len(next(iter(found))))
+    return sum(abs(c - found.get(text, 0.0)) for text, c in chances.items()) / 2
