@@ -1,0 +1,56 @@
+"""`foretell verify`: what it prints, and when it fails."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from command import foretell, refused, small, tiny
+
+from foretell.accept import Match
+from foretell.accept.base import Accepted
+from foretell.laws import Laws
+from foretell.tree import TokenTree
+
+QUICK = ("--model", tiny(), "--dtype", "float32", "--max-new-tokens", "6", "--samples", "60")
+
+
+def test_reports_as_text_and_json() -> None:
+    result = foretell("verify", "suffix", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("pass ") == 3 and "1 method changes nothing here" in result.stdout
+    assert "degrees of freedom" in result.stdout and "would be seen with a chance of" in result.stdout
+    (report,) = json.loads(foretell("verify", "pld", *QUICK, "--json").stdout)
+    assert report["method"] == "ngram" and report["passed"] and report["law"]["samples"] == 60
+
+
+def test_lossy_methods_show_their_price_and_fail_only_strictly() -> None:
+    lossy = (
+        "verify",
+        "typical_lossy",
+        *QUICK,
+        "--draft-model",
+        small(),
+        "--samples",
+        "300",
+        "--speculative-config",
+        '{"posterior_threshold": 1e-9}',
+    )
+    result = foretell(*lossy)
+    assert result.exit_code == 0 and "price" in result.stdout and "says it is LOSSY" in result.stdout
+    strict = foretell(*lossy, "--strict")
+    assert strict.exit_code == 1 and strict.stderr.startswith("foretell: typical_lossy changed")
+
+
+def test_a_lossless_method_that_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Match.accept
+
+    def spoilt(self: Match, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        found, drafts = honest(self, tree, row, laws), tree.live[row].sum() > tree.trunk[row]
+        return replace(found, token=(found.token + 1) % 256) if drafts else found
+
+    monkeypatch.setattr(Match, "accept", spoilt)
+    assert "suffix changed what the model says" in foretell("verify", "suffix", *QUICK).stderr
+
+
+def test_what_is_missing() -> None:
+    assert "needs a draft model" in refused("verify", "draft_model", *QUICK)

@@ -1,0 +1,236 @@
+"""The checks themselves: they pass what is right, and they can fail."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from foretell.accept import Accepted, Acceptor, Match, Rejection, Typical
+from foretell.api import Model
+from foretell.context import Output
+from foretell.draft import DraftModel, Lookup
+from foretell.laws import Laws
+from foretell.method import AnyMethod, Method
+from foretell.model.decoder import Decoder
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Chain, Trie
+from foretell.testing import TINY, tiny_decoder
+from foretell.text import TextCodec
+from foretell.tree import TokenTree
+from foretell.verify import Settings, Verifier, buildable, verify
+from foretell.verify.company import rounding_explains
+from foretell.verify.divergence import Judge, first_difference
+from foretell.verify.law import ALPHA, detectable, enumerate_paths, pearson, pool, power
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+SETTINGS = Settings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=1200)
+
+
+def decoder(seed: int = 0, layers: int = 2, sharpness: float = 0.5) -> Decoder:
+    return tiny_decoder(replace(TINY, vocab=len(LETTERS), layers=layers, tied=False), seed, sharpness=sharpness)
+
+
+def tiny_model(precision: str = "float32") -> Model:
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    network = decoder()
+    return Model("tiny", network.config, TextCodec(tokenizer), network, precision, ())
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Verifier:
+    return Verifier(tiny_model(), SETTINGS)
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> object:
+    """Thousands of requests: the type checks of every call are made by other tests on the same code."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+class Biased(Acceptor):
+    """Claims to be lossless, and lets a share of the drafts stand that it should refuse."""
+
+    lossless = True
+    same_seed = False
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        honest = Rejection().accept(tree, row, laws)
+        children, root = tree.children(row), int(tree.trunk[row]) - 1
+        if (
+            honest.path
+            or root not in children
+            or laws.uniform(row, root, 99) >= self._share
+            or laws.sampling(row).temperature == 0
+        ):
+            return honest
+        child = children[root][0]
+        return Accepted((child,), laws.draw(row, child))
+
+
+class Hasty(Acceptor):
+    """Claims to be lossless, and accepts the target's second choice."""
+
+    lossless = True
+    same_seed = True
+
+    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        honest = Match().accept(tree, row, laws)
+        if laws.uniform(row, int(tree.trunk[row]) - 1, 99) < 0.1:
+            return Accepted(
+                honest.path,
+                int(laws.confidence(row, (honest.path or (int(tree.trunk[row]) - 1,))[-1]).topk(2).indices[1]),
+            )
+        return honest
+
+
+class Gossip(Acceptor):
+    """Claims to be lossless, and lets the first text of the batch decide for all."""
+
+    lossless = True
+    same_seed = True
+
+    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+        return Accepted((), laws.draw(0, int(tree.trunk[0]) - 1)) if row else Match().accept(tree, row, laws)
+
+
+def drafted(accept: Acceptor) -> Callable[[], AnyMethod]:
+    return lambda: Method(DraftModel(DecoderRunner(decoder(seed=4, layers=1))), Chain(3), accept)
+
+
+def test_lossless_methods_pass(verifier: Verifier) -> None:
+    for make in (drafted(Rejection()), lambda: Method(Lookup(3), Trie(6), Match())):
+        report = verifier.check(make)
+        assert report.passed and report.lossless
+        assert not report.identity.divergences and not report.company.divergences
+        assert report.law.rounding < 1e-9 and report.law.p_value > ALPHA
+        assert report.identity.tokens == 3 * 14
+
+
+def test_a_biased_acceptor_fails_the_law(verifier: Verifier) -> None:
+    report = verifier.check(drafted(Biased(0.5)))
+    assert report.identity.passed and not report.law.passed and not report.passed
+    assert report.law.variation > 2 * report.law.floor
+
+
+def test_a_lossy_acceptor_shows_its_price(verifier: Verifier) -> None:
+    report = verifier.check(drafted(Typical(0.02)))
+    assert not report.lossless and not report.law.passed
+    assert report.law.variation > 2 * report.law.floor
+
+
+def test_a_hasty_acceptor_fails_the_greedy_comparison(verifier: Verifier) -> None:
+    report = verifier.check(drafted(Hasty()))
+    assert not report.identity.passed
+    worst = report.identity.divergences[0]
+    assert worst.verdict == "bug" and worst.margin > worst.noise and worst.expected != worst.found
+
+
+def test_company_that_matters_fails(verifier: Verifier) -> None:
+    report = verifier.check(drafted(Gossip()))
+    assert report.identity.passed and not report.company.passed
+
+
+def test_a_tie_is_told_from_a_bug() -> None:
+    class Blurred(DecoderRunner):
+        """Rounds scores as if their precision were lower, and differently for every number of tokens read."""
+
+        def forward(self, *args: object, **kwargs: object) -> Output:
+            out = super().forward(*args, **kwargs)  # type: ignore[arg-type]
+            noise = torch.randn(
+                out.logits.shape, generator=torch.Generator().manual_seed(len(out.logits)), dtype=out.logits.dtype
+            )
+            return replace(out, logits=out.logits + 0.01 * noise)
+
+    runner = Blurred(decoder())
+    judge = Judge(runner, "bfloat16", str)
+    prompt = list(range(20))
+    best, second, *_, last = judge.readings(prompt)[0][-1].topk(len(LETTERS)).indices.tolist()
+    close = judge.explain(2, prompt, [best, 1], [best, 1])
+    far = judge.explain(2, prompt, [best, 1], [last, 1])
+    ended = judge.explain(2, prompt, [best, 1], [best])
+    assert close is None
+    assert (
+        far is not None
+        and far.verdict == "bug"
+        and (far.prompt, far.position, far.found) == (2, 0, last)
+        and far.noise > 0.005
+    )
+    assert ended is not None and ended.verdict == "bug" and ended.found is None and ended.position == 1
+    near = judge.explain(0, prompt, [best], [second])
+    assert near is not None and near.verdict == ("tie" if near.margin <= 2 * near.noise else "bug")
+    strict = Judge(runner, "float32", str).explain(0, prompt, [best], [best + 1])
+    assert strict is not None and strict.verdict == "bug", "float32 does not explain noise of 0.01"
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2], [1]) == 1
+
+
+def test_the_exact_law_is_a_law() -> None:
+    law = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=False)
+    assert len(law) == 27 and sum(law.values()) == pytest.approx(1)
+    again = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=True)
+    assert all(again[path] == pytest.approx(p) for path, p in law.items())
+
+
+def test_power_is_what_simulation_finds() -> None:
+    generator, cells, samples, effect = np.random.default_rng(0), 8, 2000, 0.06
+    law = np.full(cells, 1 / cells)
+    other = law + effect / cells * np.where(np.arange(cells) % 2, 2, -2)
+    assert np.abs(other - law).sum() / 2 == pytest.approx(effect)
+    expected = law * samples
+    statistics = [
+        pearson(generator.multinomial(samples, other).astype(float), expected, pool(expected), 0)[0]
+        for _ in range(2000)
+    ]
+    from scipy.stats import chi2
+
+    seen = float(np.mean(np.array(statistics) > chi2.isf(ALPHA, cells - 1)))
+    assert power(effect, samples, cells - 1, 0.0) == pytest.approx(seen, abs=0.04)
+    assert power(detectable(samples, cells - 1, 0.0), samples, cells - 1, 0.0) == pytest.approx(0.9, abs=1e-6)
+
+
+def test_rare_outcomes_are_pooled() -> None:
+    assert sorted(np.bincount(pool(np.array([100.0, 1, 3, 50, 2])), [100.0, 1, 3, 50, 2])) == [6, 50, 100]
+    assert sorted(np.bincount(pool(np.array([100.0, 1, 50])), [100.0, 1, 50])) == [51, 100]
+    assert len(set(pool(np.array([9.0, 8, 7])).tolist())) == 3
+
+
+def test_rounding_explains_few_differences() -> None:
+    alone = [(1, 2, 3)] * 20
+    assert rounding_explains(alone, alone, 0.0) == (0, 1.0)
+    assert rounding_explains(alone, [(1, 2, 4), *alone[1:]], 0.0) == (1, 0.0)
+    differ, chance = rounding_explains(alone, [(1, 2, 4), *alone[1:]], 0.01)
+    assert differ == 1 and chance > 0.5
+    assert rounding_explains(alone, [(0,)] * 20, 0.01)[1] < ALPHA
+
+
+def test_what_can_be_built() -> None:
+    model = tiny_model()
+    names = buildable(model)
+    assert "suffix" in names and "layer_skip" in names and "draft_model" not in names and "llma" not in names
+    assert "draft_model" in buildable(model, [model]) and "llma" in buildable(model, references=["text"])
+
+
+def test_verify_by_name_and_bad_settings() -> None:
+    (report,) = verify(tiny_model(), ["pld"], replace(SETTINGS, samples=200, prompts=("abab",)))
+    assert report.method == "ngram" and report.passed
+    with pytest.raises(ValueError, match="at least one prompt"):
+        Settings(prompts=())
+    with pytest.raises(ValueError, match="samples must be at least 1"):
+        Settings(samples=0)
+    with pytest.raises(ValueError, match="did you mean 'suffix'"):
+        verify(tiny_model(), ["sufix"])
