@@ -236,7 +236,7 @@ def test_it_fits_a_phone_and_dark_rooms(browser: Any, address: str) -> None:
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
         )
-        opened(browser, address, "model=mixtral-8x7b&hardware=h100-sxm&batch=16")
+        opened(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     shot(browser, "phone", 390, 2600)

@@ -22,7 +22,7 @@ from foretell.roofline.sweep import parse_axis, sweep
 HARDWARE = devices()
 A100 = HARDWARE["a100-80g"]
 LLAMA = Model(*find("llama-2-7b"))
-LOOKUP = catalogue()["prompt-lookup"]
+LOOKUP = catalogue()["ngram"]
 
 
 def test_nothing_accepted_means_do_not_speculate() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foretell.roofline import speculate
 from foretell.roofline.acceptance import Acceptance, profile
 from foretell.roofline.analysis import Model
 from foretell.roofline.attention import Fusion
@@ -59,14 +60,15 @@ def methods(names: Sequence[str] | None, accept: float | None, file: Path | None
     The file maps methods to {"ranks": [...], "decay": 1, "source": "..."}. Raises:
         ValueError: an unknown method, or a file that is no such thing.
     """
-    chosen = {m: look_up(catalogue(), m, "method") for m in names} if names else dict(catalogue())
+    found = [speculate.method(m) for m in names or ()]
+    chosen = {m.name: m for m in found} or dict(catalogue())
     if accept is not None:
         return {n: with_acceptance(m, profile(accept, "given", m.shape == "chain"), "given") for n, m in chosen.items()}
     if file is None:
         return chosen
     try:
         for name, entry in json.loads(file.read_text("utf-8")).items():
-            method = look_up(catalogue(), name, "method")
+            method = speculate.method(name)
             ranks, decay = tuple(map(float, entry["ranks"])), float(entry.get("decay", 1))
             measured = Acceptance(ranks, str(entry.get("source", file)), decay)
             if method.name in chosen:

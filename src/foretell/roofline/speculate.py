@@ -15,6 +15,7 @@ from foretell.roofline.analysis import Model
 from foretell.roofline.cost import Cost, lines, rates, total
 from foretell.roofline.draft import Draft, DraftKind
 from foretell.roofline.hardware import Hardware
+from foretell.roofline.names import look_up
 from foretell.roofline.network import Network
 from foretell.roofline.setting import Group, Phase, Setting
 
@@ -42,6 +43,21 @@ def catalogue() -> Mapping[str, Method]:
     """The methods of methods.toml with their acceptance from the literature."""
     raw = tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
     return {name: _method(name, entry) for name, entry in raw.items()}
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    raw = tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
+    return {other: name for name, entry in raw.items() for other in (name, *entry.get("also", ()))}
+
+
+def method(name: str) -> Method:
+    """The entry that prices a method of this name, the catalogue's names included.
+
+    Raises:
+        ValueError: no such method; says which may have been meant.
+    """
+    return catalogue()[look_up(_names(), name, "method")]
 
 
 def _method(name: str, raw: Mapping[str, Any]) -> Method:
