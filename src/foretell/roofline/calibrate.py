@@ -24,7 +24,7 @@ from foretell.roofline.setting import Group, Phase, Setting, extents
 Measure = Callable[[int, int], float]
 """Seconds of one pass over `tokens` new tokens after `context` cached ones."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (16, 1536)
+CONTEXTS = (16, 1024)
 CHECK_CONTEXTS = (64, 512, 2048)
 
 
