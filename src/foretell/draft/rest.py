@@ -61,7 +61,7 @@ class Rest(Retriever):
         longest: int = 16,
         shortest: int = 2,
         copy: int = 10,
-        hits: int = 5000,
+        hits: int = 1000,
         least_hits: int = 1,
     ) -> None:
         if not 1 <= shortest <= longest <= store.depth:
