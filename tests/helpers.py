@@ -14,11 +14,12 @@ from scipy.stats import chisquare
 from foretell.accept import Block, Match, Rejection, Typical
 from foretell.catalogue import BUILT_IN, Entry, Parts
 from foretell.config import SpeculativeConfig
+from foretell.context import Context, Text
 from foretell.draft import DraftModel, Lookup, Mix
 from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner
+from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Trie, optimal
 from foretell.testing import TINY, letter_codec, tiny_decoder
@@ -159,7 +160,7 @@ def chain_tree(tokens: Sequence[int]) -> TokenTree:
     return root(tokens[-1:]).with_trunk([tokens])
 
 
-def all_logits(network: Decoder, tokens: Sequence[int]) -> np.ndarray:
+def all_logits(network: Network, tokens: Sequence[int]) -> np.ndarray:
     """Scores after every token of a text read in one pass without a past."""
     output = DecoderRunner(network).forward([0], chain_tree(tokens))
     scores: np.ndarray = output.logits.double().numpy()
@@ -245,3 +246,18 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def context_of(*texts: Sequence[int], sampling: Sampling | None = None, room: int = 99, prompt: int = 0) -> Context:
+    """What a drafter sees of these texts; their first `prompt` tokens are the prompt (0: all)."""
+    whole = [Text(t[: prompt or len(t)]) for t in texts]
+    for text, tokens in zip(whole, texts, strict=True):
+        text.append(tokens[text.length :])
+    parameters = sampling or Sampling()
+    return Context(
+        rows=tuple(range(len(texts))),
+        texts=tuple(whole),
+        sampling=(parameters,) * len(texts),
+        noise=tuple(Noise(parameters.seed + i) for i in range(len(texts))),
+        room=np.full(len(texts), room),
+    )

@@ -1,0 +1,257 @@
+"""Shapes over a drafter whose every distribution is known."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretell.accept import Match
+from foretell.context import Context
+from foretell.draft import Continuation, Lookup, Nothing, Predictor, Retriever
+from foretell.draft.base import Drafter
+from foretell.method import Method
+from foretell.sampling import Sampling
+from foretell.shape import Beam, Branch, Chain, Fixed, Root, Shape, Trie, optimal
+from foretell.shape.optimal import expected_tokens
+from foretell.tree import TokenTree
+from helpers import context_of
+
+VOCAB = 6
+DRAWN = Sampling(temperature=1.0)
+
+
+class Table(Predictor):
+    """A first-order drafter: the distribution after a token depends on that token only."""
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self.p = np.random.default_rng(3).dirichlet(np.ones(vocab), vocab)
+
+    def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
+        at = np.arange(tree.token.size).reshape(tree.token.shape)
+        return torch.from_numpy(np.log(self.p[tree.token.ravel()])), at
+
+
+@dataclass
+class Listed(Retriever):
+    """Offers the same continuations to every text."""
+
+    continuations: list[Continuation]
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        return [self.continuations for _ in context.rows]
+
+
+def paths(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
+    """Tokens from the root down to every live node, the root excluded."""
+    return [
+        tuple(int(tree.token[row, a]) for a in tree.ancestors(row, n)[1:])
+        for n in range(1, tree.nodes)
+        if tree.live[row, n]
+    ]
+
+
+def chance(p: np.ndarray, root: int, path: Sequence[int]) -> float:
+    product = 1.0
+    for before, token in zip([root, *path], path, strict=False):
+        product *= p[before, token]
+    return product
+
+
+def well_formed(tree: TokenTree) -> None:
+    """Parents come first, and live nodes hang on live ones."""
+    for row in range(tree.rows):
+        assert tree.parent[row, 0] == -1
+        for node in range(1, tree.nodes):
+            parent = tree.parent[row, node]
+            assert 0 <= parent < node
+            assert tree.live[row, parent] or not tree.live[row, node]
+
+
+SHAPES: list[Shape[Predictor]] = [
+    Chain(4),
+    Chain(0),
+    Chain(4, draw=False, confidence=0.3),
+    Branch((3, 2, 1)),
+    Branch((2, 9), distinct=True),
+    Branch((3, 2), distinct=False),
+    Branch((2, 2), draw=False),
+    Fixed(((0,), (2,), (2, 1), (2, 0), (2, 0, 8))),
+    Fixed(((0,), (1,), (0, 0)), draw=True),
+    Beam(4, 3, 8),
+    Beam(3, 9, 50),
+    Beam(3, 2, 5, least=0.2),
+    optimal(12, [0.5, 0.2, 0.1]),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), DRAWN, Sampling(temperature=1.0, top_k=2)], ids=["greedy", "drawn", "top 2"]
+)
+def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predictor], sampling: Sampling) -> None:
+    context = context_of([1, 2], [3], [4, 4, 5], sampling=sampling)
+    context.room[:] = [0, 2, 9]
+    tree = shape.grow(Table(), context)
+    well_formed(tree)
+    for row, room in enumerate(context.room.tolist()):
+        assert tree.depth[row][tree.live[row]].max() <= room
+    assert tree.token[:, 0].tolist() == [2, 3, 5]
+    if tree.distinct:
+        for row in range(tree.rows):
+            for children in tree.children(row).values():
+                assert len({int(tree.token[row, c]) for c in children}) == len(children)
+
+
+def test_picked_trees_hold_the_tokens_of_their_ranks() -> None:
+    table, choices = Table(), ((0,), (2,), (2, 1), (2, 0))
+    ranks = np.argsort(-table.p, axis=1)
+    found = paths(Fixed(choices).grow(table, context_of([1])))
+    third = int(ranks[1, 2])
+    assert sorted(found) == sorted(
+        [(int(ranks[1, 0]),), (third,), (third, int(ranks[third, 1])), (third, int(ranks[third, 0]))]
+    )
+    with pytest.raises(ValueError, match="ancestors"):
+        Fixed(((0, 1),))
+
+
+def test_a_beam_keeps_the_best_nodes_with_their_ancestors() -> None:
+    table = Table()
+    found = paths(Beam(3, VOCAB, 9).grow(table, context_of([1])))
+    every = [p for d in (1, 2, 3) for p in np.ndindex(*(VOCAB,) * d)]
+    # The beam widens the best six nodes of a depth only; with so many the best nine of the whole tree are among them.
+    best = sorted(every, key=lambda p: -chance(table.p, 1, p))[:9]
+    assert sorted(found) == sorted(best)
+
+
+def test_a_beam_of_width_one_is_the_greedy_chain() -> None:
+    context = context_of([1], [4])
+    narrow, chain = Beam(4, 1, 9).grow(Table(), context), Chain(4).grow(Table(), context)
+    assert [paths(narrow, row) for row in (0, 1)] == [paths(chain, row) for row in (0, 1)]
+
+
+def test_a_beam_prunes_what_is_too_unlikely() -> None:
+    table = Table()
+    assert all(chance(table.p, 1, p) >= 0.2 for p in paths(Beam(3, 4, 30, least=0.2).grow(table, context_of([1]))))
+
+
+def test_draws_remember_the_law_they_came_from() -> None:
+    table = Table()
+    tree = Branch((2, 2)).grow(table, context_of([1], [2], sampling=DRAWN))
+    assert tree.q is not None
+    for row in range(2):
+        for node in range(1, tree.nodes):
+            parent = int(tree.token[row, tree.parent[row, node]])
+            law = tree.q[row, tree.drawn_from[row, node]].numpy()
+            np.testing.assert_allclose(law, table.p[parent], atol=1e-12)
+
+
+def test_draws_without_replacement_follow_the_laws_of_the_drafter() -> None:
+    table, counts, number = Table(3), np.zeros((3, 3)), 3000
+    tree = Branch((2,)).grow(table, context_of(*[[0]] * number, sampling=DRAWN))
+    np.add.at(counts, (tree.token[:, 1], tree.token[:, 2]), 1)
+    p = table.p[0]
+    expected = p[:, None] * p[None, :] / (1 - p[:, None]) * (1 - np.eye(3))
+    np.testing.assert_allclose(counts / number, expected, atol=4 * 0.5 / number**0.5)
+
+
+def best_value(budget: int, rates: Sequence[float], depth: int) -> float:
+    """Sequoia's dynamic programme: expected accepted nodes of the best tree of `budget` nodes, given its root is accepted."""
+
+    @cache
+    def tree(nodes: int, left: int) -> float:
+        return forest(nodes, 0, left) if left else 0.0
+
+    @cache
+    def forest(nodes: int, rank: int, left: int) -> float:
+        if not nodes or rank == len(rates):
+            return 0.0
+        return max(
+            forest(nodes, rank + 1, left),
+            *(
+                rates[rank] * (1 + tree(n - 1, left - 1)) + forest(nodes - n, rank + 1, left)
+                for n in range(1, nodes + 1)
+            ),
+        )
+
+    return tree(budget, depth)
+
+
+@given(st.integers(0, 14), st.lists(st.floats(0.01, 0.3), min_size=1, max_size=3), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_the_optimal_tree_is_that_of_the_dynamic_programme(budget: int, rates: list[float], depth: int) -> None:
+    rates = sorted(rates, reverse=True)
+    tree = optimal(budget, rates, depth)
+    assert len(tree.choices) <= budget
+    assert max((len(c) for c in tree.choices), default=0) <= depth
+    assert expected_tokens(tree, rates) == pytest.approx(1 + best_value(budget, rates, depth), abs=1e-12)
+
+
+def test_optimal_takes_rates_per_depth_in_any_order() -> None:
+    assert optimal(3, [[0.1, 0.6], [0.9]]).choices == ((1,), (1, 0), (1, 0, 0))
+    with pytest.raises(ValueError, match="sum to at most 1"):
+        optimal(3, [0.9, 0.9])
+
+
+continuations = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=6)
+
+
+@given(continuations, st.integers(0, 10), st.integers(0, 6), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_trie_holds_the_likeliest_prefixes_and_all_of_theirs(
+    lists: list[list[int]], budget: int, room: int, data: st.DataObject
+) -> None:
+    offered = []
+    for tokens in lists:
+        rates = data.draw(st.lists(st.sampled_from([0.3, 0.5, 1.0]), min_size=len(tokens), max_size=len(tokens)))
+        offered.append(Continuation(tuple(tokens), tuple(np.cumprod(rates).tolist())))
+    tree = Trie(budget).grow(Listed(offered), context_of([1], room=room))
+    well_formed(tree)
+    found = paths(tree)
+    chances: dict[tuple[int, ...], float] = {}
+    for c in offered:
+        for i in range(min(len(c.tokens), room)):
+            chances[c.tokens[: i + 1]] = max(c.survival[i], chances.get(c.tokens[: i + 1], 0))
+    assert len(found) == len(set(found)) == min(budget, len(chances))
+    assert all(p[:-1] in found for p in found if len(p) > 1)
+    rest = [v for p, v in chances.items() if p not in found]
+    assert not found or not rest or min(chances[p] for p in found) >= max(rest)
+
+
+def test_a_trie_leaves_out_what_is_too_unlikely() -> None:
+    tree = Trie(9, least=0.3).grow(Listed([Continuation((1, 2, 0), (0.9, 0.4, 0.1))]), context_of([1]))
+    assert paths(tree) == [(1,), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Chain(-1), "0 or more"),
+        (lambda: Chain(2, confidence=1.5), "confidence"),
+        (lambda: Branch((2, 0)), "at least one branch"),
+        (lambda: Beam(0, 1, 1), "at least 1"),
+        (lambda: Trie(-1), "0 or more"),
+        (lambda: optimal(-1, [0.5]), "0 or more"),
+    ],
+)
+def test_nonsense_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "words"),
+    [
+        (Lookup(), Chain(3), "Chain grows from a predictor, and Lookup is not one; try Trie"),
+        (Table(), Trie(3), "Trie grows from a retriever, and Table is not one; try Chain"),
+        (Nothing(), Beam(1, 1, 1), "Beam grows from a predictor"),
+    ],
+)
+def test_a_shape_refuses_the_wrong_kind_of_drafter(draft: Drafter, tree: Shape[Drafter], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Method(draft, tree, Match())
+    Method(draft, Root(), Match())
