@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import digits
+import digits  # type: ignore[import-not-found]
 
 
 def test_pictures_do_not_depend_on_the_method(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from foretell.model.decoder import Block, Decoder
 from foretell.model.linear import Int8Linear, Linear
 from foretell.model.moe import ExpertFeedForward
 
-Matrix = Float[torch.Tensor, "*e o i"]
 Change = Callable[[Decoder], Decoder]
 """What makes a cheaper copy of a decoder; the original stays as it is."""
 
@@ -36,13 +35,16 @@ def quantized(decoder: Decoder, bits: int, group: int = 0) -> Decoder:
     return _changed(decoder, lambda weight: rounded(weight, bits, group))
 
 
-def rounded(weight: Matrix, bits: int, group: int = 0) -> Matrix:
+def rounded(weight: Float[torch.Tensor, "*e o i"], bits: int, group: int = 0) -> Float[torch.Tensor, "*e o i"]:
     """The nearest of `2**bits - 1` equidistant levels around 0 for every weight."""
     inputs, most = weight.shape[-1], 2 ** (bits - 1) - 1
     width = group or inputs
-    parts = F.pad(weight.double(), (0, -inputs % width)).unflatten(-1, (-1, width))
+    padded = F.pad(weight.double(), (0, -inputs % width))
+    parts = padded.view(*padded.shape[:-1], -1, width)
     scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-30) / most
-    return ((parts / scale).round().clamp(-most, most) * scale).flatten(-2)[..., :inputs].to(weight.dtype)
+    levels = (parts / scale).round().clamp(-most, most) * scale
+    out: torch.Tensor = levels.flatten(-2)[..., :inputs].to(weight.dtype)
+    return out
 
 
 def sparse(decoder: Decoder, share: float) -> Decoder:
@@ -58,14 +60,15 @@ def sparse(decoder: Decoder, share: float) -> Decoder:
     return _changed(decoder, lambda weight: pruned(weight, share))
 
 
-def pruned(weight: Matrix, share: float) -> Matrix:
+def pruned(weight: Float[torch.Tensor, "*e o i"], share: float) -> Float[torch.Tensor, "*e o i"]:
     """Zeros in place of the smallest weights of every output."""
     count = round(share * weight.shape[-1])
     smallest = weight.abs().topk(count, -1, largest=False).indices
-    return weight.scatter(-1, smallest, 0)
+    out: torch.Tensor = weight.scatter(-1, smallest, 0)
+    return out
 
 
-def _changed(decoder: Decoder, change: Callable[[Matrix], Matrix]) -> Decoder:
+def _changed(decoder: Decoder, change: Callable[[torch.Tensor], torch.Tensor]) -> Decoder:
     """A copy with changed matrices; what is not a matrix of a block or the head is shared."""
     blocks = []
     for block in decoder.blocks:
@@ -79,7 +82,7 @@ def _changed(decoder: Decoder, change: Callable[[Matrix], Matrix]) -> Decoder:
     )
 
 
-def _change_all(module: nn.Module, change: Callable[[Matrix], Matrix], dtype: torch.dtype) -> None:
+def _change_all(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
     if isinstance(module, ExpertFeedForward):
         module.gate_up = nn.Parameter(change(module.gate_up), requires_grad=False)
         module.down = nn.Parameter(change(module.down), requires_grad=False)

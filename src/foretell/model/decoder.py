@@ -73,10 +73,12 @@ class Block(nn.Module):
 
 
 def _feed_forward(block: Block, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+    out: torch.Tensor
     if isinstance(block.mlp, FeedForward):
-        return block.mlp.forward(x)
-    out, experts = block.mlp.visit(x)
-    cache.experts_read.append(experts)
+        out = block.mlp.forward(x)
+    else:
+        out, experts = block.mlp.visit(x)
+        cache.experts_read.append(experts)
     return out
 
 

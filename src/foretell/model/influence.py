@@ -12,8 +12,6 @@ from foretell.model.decoder import Skip
 from foretell.model.runner import Network
 from foretell.tree import root
 
-Stream = Float[torch.Tensor, "t d"]
-
 
 @dataclass(frozen=True)
 class Influence:
@@ -64,5 +62,5 @@ def influence(network: Network, tokens: Sequence[int]) -> Influence:
     return Influence(attention, mlp, block)
 
 
-def _turn(before: Stream, after: Stream) -> float:
+def _turn(before: Float[torch.Tensor, "t d"], after: Float[torch.Tensor, "t d"]) -> float:
     return float(1 - torch.cosine_similarity(before.double(), after.double(), -1).mean())
