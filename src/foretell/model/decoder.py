@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         blocks: list[Block],
         norm: Norm,
         head: Linear | None = None,
-        skip: Skip = Skip(),  # noqa: B008 (frozen)
+        skip: Skip = Skip(),
     ) -> None:
         super().__init__()
         self.config = config
@@ -183,7 +183,8 @@ class Decoder(nn.Module):
         table = self.local_rope if window else self.rope
         cache.write(i, plan.row, plan.slot, rotate(k, plan.position, table), v)
         q = rotate(q, plan.position, table)
-        return block.output(attend(q, i, cache, plan, window, c.scale, c.attention_softcap))
+        out: torch.Tensor = block.output(attend(q, i, cache, plan, window, c.scale, c.attention_softcap))
+        return out
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees: the last block's output after the final norm."""

@@ -28,7 +28,8 @@ class ExpertFeedForward(nn.Module):
         self.router = router
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
-        self.shared_gate_up, self.shared_down, self.shared_gate = shared or (None, None, None)
+        parts: tuple[Linear | None, Linear | None, Linear | None] = shared or (None, None, None)
+        self.shared_gate_up, self.shared_down, self.shared_gate = parts
 
     def route(self, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
         """Weight and index of the experts that each token visits."""

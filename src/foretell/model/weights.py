@@ -56,10 +56,8 @@ class SafetensorsWeights(Weights):
     def __init__(self, path: Path) -> None:
         self.source = str(path)
         index = path / "model.safetensors.index.json"
-        if index.is_file():
-            files = _shards(index)
-        else:
-            files = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
+        single = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
+        files = _shards(index) if index.is_file() else single
         if not files:
             pickles = [p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]]
             if pickles:
@@ -79,7 +77,7 @@ class SafetensorsWeights(Weights):
                 handle = safe_open(path / name, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path / name}: missing or damaged safetensors file ({error}); download it again") from error
-            for key in handle.keys():  # noqa: SIM118 (not a dict)
+            for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._where[key] = handle.get_tensor
 
     def find(self, name: str) -> Tensor | None:
@@ -144,7 +142,7 @@ class GGUFWeights(Weights):
             inner = f"blk.{layer}.{self._block[stem]}.{kind}"
         if inner not in self._file.tensors:
             return None
-        tensor = self._file.load(inner)
+        tensor: Tensor = self._file.load(inner)
         if self._file.meta["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             pairs = tensor.view(-1, self._config.head_dim // 2, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
