@@ -22,7 +22,6 @@ from foretell.draft import (
     Predictor,
     Recycling,
     Rest,
-    Retriever,
     Suffix,
     Together,
     Translated,
@@ -162,11 +161,9 @@ def _sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def _cascade(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     *larger_first, last = _small_models(parts)
-    copies: Method[Retriever] = Method(Lookup(references=parts.references), Trie(8), Match())
-    drafter = Cascade(last, copies)
+    drafter = Cascade(last, Method(Lookup(references=parts.references), Trie(8), Match()))
     for runner in reversed(larger_first):
-        ahead: Method[Predictor] = Method(drafter, Chain(5, draw=False), Match())
-        drafter = Cascade(runner, ahead)
+        drafter = Cascade(runner, Method(drafter, Chain(5, draw=False), Match()))
     return Method(drafter, _chain(config, 5), _test(config))
 
 

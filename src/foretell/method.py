@@ -40,6 +40,11 @@ class Method(Generic[D]):
         """Whether the text follows the target's law exactly."""
         return self.accept.lossless
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose hidden states the drafter needs."""
+        return self.draft.taps
+
     def propose(self, context: Context) -> TokenTree:
         """Draft trees for the texts of `context`, no deeper than they have room for and the drafter can read."""
         reach = np.array([max(0, self.draft.reach + 1 - t.length) for t in context.texts])

@@ -1,5 +1,7 @@
 """A drafter that is drafted for: the same guesses and laws as the draft model alone, in fewer passes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ SHAPES = [
     (Branch((2, 1), distinct=False), Rejection()),
     (Beam(3, 2, 6), Match()),
 ]
-AHEAD = {
+AHEAD: dict[str, Callable[[], AnyMethod]] = {
     "copies": lambda: Method(Suffix(), Trie(8), Match()),
     "recycled": lambda: Method(Recycling(VOCAB), Trie(10), Match()),
     "a smaller model": lambda: Method(good_model(VOCAB), Chain(4), Match()),
@@ -63,16 +65,17 @@ def test_reading_ahead_saves_passes() -> None:
 
 
 def test_the_draft_model_s_cache_holds_the_text() -> None:
-    cascade = Cascade(small(), Method(Recycling(VOCAB), Trie(10), Match()))
+    draft = small()
+    cascade = Cascade(draft, Method(Recycling(VOCAB), Trie(10), Match()))
     engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Rejection()), rows=2)
     for r in REQUESTS[:2]:
         engine.submit(r)
     for _ in range(4):
         engine.step()
     for running in engine._running:
-        have = cascade.runner.length(running.row)
+        have = draft.length(running.row)
         tokens = running.text.tokens[:have].tolist()
-        kept = cascade.runner.cache.k[:, running.row, :, :have]
+        kept = draft.cache.k[:, running.row, :, :have]
         assert have >= running.text.length - 2
         assert (kept - fresh_keys(tokens)).abs().max() < 1e-9
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
-from foretell.draft.base import Drafter, Predictor
+from foretell.draft.base import Predictor
 from foretell.draft.model import catch_up
 from foretell.model.runner import Runner
 from foretell.tree import TokenTree
@@ -20,8 +20,8 @@ class Proposer(Protocol):
     """What drafts for the small model: a method, whose acceptor has no say because the small model's guesses are matched with its tree."""
 
     @property
-    def draft(self) -> Drafter:
-        """Its drafter."""
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose hidden states it needs."""
 
     def propose(self, context: Context) -> TokenTree:
         """Trees below the last tokens."""
@@ -43,7 +43,7 @@ class Cascade(Predictor):
 
     def __init__(self, runner: Runner, ahead: Proposer, chunk: int = 512) -> None:
         self.runner, self.reach = runner, runner.context
-        self.ahead, self.taps = ahead, ahead.draft.taps
+        self.ahead, self.taps = ahead, ahead.taps
         self.passes = 0
         """Passes of the draft model so far, catching up apart."""
         self._chunk = chunk

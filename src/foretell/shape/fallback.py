@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from foretell.context import Context, Step
+from foretell.context import Context, Step, Text
 from foretell.draft.hybrid import Hybrid
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
@@ -29,9 +29,10 @@ class Mean:
 class Fallback(Shape[Hybrid]):
     """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain, or no drafts.
 
-    What a chain gives and takes is known from the last ones. The first steps try it; when it does not pay, it is tried again every `again` steps on
-    texts that the model has read. Timing decides who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts
-    picked tokens more often than drawn ones, and a chain that draws is refused.
+    What a chain gives and takes is known from the last ones. The first two are trials, one of them while the target still reads the prompt, so that
+    the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has read. Timing decides who drafts, so
+    the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and a chain that
+    draws is refused.
     """
 
     needs = Hybrid
@@ -56,20 +57,18 @@ class Fallback(Shape[Hybrid]):
         self._plan, self._chained = self.frugal.plan(draft.retriever, context), {}
         reach = np.array([max(0, draft.predictor.reach + 1 - t.length) for t in context.texts])
         able = replace(context, room=np.minimum(context.room, reach))
-        weak = (
-            []
-            if self._plan.timing
-            else [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid)]
-        )
+        weak = []
+        if not self._plan.timing:
+            weak = [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid, able.texts[i])]
         tree = self._with_chains(draft, able, weak, self._plan) if weak else self._plan.tree
         self._idle = 0 if weak else self._idle + 1
         self._finished = self._clock()
         return tree
 
-    def _weak(self, bid: Bid) -> bool:
-        """Whether the model promises this text more tokens per second than retrieval does."""
-        if self._tries < 2 or (self._idle >= self._again and bid.row in self._read):
-            return True
+    def _weak(self, bid: Bid, text: Text) -> bool:
+        """Whether the model promises this text more tokens per second than retrieval does, or is to be tried."""
+        if not self._tries or self._idle >= self._again:
+            return bid.row in self._read or not len(text.generated)
         assert self._plan is not None
         b, size = len(self._plan.bids), round(self._size.value)
         cost = self.frugal.cost.seconds(b, b + max(size, bid.size))

@@ -22,9 +22,9 @@ class Ledger:
     A text whose drafts lost time is left alone for some steps, then tried again; each failure doubles the pause, up to `longest`.
     """
 
-    def __init__(self, longest: int = 16) -> None:
+    def __init__(self, longest: int = 4) -> None:
         self._longest = longest
-        self._promised = self._kept = 4.0
+        self._promised = self._kept = 8.0
         self._profit, self._seen, self._pause, self._length = 0.0, 0, 0, 1
 
     def asks(self) -> bool:
@@ -39,15 +39,15 @@ class Ledger:
 
     def enter(self, promised: float, kept: int, profit: float) -> None:
         """Book a step: the drafts' summed chances before correction, how many stood, and the seconds gained."""
-        if promised > 0:
-            self._promised = 0.95 * self._promised + promised
-            self._kept = 0.95 * self._kept + kept
-        self._profit, self._seen = 0.9 * self._profit + profit, self._seen + 1
+        # Both fade towards the start, so that a text that is promised nothing because promises were broken gets another chance.
+        self._promised = 0.95 * self._promised + 0.4 + promised
+        self._kept = 0.95 * self._kept + 0.4 + kept
+        self._profit, self._seen = 0.97 * self._profit + profit, self._seen + 1
         if self._profit > 0:
             self._length = 1
-        elif self._seen >= 6:
+        elif self._seen >= 24:
             self._length = min(self._longest, 2 * self._length)
-            self._pause, self._seen, self._profit = self._length + 1, 4, 0.0
+            self._pause, self._seen, self._profit = self._length + 1, 22, 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Frugal(Shape[Retriever]):
 
     def plan(self, draft: Retriever, context: Context) -> Plan:
         """The trees and what they took, without timing the pass that follows."""
-        started, timing = self._clock(), self.cost.unsure(len(context.rows), every=64)
+        started, decoding = self._clock(), all(len(text.generated) for text in context.texts)
+        timing = decoding and self.cost.unsure(len(context.rows))
         asked = [self._ledgers.setdefault(row, Ledger()).asks() and not timing for row in context.rows]
         offers = self._offers(draft, context, [i for i, yes in enumerate(asked) if yes])
         chosen = [o[:n] for o, n in zip(offers, self._choose(offers, len(offers)), strict=True)]

@@ -1,0 +1,225 @@
+"""Drafting that turns itself off: what pays is drafted, what does not is not, and the text stays the same either way."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from foretell.accept import Match
+from foretell.context import Context
+from foretell.draft import Continuation, Hybrid, Lookup, Nothing, Predictor, Recycling, Retriever, Suffix, Together
+from foretell.engine import Engine, Request, Statistics
+from foretell.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Chain, Fallback, Frugal, PassCost, Root
+from foretell.shape.frugal import Ledger, Offer
+from helpers import VOCAB, generate, good_model, random_tokens, small_model, target
+
+REQUESTS = [
+    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 20 + n)
+    for n, t in ((3, 0.0), (17, 1.0), (9, 0.0), (1, 0.7))
+]
+CHEAP = PassCost({1: 1.0, 64: 1.3})
+DEAR = PassCost({1: 1.0, 2: 2.0, 64: 64.0})
+"""A further token costs as much as a pass: nothing ever pays."""
+
+
+class Clock:
+    """Time that passes only when a test says so, or by `tick` at every look."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, self._tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self._tick
+        return self.now
+
+
+class Oracle(Retriever):
+    """Knows the plain text, or is wrong on purpose, and is as sure either way."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: bool = False, sure: float = 0.9) -> None:
+        self._texts, self._wrong, self._sure = texts, wrong, sure
+        self.asked = 0
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        out = []
+        for text in context.texts:
+            self.asked += 1
+            known = next(
+                t for t in self._texts if list(t[: text.prompt_length]) == text.tokens[: text.prompt_length].tolist()
+            )
+            copy = [(t + self._wrong) % VOCAB for t in known[text.length : text.length + 6]]
+            out.append([Continuation(tuple(copy), tuple(self._sure ** (i + 1) for i in range(len(copy))))])
+        return out
+
+
+GREEDY = [Request(random_tokens(n, seed=n), max_new_tokens=60) for n in (3, 9)]
+
+
+def whole_texts() -> list[list[int]]:
+    plain: AnyMethod = Method(Nothing(), Root(), Match())
+    return [[*r.prompt, *t] for r, t in zip(GREEDY, generate(plain, GREEDY), strict=True)]
+
+
+def statistics(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> Statistics:
+    engine = Engine(DecoderRunner(target()), method, rows=rows)
+    for r in requests:
+        engine.submit(r)
+    list(engine.run())
+    return engine.statistics[1]
+
+
+def copies() -> Together:
+    return Together([Suffix(), Recycling(VOCAB)])
+
+
+def hybrid(model: Predictor, cost: PassCost | None = None, tick: float = 0.0) -> AnyMethod:
+    shape = Fallback(Frugal(12, cost, Clock(tick)), Chain(4, draw=False, confidence=0.3), again=8, clock=Clock(tick))
+    return Method(Hybrid(copies(), model), shape, Match())
+
+
+METHODS: dict[str, Callable[[], AnyMethod]] = {
+    "cheap": lambda: Method(copies(), Frugal(12, CHEAP), Match()),
+    "dear": lambda: Method(copies(), Frugal(12, DEAR), Match()),
+    "learned": lambda: Method(copies(), Frugal(12), Match()),
+    "hybrid, good model": lambda: hybrid(good_model(VOCAB), CHEAP),
+    "hybrid, bad model": lambda: hybrid(small_model(VOCAB), CHEAP, tick=0.1),
+    "hybrid, learned": lambda: hybrid(good_model(VOCAB), tick=0.01),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_text_is_that_of_plain_decoding(name: str) -> None:
+    plain = generate(Method(Nothing(), Root(), Match()), REQUESTS)
+    assert generate(METHODS[name](), REQUESTS, rows=3, chunk=16) == plain
+    assert generate(METHODS[name](), REQUESTS, rows=1, chunk=512) == plain
+
+
+def test_nothing_is_drafted_where_nothing_pays() -> None:
+    assert statistics(Method(copies(), Frugal(12, DEAR), Match()), GREEDY[:1]).drafted == 0
+
+
+def test_trees_are_as_large_as_pays() -> None:
+    frugal = Frugal(12, PassCost({1: 1.0, 101: 11.0}))
+    offers: list[Offer] = [[((1,), 0.9), ((1, 2), 0.5), ((1, 2, 3), 0.05)], [((4,), 0.3)]]
+    assert frugal._choose(offers, 2) == [2, 1]
+    assert Frugal(12, DEAR)._choose(offers, 2) == [0, 0]
+    assert Frugal(12, CHEAP)._choose(offers, 2) == [3, 1]
+
+
+def test_an_oracle_is_used_and_a_liar_is_not_believed() -> None:
+    texts = whole_texts()
+    cost = PassCost({1: 1.0, 2: 1.4, 64: 8.0})
+    told = statistics(Method(Oracle(texts), Frugal(12, cost, Clock()), Match()), GREEDY[:1])
+    assert told.tokens_per_pass > 4
+    lied = statistics(Method(Oracle(texts, wrong=True), Frugal(12, cost, Clock()), Match()), GREEDY[:1])
+    assert lied.drafted / lied.target_passes < 0.5 * told.drafted / told.target_passes, (
+        "broken promises shrink the tree"
+    )
+
+
+def test_a_text_that_does_not_pay_is_asked_less_often() -> None:
+    liar = Oracle(whole_texts(), wrong=True)
+    s = statistics(Method(liar, Frugal(12, CHEAP, Clock(tick=0.02)), Match()), GREEDY[:1])
+    assert liar.asked < s.target_passes
+
+
+def test_the_ledger_pauses_and_forgives() -> None:
+    ledger = Ledger()
+    asked = 0
+    for _ in range(100):
+        if ledger.asks():
+            asked += 1
+            ledger.enter(0.0, 0, -1.0)
+    assert 24 < asked < 60
+    for _ in range(40):
+        if ledger.asks():
+            ledger.enter(1.0, 1, 1.0)
+    assert all(ledger.asks() for _ in range(5))
+
+
+def test_costs_are_learned() -> None:
+    cost = PassCost()
+
+    def truth(n: int) -> float:
+        return 0.01 * (1 + 0.2 * (n - 1))
+
+    assert not cost.unsure(1)
+    for i in range(200):
+        cost.learn((1, 4, 8, 12)[i % 4], truth((1, 4, 8, 12)[i % 4]))
+    found = cost.seconds(1, 12)
+    for n in (1, 4, 8, 12):
+        assert found[n - 1] == pytest.approx(truth(n), rel=0.1)
+    assert (np.diff(found) >= 0).all()
+
+
+def test_one_outlier_hardly_counts() -> None:
+    cost = PassCost()
+    for _ in range(10):
+        cost.learn(1, 0.01)
+    cost.learn(1, 10.0)
+    assert cost.seconds(1, 1)[0] < 0.0115
+
+
+def test_a_size_not_seen_for_long_is_wanted() -> None:
+    cost = PassCost()
+    for _ in range(8):
+        cost.learn(5, 0.02)
+    assert cost.unsure(1)
+    cost.learn(1, 0.01)
+    assert not cost.unsure(1)
+    for _ in range(64):
+        cost.learn(5, 0.02)
+    assert cost.unsure(1)
+    assert not CHEAP.unsure(1), "a given table is believed"
+
+
+def test_a_large_pass_costs_in_proportion() -> None:
+    cost = PassCost({1: 1.0, 128: 2.0})
+    assert cost.seconds(256, 256)[0] == pytest.approx(4.0)
+
+
+def test_the_model_drafts_where_retrieval_finds_nothing() -> None:
+    """With a free model and empty retrieval, chains are drafted; with a model that takes long, they soon are not."""
+
+    def drafted(tick: float) -> float:
+        shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(tick))
+        s = statistics(Method(Hybrid(Lookup(), good_model(VOCAB)), shape, Match()), GREEDY[:1])
+        return s.drafted / s.target_passes
+
+    assert drafted(0.0) > 3
+    assert drafted(50.0) < 1
+
+
+def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:
+    model = good_model(VOCAB)
+    shape = Fallback(Frugal(12, CHEAP, Clock()), Chain(3, draw=False), again=5, clock=Clock(10.0))
+    engine = Engine(DecoderRunner(target()), Method(Hybrid(copies(), model), shape, Match()), rows=2)
+    for r in GREEDY:
+        engine.submit(r)
+    behind = []
+    while engine.busy:
+        engine.step()
+        behind += [r.text.length - model.runner.length(r.row) for r in engine._running]
+    assert max(behind) > 4, "some steps went without the model"
+    assert min(behind) <= 2, "and it was up to date again"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Frugal(-1), "budget of -1"),
+        (lambda: PassCost({}), "cost table"),
+        (lambda: PassCost({0: 1.0}), "cost table"),
+        (lambda: Fallback(Frugal(), Chain(4)), "draw=False"),
+        (
+            lambda: AnyMethod(copies(), Fallback(Frugal(), Chain(4, draw=False)), Match()),
+            "Fallback grows from a hybrid",
+        ),
+    ],
+)
+def test_bad_parts_are_refused(make, says: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=says):
+        make()
