@@ -143,6 +143,7 @@ class DecoderRunner(Runner):
             self._length = np.concatenate([self._length, np.zeros(need - len(self._length), np.int64)])
         self.cache.reserve(need, int(self._length[list(rows)].max()) + nodes)
 
+    @torch.inference_mode()
     def keep(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
         base = int(self._length[row])

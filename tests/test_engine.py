@@ -1,0 +1,202 @@
+"""The engine's own promises: chunks, limits, cancellation, statistics, and one sentence for what it cannot do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from foretell.accept import Match, Rejection
+from foretell.context import Context
+from foretell.draft import Continuation, DraftModel, Nothing, Retriever
+from foretell.engine import Engine, Request
+from foretell.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Chain, Root, Trie
+from foretell.testing import TINY, tiny_decoder
+from foretell.text import Detokenizer
+from helpers import VOCAB, engine_for, generate, letters, naive, random_tokens, run, small_model, target, tokens_of
+
+PROMPT = random_tokens(12, seed=12)
+PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
+
+
+@dataclass
+class Told(Retriever):
+    """Proposes the true continuation, or tokens that are never right."""
+
+    truth: list[int]
+    right: bool = True
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        out = []
+        for text in context.texts:
+            rest = self.truth[len(text.generated) :][:budget]
+            tokens = tuple(t if self.right else (t + 1) % VOCAB for t in rest)
+            out.append([Continuation(tokens, (0.5,) * len(tokens))] if tokens else [])
+        return out
+
+
+def told(right: bool) -> tuple[Engine, Request, list[int]]:
+    request = Request(PROMPT, max_new_tokens=24)
+    truth = naive(target(), request)
+    return engine_for(Method(Told(truth, right), Trie(5), Match())), request, truth
+
+
+def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
+    engine, request, truth = told(right=True)
+    assert tokens_of(run(engine, [request])[0]) == truth
+    statistics = engine.statistics[1]
+    assert statistics.target_passes == 4
+    assert statistics.tokens_per_pass == 6
+    assert statistics.accepted_per_position == [4] * 5
+    assert statistics.drafted == 20
+    assert (statistics.prompt_tokens, statistics.new_tokens) == (12, 24)
+
+
+def test_an_adversary_costs_speed_and_nothing_else() -> None:
+    engine, request, truth = told(right=False)
+    assert tokens_of(run(engine, [request])[0]) == truth
+    assert engine.statistics[1].target_passes == 24
+    assert engine.statistics[1].accepted_per_position == []
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 11, 12, 500])
+def test_prompts_are_read_in_chunks(chunk: int) -> None:
+    engine = engine_for(PLAIN, rows=2, chunk=chunk)
+    requests = [Request(random_tokens(12, seed=s), max_new_tokens=3) for s in (1, 2)]
+    for request in requests:
+        engine.submit(request)
+    read = 0
+    while engine.runner.length(1) < 12:
+        engine.step()
+        now = engine.runner.length(0) + engine.runner.length(1)
+        assert now - read <= chunk + 1
+        read = now
+    texts = generate(PLAIN, requests, rows=2, chunk=chunk)
+    assert texts == [naive(target(), r) for r in requests]
+
+
+def test_a_draft_model_catches_up_in_chunks() -> None:
+    network = target().cut(1)
+    method = Method(DraftModel(DecoderRunner(network), chunk=5), Chain(3), Rejection())
+    request = Request(random_tokens(43), max_new_tokens=9)
+    assert generate(method, [request]) == [naive(target(), request)]
+
+
+def test_a_text_longer_than_the_draft_model_reads_goes_on_without_drafts() -> None:
+    short = tiny_decoder(replace(TINY, vocab=VOCAB, layers=1, context=20))
+    engine = engine_for(Method(DraftModel(DecoderRunner(short)), Chain(4), Rejection()), rows=2)
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=16) for n in (30, 8)]
+    texts = [tokens_of(u) for u in run(engine, requests)]
+    assert texts == [naive(target(), r) for r in requests]
+    assert engine.statistics[1].drafted == 0
+    assert engine.statistics[2].drafted > 0
+
+
+def test_a_cancelled_request_ends_at_once_and_the_others_go_on() -> None:
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=12) for n in (5, 9, 4)]
+    engine = engine_for(Method(small_model(VOCAB), Chain(2), Rejection()), rows=2)
+    first, second, waiting = (engine.submit(r) for r in requests)
+    texts: dict[int, list[int]] = {first: [], second: [], waiting: []}
+    for _ in range(2):
+        for update in engine.step():
+            texts[update.request] += update.tokens
+    for number in (first, waiting):
+        last = engine.cancel(number)
+        assert last is not None
+        assert (last.request, last.tokens, last.finish_reason) == (number, (), "cancelled")
+        assert engine.cancel(number) is None
+    for update in engine.run():
+        texts[update.request] += update.tokens
+    whole = [naive(target(), r) for r in requests]
+    assert texts[first] == whole[0][: len(texts[first])]
+    assert texts[second] == whole[1]
+    assert texts[waiting] == []
+    assert engine.cancel(second) is None
+    assert not engine.busy
+
+
+def test_a_cancelled_request_gives_the_text_it_held_back() -> None:
+    request = Request(PROMPT, max_new_tokens=9)
+    text = letters(naive(target(), request))
+    engine = engine_for(PLAIN)
+    engine.submit(replace(request, stop=(text[:2] + "!",)))
+    shown = "".join(u.text for _ in range(2) for u in engine.step())
+    last = engine.cancel(1)
+    assert last is not None
+    assert shown == ""
+    assert last.text == text[:2]
+
+
+@pytest.mark.parametrize("method", ["plain", "oracle"])
+def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> None:
+    request = Request(PROMPT, max_new_tokens=24)
+    truth = naive(target(), request)
+    text, stop = letters(truth), letters(truth[3:8])
+    made = PLAIN if method == "plain" else Method(Told(truth), Trie(3), Match())
+    engine = engine_for(made)
+    updates = run(engine, [replace(request, stop=(stop,), logprobs=True)])[0]
+    end = text.index(stop)
+    assert "".join(u.text for u in updates) == text[:end]
+    assert tokens_of(updates) == truth[: end + len(stop)]
+    assert updates[-1].finish_reason == "stop"
+    assert sum(len(u.logprobs) for u in updates) == engine.statistics[1].new_tokens == end + len(stop)
+
+
+def test_an_end_of_sequence_among_the_drafts_ends_the_text() -> None:
+    request = Request(PROMPT, max_new_tokens=24)
+    truth = naive(target(), request)
+    engine = engine_for(Method(Told(truth), Trie(9), Match()))
+    updates = run(engine, [replace(request, eos=(truth[2],))])[0]
+    assert tokens_of(updates) == truth[: truth.index(truth[2]) + 1]
+    assert updates[-1].finish_reason == "stop"
+
+
+def test_the_context_limits_the_answer() -> None:
+    updates = run(engine_for(PLAIN, chunk=400), [Request(random_tokens(250), max_new_tokens=99)])[0]
+    assert len(tokens_of(updates)) == 6
+    assert updates[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request([]), "the prompt is empty"),
+        (Request([1] * 256), "the prompt has 256 tokens; the model reads at most 255"),
+        (Request([1], max_new_tokens=0), "max_new_tokens must be at least 1, found 0"),
+        (Request([1], max_new_tokens=-3), "max_new_tokens must be at least 1, found -3"),
+        (Request([1, VOCAB]), f"outside the model's vocabulary of {VOCAB}"),
+        (Request([-1]), "outside the model's vocabulary"),
+        (Request([1], Sampling(bias={VOCAB: 1.0})), "the bias names a token outside"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(request_: Request, words: str) -> None:
+    engine = engine_for(PLAIN)
+    with pytest.raises(ValueError, match=words) as error:
+        engine.submit(request_)
+    assert "\n" not in str(error.value)
+    assert not engine.busy
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        Engine(DecoderRunner(target()), PLAIN).submit(Request([1], stop=("x",)))
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(0, 1), (1, 0)])
+def test_an_engine_needs_rows_and_chunks(rows: int, chunk: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Engine(DecoderRunner(target()), PLAIN, rows=rows, chunk=chunk)
+
+
+def test_text_is_whole_characters_whatever_a_step_decides() -> None:
+    euro = "€".encode()
+
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(euro[t % 3] for t in tokens).decode(errors="replace")
+
+    engine = Engine(DecoderRunner(target()), PLAIN, detokenizer=lambda: Detokenizer(decode))
+    request = Request(PROMPT, max_new_tokens=20)
+    shown = "".join(u.text for u in run(engine, [request])[0])
+    assert shown == decode(naive(target(), request))
