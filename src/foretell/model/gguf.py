@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from jaxtyping import Float
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -24,7 +22,8 @@ class Entry:
     """Where a tensor lies in the file and how it is stored; `shape` as torch has it, outermost first."""
 
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    kind: int
+    """A `GGMLQuantizationType`."""
     offset: int
 
 
@@ -93,7 +92,7 @@ class GGUF:
         for _ in range(tensors):
             name = cursor.string()
             shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
-            found[name] = Entry(tuple(reversed(shape)), GGMLQuantizationType(cursor.scalar("I")), cursor.scalar("Q"))
+            found[name] = Entry(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.at // align) * align
         entries = {n: Entry(e.shape, e.kind, base + e.offset) for n, e in found.items()}
@@ -104,7 +103,9 @@ class GGUF:
 
     @staticmethod
     def _bytes(e: Entry) -> int:
-        per_block, block_bytes = GGML_QUANT_SIZES[e.kind]
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.kind)]
         return prod(e.shape) // per_block * block_bytes
 
     def release(self) -> None:
@@ -114,6 +115,9 @@ class GGUF:
 
     def load(self, name: str) -> Float[torch.Tensor, "*shape"]:
         """One tensor, dequantised to float32."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
         e = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
         if e.kind == GGMLQuantizationType.F32:
@@ -121,4 +125,4 @@ class GGUF:
         if e.kind == GGMLQuantizationType.F16:
             return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
         rows = prod(e.shape[:-1])
-        return torch.from_numpy(dequantize(raw.reshape(rows, -1), e.kind).reshape(e.shape))
+        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.kind)).reshape(e.shape))
