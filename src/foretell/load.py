@@ -78,7 +78,9 @@ def resolve(reference: str) -> Path:
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
-        raise ValueError(f"{reference}: a pickle, and unpickling can run code; convert it to safetensors with `save_pretrained` of transformers")
+        raise ValueError(
+            f"{reference}: a pickle, and unpickling can run code; convert it to safetensors with `save_pretrained` of transformers"
+        )
     if path.is_file():
         raise ValueError(
             f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file"

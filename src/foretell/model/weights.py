@@ -38,7 +38,9 @@ class Weights(ABC):
         if found is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
         if tuple(found.shape) != shape:
-            raise ValueError(f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}")
+            raise ValueError(
+                f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}"
+            )
         return found
 
     @abstractmethod
@@ -76,7 +78,9 @@ class SafetensorsWeights(Weights):
             try:
                 handle = safe_open(path / name, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path / name}: missing or damaged safetensors file ({error}); download it again") from error
+                raise ValueError(
+                    f"{path / name}: missing or damaged safetensors file ({error}); download it again"
+                ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._where[key] = handle.get_tensor
 
@@ -241,7 +245,11 @@ def _experts(config: ModelConfig, at: str, weights: Weights, place: Callable[[Te
     shared = None
     if experts.shared_ffn:
         gate_up, down = gated(f"{at}shared_expert.", experts.shared_ffn)
-        gate = Linear(place(weights.need(f"{at}shared_expert_gate.weight", 1, c.hidden))) if experts.shared_gate else None
+        gate = (
+            Linear(place(weights.need(f"{at}shared_expert_gate.weight", 1, c.hidden))) if experts.shared_gate else None
+        )
         shared = Linear(gate_up), Linear(down), gate
     router = Linear(place(weights.need(f"{at}gate.weight", experts.count, c.hidden)))
-    return ExpertFeedForward(experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared)
+    return ExpertFeedForward(
+        experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared
+    )
