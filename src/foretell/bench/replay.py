@@ -66,7 +66,9 @@ class Cast:
         for script in recording.turns:
             scripted.play(script)
             watched.passes = []
-            number = engine.submit(Request(script.prompt, max_new_tokens=len(script.tokens), eos=self.setting.eos))
+            number = engine.submit(
+                Request(script.prompt, max_new_tokens=self.setting.max_new_tokens, eos=self.setting.eos)
+            )
             tokens = tuple(t for update in engine.run() for t in update.tokens)
             stats = engine.statistics[number]
             tested, accepted = watched.acceptance()

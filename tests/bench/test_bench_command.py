@@ -1,0 +1,150 @@
+"""`foretell bench run`, `record` and `step` from end to end on a tiny model, and everything a user can get wrong."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from miniature import bench, refused, target
+
+from foretell.bench.schema import Record, Results, Settings
+from foretell.bench.store import LINES, Store
+from foretell.bench.tasks import load
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "q.jsonl"
+    lines = [
+        {"question_id": 1, "category": "qa", "turns": ["abcabc", "more abc"]},
+        {"question_id": 2, "category": "rag", "turns": ["1212"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def run(questions: Path, out: Path, *more: str) -> list[str]:
+    fixed = [
+        "--model",
+        target(),
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        8,
+        "--methods",
+        "ngram,suffix@4",
+        "--repeats",
+        1,
+        "--no-memory",
+    ]
+    return ["run", "--tasks", str(questions), "--out", str(out), *map(str, fixed), *more]
+
+
+def test_a_run_writes_results_that_resume_and_compare(questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = bench(*run(questions, out))
+    assert result.exit_code == 0, result.output
+    found = Results.model_validate_json((out / "results.json").read_bytes())
+    assert [c.name for c in found.contenders] == ["autoregressive/float32", "ngram/float32", "suffix@4/float32"]
+    assert all(c.identical == c.compared for c in found.contenders) and found.contenders[1].compared == 2
+    assert found.contenders[0].pooled.tokens_per_pass == 1.0 and found.settings.tasks == str(questions)
+    assert (out / "report.md").read_text().startswith("# Decoding methods") and (out / "report.html").is_file()
+    lines = (out / LINES).read_text()
+    assert bench(*run(questions, out)).exit_code == 0
+    assert (out / LINES).read_text() == lines
+    assert bench(*run(questions, out, "--repeats", "2")).exit_code == 0
+    assert (out / LINES).read_text().startswith(lines) and len((out / LINES).read_text()) > len(lines)
+
+
+def test_broken_lines_are_named_and_the_rest_measured(questions: Path, tmp_path: Path) -> None:
+    questions.write_text(questions.read_text() + '{"turns": 3}\n')
+    result = bench(*run(questions, tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "line 3" in result.stderr and "left out" in result.stderr
+    assert (
+        Results.model_validate_json((tmp_path / "out" / "results.json").read_bytes()).contenders[0].pooled.questions
+        == 2
+    )
+
+
+def test_peak_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert bench(*run(questions, out, "--memory", "--methods", "autoregressive")).exit_code == 0
+    (plain,) = Results.model_validate_json((out / "results.json").read_bytes()).contenders
+    assert plain.peak_memory_bytes is not None and plain.peak_memory_bytes > 10_000_000
+
+
+def test_settings_may_not_change_in_a_folder(questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert bench(*run(questions, out)).exit_code == 0
+    assert "another max_new_tokens" in refused(*run(questions, out, "--max-new-tokens", "9"))
+
+
+def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = Settings(
+        model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("float32",)
+    )
+    with Store(out, settings, Record):
+        assert "another run is writing" in refused(*run(questions, out))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--methods", "ngramm"), "did you mean 'ngram'"),
+        (("--peers", "transformer"), "did you mean 'transformers'"),
+        (("--peers", "llamacpp"), "did you mean 'llama.cpp'"),
+        (("--categories", "qaa"), "did you mean 'qa'"),
+        (("--dtype", "floot32"), "did you mean 'float32'"),
+        (("--methods", "draft_model"), "needs a draft model"),
+        (("--peers", "transformers", "--temperature", "1"), "temperature 0 only"),
+        (("--peers", "transformers-assisted"), "needs a draft model"),
+    ],
+)
+def test_wrong_names_get_a_suggestion(questions: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:
+    assert words in refused(*run(questions, tmp_path / "out", *more))
+
+
+def test_a_missing_peer_says_the_pip_line(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "llama_cpp":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install 'foretell[peers]'" in refused(*run(questions, tmp_path / "out", "--peers", "llama.cpp"))
+
+
+def test_record_replay_and_pin(questions: Path, tmp_path: Path) -> None:
+    out, pin = tmp_path / "recording", tmp_path / "pin.json"
+    made = bench(
+        "record", "--tasks", questions, "--out", out, "--model", target(), "--dtype", "float32", "--max-new-tokens", 8
+    )
+    assert made.exit_code == 0, made.output
+    assert bench("replay", out, "--methods", "ngram", "--pin", pin, "--out", tmp_path / "results").exit_code == 0
+    assert "as pinned" in bench("replay", out, "--check", pin).stdout
+    assert (tmp_path / "results" / "results.json").is_file()
+    assert "holds no run" in refused("replay", tmp_path)
+
+
+def test_a_step_is_timed_with_ratios(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    sizes = ["--tokens", "1,2", "--context", "16", "--repeats", "2", "--rows", "1,2", "--dtype", "float32,bfloat16"]
+    result = bench("step", "--model", target(), *sizes, "--json", out)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert {(p["contender"], p["tokens"]) for p in report["passes"]} >= {
+        ("foretell float32", 1),
+        ("foretell bfloat16 tree", 2),
+    }
+    assert all(len(p["samples"]) == 2 and p["median_ms"] > 0 for p in report["passes"])
+    assert any("outside the target pass" in f["name"] for f in report["figures"])
+    assert "whole numbers" in refused("step", "--model", target(), "--tokens", "1,x")
+
+
+def test_the_built_in_questions_are_the_default() -> None:
+    assert len(load("builtin").questions) == 24

@@ -1,0 +1,106 @@
+"""Other runtimes with the same weights say the same greedy words."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from miniature import bench, model, target
+
+from foretell.bench.contender import Limits, OwnContender, Spec
+from foretell.bench.peers.choose import expand
+from foretell.bench.peers.export import export
+from foretell.bench.tasks import Question
+from foretell.model.gguf import GGUF
+
+PROMPT = "abcabcabc"
+transformers = pytest.importorskip("transformers")
+
+
+def test_names_are_expanded() -> None:
+    assert expand(["transformers"], "int8", False) == ["transformers-plain/bfloat16", "transformers-lookup/bfloat16"]
+    assert expand(["transformers"], "float32", True)[-1] == "transformers-assisted/float32"
+    assert expand(["llama.cpp"], "int8", False)[0] == "llama.cpp-plain/bf16"
+    assert expand(["llama.cpp-lookup"], "int8", False) == ["llama.cpp-lookup/bf16"]
+
+
+def write_gguf(path: Path) -> dict[str, np.ndarray]:
+    """A file with one matrix, one embedding and one norm, whatever model that may be."""
+    random = np.random.default_rng(0)
+    tensors = {
+        "token_embd.weight": random.normal(size=(8, 64)).astype(np.float32),
+        "blk.0.attn_q.weight": random.normal(size=(32, 64)).astype(np.float32),
+        "output_norm.weight": random.normal(size=64).astype(np.float32),
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "b"])
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("precision", "kinds"), [("bf16", ("BF16", "BF16")), ("q8_0", ("Q8_0", "Q8_0")), ("q4_0", ("Q8_0", "Q4_0"))]
+)
+def test_weights_are_exported_for_llama_cpp(tmp_path: Path, precision: str, kinds: tuple[str, str]) -> None:
+    tensors = write_gguf(tmp_path / "m.gguf")
+    path = export(str(tmp_path / "m.gguf"), precision, tmp_path / "cache")
+    assert export(str(tmp_path / "m.gguf"), precision, tmp_path / "cache") == path
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [path.name]
+    file = GGUF(path)
+    assert file.meta["general.architecture"] == "llama" and file.meta["tokenizer.ggml.tokens"] == ["a", "b"]
+    found = file.tensors["token_embd.weight"].kind.name, file.tensors["blk.0.attn_q.weight"].kind.name
+    assert found == kinds and file.tensors["output_norm.weight"].kind.name == "F32"
+    for name, values in tensors.items():
+        assert np.abs(file.load(name).numpy() - values).max() <= np.abs(values).max() / 7
+
+
+def test_a_directory_cannot_be_exported() -> None:
+    with pytest.raises(ValueError, match="reads GGUF files"):
+        export(str(target()), "bf16", Path("nowhere"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["plain", "lookup"])
+def test_transformers_answers_as_we_do(mode: str) -> None:
+    from foretell.bench.peers import hf
+
+    peer = hf.Transformers(hf.load(str(target()), torch.float32), mode)  # type: ignore[arg-type]
+    (plain,) = OwnContender(model(), Spec.parse("autoregressive"), Limits(12)).answer(
+        Question("q", "c", (PROMPT,)), None
+    )
+    prompt = model().tokens(PROMPT)
+    found = peer.generate(prompt, 12)
+    assert found.tokens[: len(plain.tokens)] == plain.tokens
+    assert len(found.tokens) == sum(found.count) == 12 and list(found.at) == sorted(found.at)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_takes_part_in_a_run_and_in_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text(PROMPT)
+    fixed = ["--model", target(), "--dtype", "float32", "--peers", "transformers"]
+    run = bench(
+        "run",
+        *fixed,
+        "--tasks",
+        tmp_path / "q.txt",
+        "--out",
+        tmp_path / "o",
+        "--max-new-tokens",
+        6,
+        "--repeats",
+        1,
+        "--methods",
+        "ngram",
+        "--no-memory",
+    )
+    assert run.exit_code == 0, run.output
+    assert "| transformers-lookup/float32 |" in (tmp_path / "o" / "report.md").read_text()
+    step = bench("step", *fixed, "--tokens", 1, "--context", 8, "--repeats", 1, "--no-engine")
+    assert step.exit_code == 0 and "transformers eager float32" in step.stdout

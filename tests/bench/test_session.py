@@ -1,0 +1,163 @@
+"""Real answers of a tiny model: conversations, identity, acceptance, interruption."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from miniature import QUESTIONS, draft, model
+
+from foretell.bench.arrivals import Arrivals
+from foretell.bench.contender import Contender, Limits, OwnContender, PeerContender, Spec, Watched, conversation
+from foretell.bench.peers.base import Peer
+from foretell.bench.schema import Record, Settings, Turn
+from foretell.bench.session import Session, first_divergence
+from foretell.bench.store import Store
+from foretell.bench.tasks import Question
+from foretell.load import load
+from foretell.tree import from_lists
+
+LIMITS = Limits(12)
+
+
+def own(method: str, limits: Limits = LIMITS) -> OwnContender:
+    drafts = [load(str(draft()), "float32")] if method == "draft_model" else []
+    return OwnContender(model(), Spec.parse(method), limits, drafts)
+
+
+def answered(turns: tuple[Turn, ...], name: str = "autoregressive/float32") -> Record:
+    q = QUESTIONS[0]
+    return Record(question=q.id, category=q.category, group=q.group, contender=name, repeat=0, turns=turns)
+
+
+class Copycat(Peer):
+    """Says the same number, and remembers what it was asked."""
+
+    name = "transformers-plain/float32"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+
+    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
+        self.asked.append((list(prompt), count))
+        return Arrivals((7,) * count, tuple(0.1 * (i + 1) for i in range(count)), (1,) * count)
+
+
+class Stumbling(OwnContender):
+    """Is interrupted at its third question."""
+
+    asked = 0
+
+    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+        self.asked += 1
+        if self.asked == 3:
+            raise KeyboardInterrupt
+        return super().answer(question, plain, repeat)
+
+
+class Refusing(OwnContender):
+    """Cannot answer one question."""
+
+    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+        if question.id == "talk":
+            raise ValueError("too long")
+        return super().answer(question, plain, repeat)
+
+
+def test_the_second_turn_sees_the_own_answer_to_the_first() -> None:
+    plain = own("autoregressive").answer(QUESTIONS[0], None)
+    answer = model().codec.decode(plain[0].tokens)
+    said = [
+        {"role": "user", "content": QUESTIONS[0].turns[0]},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": QUESTIONS[0].turns[1]},
+    ]
+    assert plain[1].prompt_tokens == len(conversation(model(), said))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix@4", "sam_recycling", "draft_model"])
+def test_lossless_methods_answer_as_plain_decoding_and_are_counted_right(method: str) -> None:
+    plain, mine = (own(m).answer(QUESTIONS[0], None) for m in ("autoregressive", method))
+    assert first_divergence(answered(mine), answered(plain), QUESTIONS[0], model()) is None
+    for t in mine:
+        assert sum(t.count) == len(t.tokens) and len(t.at) == t.passes
+        assert sum(t.accepted) + t.passes >= len(t.tokens)
+        assert all(a <= n for a, n in zip(t.accepted, t.tested, strict=False)) and len(t.accepted) <= len(t.tested)
+
+
+def test_a_divergence_is_found_with_its_margin() -> None:
+    plain = own("autoregressive").answer(QUESTIONS[0], None)
+    tokens = [*plain[1].tokens]
+    tokens[4] = (tokens[4] + 1) % 256
+    other = (plain[0], plain[1].model_copy(update={"tokens": tuple(tokens)}))
+    found = first_divergence(answered(other), answered(plain), QUESTIONS[0], model())
+    assert found is not None and (found.turn, found.position, found.plain) == (1, 4, plain[1].tokens[4])
+    assert found.margin is not None and found.margin > 0
+
+
+def test_a_shorter_answer_diverges_where_it_ends() -> None:
+    plain = own("autoregressive").answer(QUESTIONS[0], None)
+    short = (plain[0].model_copy(update={"tokens": plain[0].tokens[:5]}), plain[1])
+    found = first_divergence(answered(short), answered(plain), QUESTIONS[0], model())
+    assert found is not None and (found.position, found.margin) == (5, None)
+
+
+def test_acceptance_counts_what_was_tested() -> None:
+    watched = Watched(model().runner())
+    tree = from_lists([[1, 2, 3, 4]], [[-1, 0, 1, 1]])
+    watched.passes = [(tree, (0,)), (tree, (0, 1)), (tree, (0, 1, 3))]
+    assert watched.acceptance() == ((3, 2), (2, 1))
+
+
+def test_a_method_forgets_unless_told_to_remember() -> None:
+    for remember, same in ((False, True), (True, False)):
+        contender = own("recycling", Limits(24, remember=remember))
+        first, again = (contender.answer(QUESTIONS[0], None) for _ in range(2))
+        assert [t.tokens for t in first] == [t.tokens for t in again]
+        assert ([t.passes for t in first] == [t.passes for t in again]) is same
+
+
+def test_peers_get_the_prompts_and_the_lengths_of_plain_decoding() -> None:
+    plain, peer = own("autoregressive").answer(QUESTIONS[0], None), Copycat()
+    turns = PeerContender(peer, model()).answer(QUESTIONS[0], answered(plain))
+    assert [len(p) for p, _ in peer.asked] == [t.prompt_tokens for t in plain]
+    assert [n for _, n in peer.asked] == [len(t.tokens) for t in plain] == [len(t.tokens) for t in turns]
+
+
+SETTINGS = Settings(
+    model="m", tasks="t", digest="d", max_new_tokens=12, temperature=0, seed=0, threads=1, dtypes=("float32",)
+)
+
+
+def run(folder: Path, contenders: Sequence[Contender], repeats: int = 2) -> list[Record]:
+    with Store(folder, SETTINGS, Record) as store:
+        Session(contenders, {"float32": model()}, repeats).run(QUESTIONS, store, lambda _: None)
+        return store.records
+
+
+def test_an_interrupted_run_goes_on_without_asking_anything_twice(tmp_path: Path) -> None:
+    plain, spec = own("autoregressive"), Spec.parse("ngram")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [plain, Stumbling(model(), spec, LIMITS)])
+    with Store(tmp_path, SETTINGS, Record) as store:
+        before = list(store.records)
+    assert 0 < len(before) < 8
+    after = run(tmp_path, [plain, OwnContender(model(), spec, LIMITS)])
+    assert after[: len(before)] == before
+    assert len({(r.question, r.contender, r.repeat) for r in after}) == len(after) == 8
+    assert all(r.divergence is None for r in after) and sum(r.compared for r in after) == 2
+
+
+def test_a_question_that_does_not_fit_is_noted_and_the_others_go_on(tmp_path: Path) -> None:
+    records = run(tmp_path, [own("autoregressive"), Refusing(model(), Spec.parse("ngram"), LIMITS)], repeats=1)
+    assert [r.refused for r in records if r.contender == "ngram/float32"] == ["too long", None]
+
+
+def test_specs_say_what_is_wrong() -> None:
+    assert Spec.parse("pld@6").text == "ngram@6"
+    for text, words in (
+        ("ngrams", "did you mean 'ngram'"),
+        ("ngram@x", "number of drafted tokens"),
+        ("ngram@999", "0 to 256"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Spec.parse(text)
