@@ -106,7 +106,7 @@ class GGUF:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.kind)]
-        return prod(e.shape) // per_block * block_bytes
+        return int(prod(e.shape) // per_block * block_bytes)
 
     def release(self) -> None:
         """Give the pages of the file that are in memory back to the system; they are read again when needed."""
