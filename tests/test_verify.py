@@ -1,9 +1,8 @@
 """The checks themselves: they pass what is right, and they can fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -25,6 +24,7 @@ from foretell.verify import Settings, Verifier, buildable, verify
 from foretell.verify.company import rounding_explains
 from foretell.verify.divergence import Judge, first_difference
 from foretell.verify.law import ALPHA, detectable, enumerate_paths, pearson, pool, power
+from helpers import unchecked
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SETTINGS = Settings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=1200)
@@ -48,11 +48,10 @@ def verifier() -> Verifier:
 
 
 @pytest.fixture(autouse=True)
-def _quick() -> object:
-    """Thousands of requests: the type checks of every call are made by other tests on the same code."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def _quick() -> Iterator[None]:
+    """Other tests check the types of the same calls."""
+    with unchecked():
+        yield
 
 
 class Biased(Acceptor):

@@ -1,6 +1,7 @@
 """`foretell verify`: what it prints, and when it fails."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,15 @@ from foretell.accept import Match
 from foretell.accept.base import Accepted
 from foretell.laws import Laws
 from foretell.tree import TokenTree
+from helpers import unchecked
 
 QUICK = ("--model", tiny(), "--dtype", "float32", "--max-new-tokens", "6", "--samples", "60")
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with unchecked():
+        yield
 
 
 def test_reports_as_text_and_json() -> None:

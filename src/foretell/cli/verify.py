@@ -41,7 +41,7 @@ def verify(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each compared answer.")] = 48,
     samples: Annotated[
         int, typer.Option(metavar="N", help="Samples of the law test; more see smaller differences.")
-    ] = 2000,
+    ] = 1500,
     seed: Annotated[int, typer.Option(metavar="N", help="First seed of the samples.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Fail for methods that say they are lossy, too.")] = False,
     as_json: options.Json = False,

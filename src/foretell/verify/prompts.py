@@ -9,5 +9,5 @@ PROMPTS = (
 )
 """Of unequal length and kind: code, copying, counting, and characters of several bytes."""
 
-LAW_TEXTS = (" red blue red", "yes no yes", "A B A B A")
-"""So short that thousands of samples are cheap; each repeats itself, so that copying methods draft."""
+LAW_TEXTS = ("left right left right left", "hot cold hot cold hot", "one two one two one")
+"""So short that thousands of samples are cheap; each repeats itself, so that copying methods draft and are often right."""
