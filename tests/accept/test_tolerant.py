@@ -30,7 +30,7 @@ from helpers import (
 )
 
 PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 9)]
-REQUESTS = [Request(p, max_new_tokens=16) for p in PROMPTS]
+REQUESTS = [Request(p, max_new_tokens=10) for p in PROMPTS]
 DRAWN = [replace(r, sampling=Sampling(temperature=2, seed=i)) for i, r in enumerate(REQUESTS)]
 PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
 
