@@ -77,6 +77,8 @@ def talk(conversation: "Conversation") -> None:
         try:
             line = input("> " if terminal else "").strip()
         except EOFError:
+            if terminal:
+                print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             print("\n(Ctrl-D or /quit leaves)", file=sys.stderr)
