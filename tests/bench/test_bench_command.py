@@ -9,6 +9,7 @@ import pytest
 from miniature import bench, refused, target
 
 from foretell.bench.schema import Record, Results, Settings
+from foretell.bench.session import Session
 from foretell.bench.store import LINES, Store
 from foretell.bench.tasks import load
 
@@ -73,6 +74,23 @@ def test_peak_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_pa
     assert bench(*run(questions, out, "--memory", "--methods", "autoregressive")).exit_code == 0
     (plain,) = Results.model_validate_json((out / "results.json").read_bytes()).contenders
     assert plain.peak_memory_bytes is not None and plain.peak_memory_bytes > 10_000_000
+
+
+def test_an_interruption_says_that_nothing_is_lost(
+    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "run", stop)
+    result = bench(*run(questions, tmp_path / "out"))
+    assert result.exit_code == 130 and "give the same command again" in result.stderr
+    monkeypatch.undo()
+    assert bench(*run(questions, tmp_path / "out")).exit_code == 0
+
+
+def test_the_schema_is_told() -> None:
+    assert set(json.loads(bench("schema").stdout)["properties"]) == set(Results.model_fields)
 
 
 def test_settings_may_not_change_in_a_folder(questions: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes: one record per finished answer while it goes, and `results.json` at the end. `docs/bench-schema.md` is made from these."""
+"""What a run writes: one record per finished answer while it goes, and `results.json` at the end. `foretell bench schema` prints its JSON schema."""
 
 from collections.abc import Mapping
 

@@ -1,5 +1,8 @@
 """`foretell bench`: measure methods against plain decoding and against other runtimes, in one interleaved run."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +23,11 @@ from foretell.bench.lineup import Lineup
 from foretell.bench.machine import describe
 from foretell.bench.peers import choose
 from foretell.bench.peers.export import default_folder
-from foretell.bench.schema import Record, Settings
+from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.scripted import Recording
 from foretell.bench.store import Store
 from foretell.bench.tasks import BUILT_IN
+from foretell.bench.tasks import Tasks as TaskSet
 from foretell.bench.tasks import load as load_tasks
 from foretell.cli.errors import say, spoken
 from foretell.load import EMBEDDED, load
@@ -41,6 +45,7 @@ class Group(TyperGroup):
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     help="Measure methods against plain decoding and against other runtimes, in one interleaved run.",
 )
@@ -94,6 +99,24 @@ def numbers(text: str, option: str) -> list[int]:
     if not found or min(found) < 1:
         raise ValueError(f"{option}: at least one number, each 1 or more, was expected, found {text!r}")
     return found
+
+
+def chosen(source: str, per_category: int | None, categories: str) -> tuple[TaskSet, TaskSet]:
+    """All questions of a file, and those asked for; broken lines are told."""
+    everything = load_tasks(source)
+    for problem in everything.problems:
+        say(problem)
+    return everything, everything.select(per_category, words(categories))
+
+
+@contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """An interruption says that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"interrupted; what was finished is kept in {out}: give the same command again to go on")
+        raise typer.Exit(130) from None
 
 
 def set_threads(threads: int | None) -> int:
@@ -187,10 +210,7 @@ def run(
     gguf_cache: Folder = None,
 ) -> None:
     """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
-    everything = load_tasks(tasks)
-    found = everything.select(per_category, words(categories))
-    for problem in found.problems:
-        say(problem)
+    everything, found = chosen(tasks, per_category, categories)
     settings = Settings(
         model=model,
         tasks=found.source,
@@ -205,7 +225,7 @@ def run(
         references=tuple(str(r) for r in reference or ()),
     )
     lineup = Lineup.of(settings, words(methods), words(peers), gguf_cache or default_folder())
-    with Store(out, settings, Record) as store:
+    with resumable(out), Store(out, settings, Record) as store:
         session = lineup.session(lineup.models(), repeats)
         with progress(len(found.questions) * session.size) as tick:
             session.run(found.questions, store, tick)
@@ -233,13 +253,10 @@ def record_(
 ) -> None:
     """Keep the target's greedy answers to a workload, with its best scores at every token, for `replay`."""
     set_threads(threads)
-    everything = load_tasks(tasks)
-    found = everything.select(per_category, words(categories))
-    for problem in found.problems:
-        say(problem)
+    everything, found = chosen(tasks, per_category, categories)
     target = load(model, dtype)
     setting = recording.describe(target, everything, len(found.questions), max_new_tokens, top_k)
-    with Store(out, setting, Recording) as store, progress(len(found.questions)) as tick:
+    with resumable(out), Store(out, setting, Recording) as store, progress(len(found.questions)) as tick:
         recording.record(target, found.questions, setting, store, tick)
     typer.echo(f"{len(found.questions)} questions recorded in {out}")
     if found.problems:
@@ -293,6 +310,12 @@ def compare_(
     for difference in differing(a, b):
         say(difference)
     Console().print(tables.comparison_table(compare(a, b), (str(first), str(second))))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of results.json."""
+    typer.echo(json.dumps(Results.model_json_schema(), indent=1))
 
 
 @app.command("report")
