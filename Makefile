@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/foretell demo
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

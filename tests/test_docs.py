@@ -55,4 +55,4 @@ def test_the_readme_lists_the_catalogue() -> None:
     from foretell.catalogue import BUILT_IN
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [m for m in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)] == [e.name for e in BUILT_IN]
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [e.name for e in BUILT_IN]

@@ -103,7 +103,7 @@ def _drafter(parts: Parts) -> Predictor:
 
 def _small_models(parts: Parts) -> tuple[Runner, ...]:
     if not parts.drafts:
-        raise ValueError("this method needs a draft model: name one with --draft-model, or use layer_skip, which drafts with the target's first layers")
+        raise ValueError("this method needs a draft model: name one with --draft-model, or use layer_skip, which needs none")
     for runner in parts.drafts:
         if runner.vocab != parts.vocab:
             raise ValueError(

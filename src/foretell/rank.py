@@ -3,8 +3,8 @@
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.native import available
 from foretell.model.native import argmax as native_argmax
+from foretell.model.native import available
 from foretell.model.native import topk as native_topk
 
 

@@ -43,12 +43,12 @@ class TokenTree:
     @property
     def rows(self) -> int:
         """Number of texts."""
-        return self.token.shape[0]
+        return len(self.token)
 
     @property
     def nodes(self) -> int:
         """Number of nodes per text, padding included."""
-        return self.token.shape[1]
+        return int(self.token.shape[1])
 
     @cached_property
     def read(self) -> Bool[np.ndarray, "b n"]:

@@ -15,8 +15,8 @@ from foretell.tree import TokenTree, root
 class DraftModel(Predictor):
     """Reads the same text as the target, with a cache of its own (Leviathan et al., arXiv 2211.17192; LayerSkip, arXiv 2404.16710).
 
-    It catches up by itself: whatever was decided without it (a prompt, the steps of another drafter) is read before its next guess. `chunk` is the most
-    tokens it reads at once for that.
+    It catches up by itself: whatever was decided without it (a prompt, the steps of another drafter) is read before its next guess. `chunk` is
+    the most tokens it reads at once for that.
     """
 
     def __init__(self, runner: Runner, chunk: int = 512) -> None:
@@ -63,7 +63,7 @@ class DraftModel(Predictor):
             if row in self._rows:
                 mine = self._rows.index(row)
                 nodes = [*range(int(self._tree.trunk[mine])), *self._tree.follow(mine, step.decided[i][:-1])]
-                self.runner.keep(row, list(takewhile(lambda node, mine=mine: self._read[mine, node], nodes)))
+                self.runner.keep(row, list(takewhile(self._read[mine].__getitem__, nodes)))
         self._tree, self._rows = None, ()
 
     def clear(self, row: int) -> None:

@@ -28,7 +28,7 @@ class Layout:
     @property
     def tokens(self) -> int:
         """Number of new tokens."""
-        return self.row.shape[0]
+        return len(self.row)
 
     @staticmethod
     def of(

@@ -128,13 +128,14 @@ class Decoder(nn.Module):
         """The first `layers` blocks under the same norm and head, sharing all weights (LayerSkip's draft, arXiv 2404.16710)."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return Decoder(
-            replace(self.config, layers=layers), self.embedding, list(self.blocks)[:layers], self.norm, self.head
-        )  # type: ignore[arg-type]
+        return Decoder(replace(self.config, layers=layers), self.embedding, self._each()[:layers], self.norm, self.head)
 
     def skipping(self, skip: Skip) -> "Decoder":
         """The same weights without some sub-layers (Draft & Verify, arXiv 2309.08168)."""
-        return Decoder(self.config, self.embedding, list(self.blocks), self.norm, self.head, skip)  # type: ignore[arg-type]
+        return Decoder(self.config, self.embedding, self._each(), self.norm, self.head, skip)
+
+    def _each(self) -> list[Block]:
+        return [b for b in self.blocks if isinstance(b, Block)]
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""

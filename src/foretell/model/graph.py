@@ -37,8 +37,8 @@ class _Pass:
 class GraphedDecoder:
     """Implements `Network` by a torch decoder with captured passes: the launch cost of some hundred kernels falls to that of one graph.
 
-    Rows, queries and slots are padded to powers of two (slots to multiples of 256), so a handful of graphs serves all steps; each is captured the first time
-    its shape occurs. On the CPU the same static tensors are used without a graph, which is how the tests compare it with the decoder.
+    Rows, queries and slots are padded to powers of two (slots to multiples of 256), so a handful of graphs serves all steps; each is captured
+    the first time its shape occurs. On the CPU the same static tensors are used without a graph, which is how the tests compare it with the decoder.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -104,7 +104,7 @@ class GraphedDecoder:
         x = x.clone()
         if x.device.type != "cuda":
             return _Pass(x, plan, torch.empty_like(x), None)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):

@@ -32,7 +32,8 @@ class Fixed(Shape[Predictor]):
     @cached_property
     def _levels(self) -> list[tuple[list[int], list[list[int]]]]:
         """Per depth: which nodes of the level above have children, and the ranks of these."""
-        above, out = [()], list[tuple[list[int], list[list[int]]]]()
+        above: list[Path] = [()]
+        out = list[tuple[list[int], list[list[int]]]]()
         while True:
             ranks = [sorted(c[-1] for c in self.choices if c[:-1] == parent) for parent in above]
             inner = [i for i, r in enumerate(ranks) if r]

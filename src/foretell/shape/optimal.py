@@ -16,10 +16,10 @@ def optimal(budget: int, acceptance: Sequence[Sequence[float]] | Sequence[float]
     Raises:
         ValueError: a negative budget, or values that are not probabilities of exclusive events.
     """
-    table = [list(row) for row in acceptance] if acceptance and isinstance(acceptance[0], Sequence) else [list(acceptance)]  # type: ignore[arg-type]
+    table = _by_depth(acceptance)
     if budget < 0 or any(min(row) < 0 or sum(row) > 1 + 1e-9 for row in table):
         raise ValueError("an optimal tree needs a budget of 0 or more nodes and, per depth, acceptance rates in 0..1 that sum to at most 1")
-    order = [sorted(range(len(row)), key=lambda r, row=row: -row[r]) for row in table]  # type: ignore[misc]
+    order = [[rank for _, rank in sorted((-rate, rank) for rank, rate in enumerate(row))] for row in table]
     heap: list[tuple[float, Path]] = []
 
     def push(parent: Path, place: int, product: float) -> None:
@@ -41,6 +41,16 @@ def optimal(budget: int, acceptance: Sequence[Sequence[float]] | Sequence[float]
         push(path[:-1], order[d].index(path[-1]) + 1, values[path[:-1]])
         push(path, 0, -value)
     return Fixed(tuple(sorted(chosen, key=lambda p: (len(p), p))), draw)
+
+
+def _by_depth(acceptance: Sequence[Sequence[float]] | Sequence[float]) -> list[list[float]]:
+    rows, flat = list[list[float]](), list[float]()
+    for item in acceptance:
+        if isinstance(item, Sequence):
+            rows.append(list(item))
+        else:
+            flat.append(item)
+    return rows or [flat]
 
 
 def expected_tokens(tree: Fixed, acceptance: Sequence[float]) -> float:
