@@ -55,6 +55,7 @@ def generate(
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
+    target_memory_limit: options.MemoryLimit = None,
     speculative_config: options.SpeculativeJson = None,
     prompts: Annotated[
         Path | None,
@@ -89,7 +90,7 @@ def generate(
     wish = understand(method, speculative_config, draft_model)
     defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), raw, system)
     tasks, bad = _single(prompt, defaults) if prompts is None else _several(prompt, prompts, defaults)
-    ready = prepare(model, dtype, device, wish, reference)
+    ready = prepare(model, dtype, device, wish, reference, target_memory_limit)
     form = Form(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
     status = answer(ready, wish.name, tasks, rows, form)
     if status or bad:

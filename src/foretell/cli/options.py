@@ -48,3 +48,11 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal ans
 Stop = Annotated[list[str] | None, typer.Option(metavar="S", help="End before this text; repeatable.")]
 System = Annotated[str | None, typer.Option(metavar="S", help="System message.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MemoryLimit = Annotated[
+    int | None,
+    typer.Option(
+        metavar="MIB",
+        min=1,
+        help="Most memory for the target's weights; the rest is read from its file in every pass (see method llmcad).",
+    ),
+]

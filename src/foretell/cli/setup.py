@@ -56,8 +56,15 @@ def understand(method: str | None, speculative_config: str | None, drafts: Seque
     return Wish(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
 
 
-def prepare(model: str, dtype: str, device: str, wish: Wish, references: Sequence[Path] | None) -> Ready:
-    """Load everything; what can be refused quickly is refused first.
+def prepare(
+    model: str,
+    dtype: str,
+    device: str,
+    wish: Wish,
+    references: Sequence[Path] | None,
+    memory_limit: int | None = None,
+) -> Ready:
+    """Load everything; what can be refused quickly is refused first. `memory_limit`: MiB that the target's weights may take.
 
     Raises:
         ValueError: a model cannot be loaded, or the method cannot be built.
@@ -65,7 +72,7 @@ def prepare(model: str, dtype: str, device: str, wish: Wish, references: Sequenc
     """
     texts = tuple(read_text(path) for path in references or ())
     with waiting(f"loading {model}"):
-        target = load(model, dtype, device)
+        target = load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         drafts = tuple(load(d, dtype, device) for d in wish.drafts)
     return Ready(target, wish.config, drafts, texts)
 
