@@ -103,7 +103,9 @@ def _drafter(parts: Parts) -> Predictor:
 
 def _small_models(parts: Parts) -> tuple[Runner, ...]:
     if not parts.drafts:
-        raise ValueError("this method needs a draft model: name one with --draft-model, or use layer_skip, which needs none")
+        raise ValueError(
+            "this method needs a draft model: name one with --draft-model, or use layer_skip, which needs none"
+        )
     for runner in parts.drafts:
         if runner.vocab != parts.vocab:
             raise ValueError(
@@ -114,7 +116,9 @@ def _small_models(parts: Parts) -> tuple[Runner, ...]:
 
 def _early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
     if parts.network is None:
-        raise ValueError("this method cuts the target after some layers, which works with models of the own decoder only; use another method")
+        raise ValueError(
+            "this method cuts the target after some layers, which works with models of the own decoder only; use another method"
+        )
     layers = config.exit_layer or max(1, parts.network.config.layers // 3)
     return DraftModel(DecoderRunner(parts.network.cut(layers)))
 
@@ -189,7 +193,11 @@ def _hybrid_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def _dynamic_tree(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     budget = config.num_draft_tokens or config.num_speculative_tokens or 16
-    return Method(_drafter(parts), Beam(config.num_steps or 5, config.eagle_topk or 4, budget, config.confidence_threshold or 0.0), Match())
+    return Method(
+        _drafter(parts),
+        Beam(config.num_steps or 5, config.eagle_topk or 4, budget, config.confidence_threshold or 0.0),
+        Match(),
+    )
 
 
 def _spectr(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -235,7 +243,12 @@ def _llma(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
         raise ValueError("llma copies from reference documents: name at least one with --reference FILE")
     tree = _trie(config, 15, 0.0)
     lookup = Lookup(
-        config.prompt_lookup_max or 5, config.prompt_lookup_min or 1, max(tree.budget, 1), parts.references, scope="references", choice="first"
+        config.prompt_lookup_max or 5,
+        config.prompt_lookup_min or 1,
+        max(tree.budget, 1),
+        parts.references,
+        scope="references",
+        choice="first",
     )
     return Method(lookup, tree, Match())
 
@@ -255,7 +268,9 @@ def _sam_recycling(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 def _lookahead(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     width, ngram = config.max_window_size or 7, config.max_ngram_size or 5
     candidates = width if config.max_verification_set_size is None else config.max_verification_set_size
-    return Method(Lookahead(width, ngram, candidates, eos=parts.eos), _trie(config, candidates * (ngram - 1), 0.0), Match())
+    return Method(
+        Lookahead(width, ngram, candidates, eos=parts.eos), _trie(config, candidates * (ngram - 1), 0.0), Match()
+    )
 
 
 def _jacobi(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -270,7 +285,9 @@ def _gauss_seidel_jacobi(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def _own(parts: Parts) -> Network:
     if parts.network is None:
-        raise ValueError("this method drafts with parts of the target, which works with models of the own decoder only; use another method")
+        raise ValueError(
+            "this method drafts with parts of the target, which works with models of the own decoder only; use another method"
+        )
     return parts.network
 
 
@@ -290,7 +307,9 @@ def _copy(parts: Parts, change: Change, dtype: str | None = None) -> Network:
         return parts.copy(change, dtype)
     network = _own(parts)
     if not isinstance(network, Decoder):
-        raise ValueError("this method drafts with a changed copy of the target's weights, which cannot be read again here")
+        raise ValueError(
+            "this method drafts with a changed copy of the target's weights, which cannot be read again here"
+        )
     return change(network)
 
 
@@ -352,12 +371,18 @@ def _rest(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
             "rest drafts from a datastore: build one with `foretell datastore build` and name it under the key datastore of the speculative config, "
             "or give documents with --reference FILE"
         )
-    return Method(Rest(store, config.prompt_lookup_max or store.depth, config.prompt_lookup_min or 2), _trie(config, 16, 0.04), Match())
+    return Method(
+        Rest(store, config.prompt_lookup_max or store.depth, config.prompt_lookup_min or 2),
+        _trie(config, 16, 0.04),
+        Match(),
+    )
 
 
 def _phrases(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     if parts.network is None:
-        raise ValueError("this method reads hidden states of the target, which works with models of the own decoder only; use another method")
+        raise ValueError(
+            "this method reads hidden states of the target, which works with models of the own decoder only; use another method"
+        )
     tap = parts.network.config.layers + 1
     documents = encode(DecoderRunner(parts.network), parts.references, tap) if parts.references else None
     return Method(PhraseRetrieval(tap, documents), _trie(config, 16, 0.04), Match())

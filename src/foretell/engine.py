@@ -190,7 +190,9 @@ class Engine:
         if len(request.prompt) == 0:
             raise ValueError("the prompt is empty: give at least one token")
         if len(request.prompt) >= self.runner.context:
-            raise ValueError(f"the prompt has {len(request.prompt)} tokens; the model reads at most {self.runner.context - 1} and writes one")
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens; the model reads at most {self.runner.context - 1} and writes one"
+            )
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
         if not all(0 <= t < self.runner.vocab for t in request.prompt):
@@ -242,7 +244,9 @@ class Engine:
         self.method.keep(step)
         over = time.perf_counter()
         cost = _Cost(draft=drafted - started + over - kept, verify=verified - drafted, all=over - started)
-        return [u for i, (r, v) in enumerate(zip(unread, verdicts, strict=True)) if (u := self._tell(r, v, step, i, cost))]
+        return [
+            u for i, (r, v) in enumerate(zip(unread, verdicts, strict=True)) if (u := self._tell(r, v, step, i, cost))
+        ]
 
     def _admit(self) -> None:
         while self._queue and self._free:
@@ -290,7 +294,12 @@ class Engine:
         )
 
     def _keep(
-        self, unread: dict[_Running, list[int]], context: Context, tree: TokenTree, output: Output, verdicts: list[Accepted | None]
+        self,
+        unread: dict[_Running, list[int]],
+        context: Context,
+        tree: TokenTree,
+        output: Output,
+        verdicts: list[Accepted | None],
     ) -> Step:
         """Add the decided tokens to the texts and keep what they and the trunks put in the target's cache."""
         paths, decided = [], []

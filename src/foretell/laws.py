@@ -22,7 +22,9 @@ class Laws:
     seed, the position that the node predicts, and the stream: 0 is the target's own draw, the same with and without speculation.
     """
 
-    def __init__(self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], at: Int[np.ndarray, "b n"]) -> None:
+    def __init__(
+        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], at: Int[np.ndarray, "b n"]
+    ) -> None:
         self._context, self._tree, self._logits, self._at = context, tree, logits, at
         self._best: list[int] | None = None
 

@@ -11,7 +11,9 @@ from foretell.model.decoder import Decoder
 from foretell.model.weights import Weights, build
 from foretell.text import TextCodec
 
-TINY = ModelConfig(architecture="llama", vocab=7, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, context=256)
+TINY = ModelConfig(
+    architecture="llama", vocab=7, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, context=256
+)
 
 
 class RandomWeights(Weights):
@@ -47,7 +49,9 @@ def hash_name(name: str) -> int:
     return value
 
 
-def tiny_decoder(config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 1.0) -> Decoder:
+def tiny_decoder(
+    config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 1.0
+) -> Decoder:
     """A random decoder; float64 by default, so that argmaxes do not depend on the order of additions."""
     return build(config, RandomWeights(seed, sharpness), dtype, torch.device("cpu"))
 

@@ -131,7 +131,9 @@ def from_directory(path: Path) -> TextCodec:
     """
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first")
+        raise ValueError(
+            f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first"
+        )
     raw = _settings(path / "tokenizer_config.json")
     template = raw.get("chat_template")
     if isinstance(template, list):
@@ -174,16 +176,26 @@ def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
     vocab = {t: i for i, t in enumerate(tokens)}
     if kind == "gpt2":
         merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe"))
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
+        )
         tokenizer.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")))
         tokenizer.decoder = decoders.ByteLevel()
     elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0)))
+        tokenizer = _sentencepiece(
+            tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0))
+        )
     else:
-        raise ValueError(f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)")
+        raise ValueError(
+            f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)"
+        )
     control, user_defined = 3, 4
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == control])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == user_defined])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == control]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == user_defined]
+    )
 
     def token(name: str) -> str | None:
         index = meta.get(f"tokenizer.ggml.{name}_token_id")
@@ -206,7 +218,9 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
 
     numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
     pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + numbers + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + numbers
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -223,7 +237,13 @@ def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Toke
                 merges.append((-score, vocab[left], left, right))
     merges.sort(key=lambda m: (m[0], m[1]))
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=[(m[2], m[3]) for m in merges], unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab,
+            merges=[(m[2], m[3]) for m in merges],
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -26,7 +26,9 @@ class Block(Acceptor):
         while chain[-1] in children:
             below = children[chain[-1]]
             if len(below) > 1:
-                raise ValueError("block verification judges chains: the tree branches; use Chain as shape, or Rejection as acceptor")
+                raise ValueError(
+                    "block verification judges chains: the tree branches; use Chain as shape, or Rejection as acceptor"
+                )
             chain.append(below[0])
         drafts = chain[1:]
         if tree.q is None or any(tree.drawn_from[row, d] < 0 for d in drafts):
@@ -48,4 +50,6 @@ class Block(Acceptor):
             return Accepted(tuple(drafts), laws.draw(row, chain[-1]))
         p, q = laws.probabilities(row, chain[kept]), tree.q[row, tree.drawn_from[row, drafts[kept]]]
         left = (weights[kept] * p - q).clamp_min(0)
-        return Accepted(tuple(drafts[:kept]), pick(left if left.sum() > 0 else p, laws.uniform(row, chain[kept], RESIDUAL)))
+        return Accepted(
+            tuple(drafts[:kept]), pick(left if left.sum() > 0 else p, laws.uniform(row, chain[kept], RESIDUAL))
+        )

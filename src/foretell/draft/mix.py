@@ -22,7 +22,9 @@ class Mix(Predictor):
             raise ValueError("a mix needs at least one drafter")
         weights = [1.0] * len(drafters) if weights is None else weights
         if len(weights) != len(drafters) or min(weights) <= 0:
-            raise ValueError(f"a mix needs one positive weight per drafter: {len(drafters)} drafters, weights {list(weights)}")
+            raise ValueError(
+                f"a mix needs one positive weight per drafter: {len(drafters)} drafters, weights {list(weights)}"
+            )
         self.drafters = tuple(drafters)
         self._log_weights = torch.tensor([w / sum(weights) for w in weights]).log()
         self.taps = tuple(sorted({t for d in drafters for t in d.taps}))

@@ -51,7 +51,11 @@ class DraftModel(Predictor):
         first = tree.nodes == 1
         output = self.runner.forward(context.rows, full, read=growing if first else wanted, scored=wanted)
         self._tree = full
-        before = np.zeros(full.token.shape, bool) if first else np.pad(self._read, ((0, 0), (0, full.nodes - self._read.shape[1])))
+        before = (
+            np.zeros(full.token.shape, bool)
+            if first
+            else np.pad(self._read, ((0, 0), (0, full.nodes - self._read.shape[1])))
+        )
         self._read = growing if first else before | wanted
         return output.logits, np.take_along_axis(output.at, place, 1)
 

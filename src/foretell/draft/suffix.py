@@ -72,7 +72,14 @@ class Suffix(Retriever):
     `shortest` tokens must match; at most `copy` are proposed.
     """
 
-    def __init__(self, references: Sequence[Sequence[int]] = (), shortest: int = 1, copy: int = 24, bias: int = 2, separator: int = -1) -> None:
+    def __init__(
+        self,
+        references: Sequence[Sequence[int]] = (),
+        shortest: int = 1,
+        copy: int = 24,
+        bias: int = 2,
+        separator: int = -1,
+    ) -> None:
         if shortest < 1 or copy < 1:
             raise ValueError(f"suffix matching needs shortest and copy of at least 1, found {shortest} and {copy}")
         self.shortest, self.copy, self.bias = shortest, copy, bias

@@ -31,7 +31,9 @@ class Plan:
     """How many positions before the query each slot's token stands, as the query sees it (for sliding windows)."""
 
     @staticmethod
-    def of(layout: Layout, device: torch.device, grid: Int[torch.Tensor, "b n"] | None = None, slots: int = 0) -> "Plan":
+    def of(
+        layout: Layout, device: torch.device, grid: Int[torch.Tensor, "b n"] | None = None, slots: int = 0
+    ) -> "Plan":
         """Plan a pass; `grid` gives the rectangle where its shape must be a given one, `slots` the least width of the masks."""
         grid = rectangle(layout) if grid is None else grid
         slots = max(slots, int(layout.prefix.max()), int(layout.slot.max()) + 1)

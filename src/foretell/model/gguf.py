@@ -79,7 +79,9 @@ class GGUF:
         try:
             self.meta, self.tensors = self._read(cursor)
         except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again") from error
+            raise ValueError(
+                f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again"
+            ) from error
 
     def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, Entry]]:
         cursor.at = 4

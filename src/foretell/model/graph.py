@@ -124,4 +124,3 @@ def _padded(layout: Layout, grid: Int[torch.Tensor, "b n"]) -> Layout:
     """The layout of all places of a rectangle, padding included."""
     at = grid.flatten()
     return Layout(layout.row[at], layout.slot[at], layout.position[at], layout.prefix[at], layout.extra[at])
-

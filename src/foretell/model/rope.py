@@ -30,7 +30,9 @@ def _frequencies(rope: Rope, head_dim: int) -> tuple[Float[torch.Tensor, " half"
     if rope.kind == "llama3":
         wavelength = 2 * math.pi / frequency
         low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
-        smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
         between = (1 - smooth) * frequency / rope.factor + smooth * frequency
         scaled = torch.where(wavelength > low, frequency / rope.factor, frequency)
         return torch.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
@@ -39,7 +41,9 @@ def _frequencies(rope: Rope, head_dim: int) -> tuple[Float[torch.Tensor, " half"
     return frequency, 1.0
 
 
-def _yarn(rope: Rope, frequency: Float[torch.Tensor, " half"], head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
+def _yarn(
+    rope: Rope, frequency: Float[torch.Tensor, " half"], head_dim: int
+) -> tuple[Float[torch.Tensor, " half"], float]:
     def dimension(rotations: float) -> float:
         return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -52,7 +56,9 @@ def _yarn(rope: Rope, frequency: Float[torch.Tensor, " half"], head_dim: int) ->
     return frequency / rope.factor * ramp + frequency * (1 - ramp), factor
 
 
-def rotate(x: Float[torch.Tensor, "t h d"], position: Int[torch.Tensor, " t"], table: Tables) -> Float[torch.Tensor, "t h d"]:
+def rotate(
+    x: Float[torch.Tensor, "t h d"], position: Int[torch.Tensor, " t"], table: Tables
+) -> Float[torch.Tensor, "t h d"]:
     """Turn every head of `x` to its token's position."""
     cos, sin = (part[position][:, None].to(x.dtype) for part in table)
     a, b = x.chunk(2, -1)

@@ -28,7 +28,9 @@ class Beam(Shape[Predictor]):
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.budget) < 1:
-            raise ValueError(f"a beam needs depth, width and budget of at least 1, found {self.depth}, {self.width}, {self.budget}")
+            raise ValueError(
+                f"a beam needs depth, width and budget of at least 1, found {self.depth}, {self.width}, {self.budget}"
+            )
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The reranked tree per text."""
@@ -36,7 +38,9 @@ class Beam(Shape[Predictor]):
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.room.max()))):
             score = self._deepen(growth, growth.laws(draft), score)
-            best = np.argsort(-score[np.arange(len(score))[:, None], growth.frontier], axis=1, kind="stable")[:, : self.width]
+            best = np.argsort(-score[np.arange(len(score))[:, None], growth.frontier], axis=1, kind="stable")[
+                :, : self.width
+            ]
             growth.frontier = np.sort(np.take_along_axis(growth.frontier, best, 1), axis=1)
             if not growth.tree.live[np.arange(len(score))[:, None], growth.frontier].any():
                 break
@@ -72,5 +76,10 @@ class Beam(Shape[Predictor]):
         # A dead node kept as padding may name an ancestor that was dropped: hang it on the root.
         parent = np.where(take(tree.live), parent, np.where(np.arange(keep.shape[1]) == 0, -1, 0))
         return replace(
-            tree, token=take(tree.token), parent=parent, live=take(tree.live), probe=take(tree.probe), drawn_from=take(tree.drawn_from)
+            tree,
+            token=take(tree.token),
+            parent=parent,
+            live=take(tree.live),
+            probe=take(tree.probe),
+            drawn_from=take(tree.drawn_from),
         )

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from foretell.shape.fixed import Fixed, Path
 
 
-def optimal(budget: int, acceptance: Sequence[Sequence[float]] | Sequence[float], depth: int = 0, draw: bool = False) -> Fixed:
+def optimal(
+    budget: int, acceptance: Sequence[Sequence[float]] | Sequence[float], depth: int = 0, draw: bool = False
+) -> Fixed:
     """The best tree of `budget` drafted nodes (Sequoia, arXiv 2402.12374).
 
     `acceptance[r]` is the probability that the child of rank `r` is the one accepted, given that its parent was; one vector for all depths, or one
@@ -18,7 +20,9 @@ def optimal(budget: int, acceptance: Sequence[Sequence[float]] | Sequence[float]
     """
     table = _by_depth(acceptance)
     if budget < 0 or any(min(row) < 0 or sum(row) > 1 + 1e-9 for row in table):
-        raise ValueError("an optimal tree needs a budget of 0 or more nodes and, per depth, acceptance rates in 0..1 that sum to at most 1")
+        raise ValueError(
+            "an optimal tree needs a budget of 0 or more nodes and, per depth, acceptance rates in 0..1 that sum to at most 1"
+        )
     order = [[rank for _, rank in sorted((-rate, rank) for rank, rate in enumerate(row))] for row in table]
     heap: list[tuple[float, Path]] = []
 
