@@ -177,4 +177,11 @@ def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
         "tokens_per_second": s.tokens_per_second,
         "finish_reason": answer.finish_reason,
     }
+    if not answer.lossless:
+        price = s.price
+        out["price"] = {
+            "changed_share": price.changed_share,
+            "total_variation": price.mean_variation,
+            "kl_divergence": price.mean_divergence,
+        }
     return out | ({"logprobs": list(answer.logprobs)} if logprobs else {})

@@ -73,7 +73,19 @@ def closing(answers: Sequence[Answer], seconds: float) -> Text:
     )
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
-    return line.append(*(("lossless", "dim") if answers[0].lossless else ("LOSSY", "bold red not dim")))
+    if answers[0].lossless:
+        return line.append("lossless", "dim")
+    return line.append("LOSSY", "bold red not dim").append(f" · {_price(answers)}", "dim")
+
+
+def _price(answers: Sequence[Answer]) -> str:
+    """What a lossy method changed, per decided token."""
+    prices = [a.statistics.price for a in answers]
+    tokens = max(1, sum(p.tokens for p in prices))
+    changed = sum(p.changed for p in prices) / tokens
+    variation = sum(p.variation for p in prices) / tokens
+    divergence = sum(p.divergence for p in prices) / tokens
+    return f"{changed:.0%} of tokens changed, total variation {variation:.3f}, KL {divergence:.3f} per token"
 
 
 def note(line: Text) -> None:
