@@ -129,7 +129,7 @@ def fit(variant: Variant, sampling: Sampling, number: int) -> float:
 
 @every_counted
 def test_sampled_text_follows_the_law_of_the_target_and_only_lossy_methods_fail(variant: Variant) -> None:
-    assert fit(variant, FLAT, 4000) > 1e-3 if variant.lossless else fit(variant, FLAT, 4000) < 1e-6
+    assert fit(variant, FLAT, 4000) > 1e-3 if variant.lossless else fit(variant, FLAT, 2000) < 1e-6
 
 
 @cache
@@ -173,12 +173,11 @@ def late_joiners(method: AnyMethod, requests: Sequence[Request]) -> list[list[in
 
 
 @every_variant
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_caches_hold_what_a_fresh_pass_over_the_text_writes(variant: Variant, temperature: float) -> None:
+def test_caches_hold_what_a_fresh_pass_over_the_text_writes(variant: Variant) -> None:
     method = variant.make(VOCAB)
     engine = engine_for(method, rows=len(PROMPTS), chunk=64)
-    for prompt in PROMPTS:
-        engine.submit(Request(prompt, Sampling(temperature=temperature), max_new_tokens=210))
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(Request(prompt, Sampling(temperature=i % 2, seed=i), max_new_tokens=210))
     texts = [list(p) for p in PROMPTS]
     for _ in range(12):
         for update in engine.step():
@@ -238,4 +237,4 @@ def assert_naive(variant: Variant, temperature: float) -> None:
     ids=["truncated", "penalised"],
 )
 def test_every_sampling_parameter_keeps_the_law(variant: Variant, sampling: Sampling) -> None:
-    assert fit(variant, sampling, 1500) > 1e-3
+    assert fit(variant, sampling, 1000) > 1e-3
