@@ -11,11 +11,13 @@
 // and meets one word of the activations, copied to all lanes. Precisions differ in `step` alone.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #ifdef _OPENMP
@@ -403,19 +405,48 @@ struct Int8 {
 
 // ---- Threads and memory. ----
 
+// Where the threads of a pass wait for each other, some two hundred times. OpenMP's own barrier spins for milliseconds: on a
+// machine with other work, two threads that share a core then take turns at that pace. This one gives way at once.
+class Gate {
+ public:
+  void wait(int threads) {
+    const int turn = turn_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; ++spins) {
+      if (spins < kPatience)
+        rest();
+      else
+        std::this_thread::yield();
+    }
+  }
+
+ private:
+  static constexpr int kPatience = 2000;  // some tens of microseconds: longer than threads of equal work differ
+  static void rest() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  std::atomic<int> arrived_{0}, turn_{0};
+};
+
 struct Team {
   int thread = 0, threads = 1;
-  static Team current() {
+  Gate* gate = nullptr;
+  static Team current(Gate& gate) {
     Team team;
+    team.gate = &gate;
 #ifdef _OPENMP
     team.thread = omp_get_thread_num(), team.threads = omp_get_num_threads();
 #endif
     return team;
   }
-  static void barrier() {
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
+  void barrier() const {
+    if (threads > 1) gate->wait(threads);
   }
   // This thread's share of n things.
   std::pair<int, int> share(int n) const {
@@ -542,7 +573,7 @@ class Operands {
       P::quantize(row, in, words + t * stride);
       for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
     }
-    if (!alone_) Team::barrier();
+    if (!alone_) team.barrier();
     return words;
   }
 
@@ -872,9 +903,9 @@ class Pass {
     const Layer& layer = layers_[i];
     linear(x_, m_.hidden, layer.attention_norm, layer.qkv, {qkv_.get(), qkv_width_, qkv_width_, Then::kStore, 0}, &layer.output, team);
     attention_.place(layer, i, qkv_.get(), team);
-    Team::barrier();
+    team.barrier();
     attention_.attend(layer, i, inner_.get(), team);
-    Team::barrier();
+    team.barrier();
     join(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, &layer.gate_up, team);
   }
 
@@ -887,7 +918,7 @@ class Pass {
   void linear(const float* x, int stride, const float* norm, const Weight& w, const Sink& sink, const Weight* next, const Team& team) const {
     const uint32_t* words = operands_.prepare(x, w.in, stride, norm, m_.eps, team);
     multiply<P>(w, words, tokens_, sink, next, team);
-    Team::barrier();
+    team.barrier();
   }
 
   // Adds a product of what the inner part left, normed if asked, to the residual stream.
@@ -901,7 +932,7 @@ class Pass {
       normalize(row, m_.hidden, norm, m_.eps, row);
       for (int i = 0; i < m_.hidden; ++i) residual[i] += row[i];
     }
-    Team::barrier();
+    team.barrier();
   }
 
   const Model& m_;
@@ -918,16 +949,18 @@ class Pass {
 template <class P>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const Tokens& tokens, const Cache& cache, int threads) {
   const Pass<P> pass(m, layers, first, last, x, tokens, cache, {0, threads});
+  Gate gate;
 #pragma omp parallel num_threads(threads)
-  pass.run(Team::current());
+  pass.run(Team::current(gate));
 }
 
 template <class P>
 void run_linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
   const Operands<P> operands(tokens, w.in, {0, threads});
+  Gate gate;
 #pragma omp parallel num_threads(threads)
   {
-    const Team team = Team::current();
+    const Team team = Team::current(gate);
     const uint32_t* words = operands.prepare(x, w.in, w.in, nullptr, 0, team);
     multiply<P>(w, words, tokens, {y, width, width, Then::kStore, 0}, nullptr, team);
   }
