@@ -233,7 +233,7 @@ def _trie(config: SpeculativeConfig, budget: int, least: float) -> Trie:
 
 
 def _ngram(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    tree = _trie(config, 10, 0.0)
+    tree = _trie(config, 10, 0.1)
     lookup = Lookup(config.prompt_lookup_max or 3, config.prompt_lookup_min or 1, max(tree.budget, 1), parts.references)
     return Method(lookup, tree, Match())
 
@@ -254,15 +254,15 @@ def _llma(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 
 def _suffix(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    return Method(Suffix(parts.references, config.prompt_lookup_min or 1), _trie(config, 16, 0.1), Match())
+    return Method(Suffix(parts.references, config.prompt_lookup_min or 1), _trie(config, 8, 0.1), Match())
 
 
 def _recycling(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    return Method(Recycling(parts.vocab), _trie(config, 16, 0.04), Match())
+    return Method(Recycling(parts.vocab), _trie(config, 8, 0.06), Match())
 
 
 def _sam_recycling(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    return Method(Together([Suffix(parts.references), Recycling(parts.vocab)]), _trie(config, 16, 0.04), Match())
+    return Method(Together([Suffix(parts.references), Recycling(parts.vocab)]), _trie(config, 7, 0.1), Match())
 
 
 def _lookahead(parts: Parts, config: SpeculativeConfig) -> AnyMethod:

@@ -40,7 +40,9 @@ def small() -> DecoderRunner:
     return DecoderRunner(target().cut(1))
 
 
-@pytest.mark.parametrize(("shape", "accept"), SHAPES, ids=lambda x: repr(x))
+@pytest.mark.parametrize(
+    ("shape", "accept"), SHAPES, ids=lambda x: repr(x) if isinstance(x, Shape) else type(x).__name__
+)
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_texts_are_those_of_the_draft_model_alone(ahead: str, shape: Shape[Predictor], accept: Acceptor) -> None:
     alone = generate(Method(DraftModel(small()), shape, accept), REQUESTS)
