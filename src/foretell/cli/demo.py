@@ -39,7 +39,7 @@ def scenes() -> tuple[Scene, ...]:
         Scene("summary", f"Summarize the following text in a few sentences.\n\n{text}", "sam_recycling", 160),
         Scene(
             "chat",
-            "I have a free weekend and love the sea. What could I do? Give me a plan for both days.",
+            "What is the difference between a comet and an asteroid? Explain it to a child, with an example of each.",
             "sam_recycling",
             256,
         ),
