@@ -88,7 +88,7 @@ def top(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Large language models that decode several times faster and say the same, token for token.
+    """Large language models that decode faster and say the same, token for token.
 
     Try it with the embedded model, which needs no download:
 

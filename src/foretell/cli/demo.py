@@ -118,8 +118,8 @@ def summary(takes: "list[Take]", title: str) -> "Table":
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for heading in ("prompt", "method", "tokens/s", "tokens per pass", "gain over plain", "text"):
-        table.add_column(heading, justify="left" if heading in ("prompt", "method", "text") else "right")
+    for heading in ("prompt", "method", "tokens/s", "tokens/pass", "gain", "text"):
+        table.add_column(heading, justify="left" if heading in ("prompt", "method", "text") else "right", no_wrap=True)
     for t in takes:
         for answer, gain, text in ((t.plain, 1.0, ""), (t.fast, t.gain, "identical" if t.same else "DIFFERENT")):
             s = answer.statistics
@@ -148,10 +148,10 @@ def draw(path: Path, takes: "list[Take]", title: str) -> None:
         axes.text(fast, i + 0.2, f" {fast:.0f}   {t.gain:.1f}\u00d7, {t.fast.method}, same text", va="center")
     axes.set_yticks(range(len(takes)), [t.scene.title for t in takes])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.5 * max(t.fast.statistics.tokens_per_second for t in takes))
+    axes.set_xlim(0, 1.7 * max(t.fast.statistics.tokens_per_second for t in takes))
     axes.set_xlabel("tokens per second")
     axes.set_title(title, loc="left")
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside upper right", frameon=False, ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
