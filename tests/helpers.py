@@ -27,6 +27,15 @@ from foretell.text import Detokenizer
 from foretell.tree import TokenTree, root
 
 Law = np.ndarray
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Rotary scaling of Llama 3, small enough that a short text reaches the stretched frequencies."""
 VOCAB = 29
 """Vocabulary of the tests that compare texts; the law tests have a smaller one."""
 

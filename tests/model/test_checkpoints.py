@@ -19,7 +19,7 @@ from foretell.model.decoder import Decoder
 from foretell.model.gguf import GGUF
 from foretell.model.runner import DecoderRunner
 from foretell.model.weights import GGUFWeights, SafetensorsWeights, build
-from helpers import all_logits, chain_tree, random_tokens
+from helpers import LLAMA3, all_logits, chain_tree, random_tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -30,14 +30,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.15,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 NAMES = {
     "embed_tokens": "token_embd",

@@ -14,7 +14,7 @@ from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner
 from foretell.model.weights import SafetensorsWeights, build
 from foretell.tree import from_lists
-from helpers import chain_tree, oracle_logits, random_tokens
+from helpers import LLAMA3, chain_tree, oracle_logits, random_tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -25,14 +25,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.15,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
