@@ -18,10 +18,11 @@ ORDER = [
     ("model", "model.native.decoder"),
     ("draft", "accept"),
     ("shape",),
-    ("method",),
+    ("method", "speculator"),
     ("engine", "catalogue"),
     ("api",),
     ("load", "testing", "tune", "corpus"),
+    ("train",),
     ("verify", "bench", "roofline"),
     ("cli",),
 ]

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from foretell.catalogue import Parts, build
 from foretell.config import SpeculativeConfig
 from foretell.engine import Engine, Request, Statistics, Update
 from foretell.method import AnyMethod
-from foretell.model.compress import Change
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.source import Remembered, Source
 from foretell.sampling import Sampling
 from foretell.text import Message, TextCodec
 
@@ -42,12 +43,12 @@ class Model:
         network: Network | Callable[[], Runner],
         precision: str,
         eos: tuple[int, ...],
-        copy: Callable[[Change, str | None], Network] | None = None,
+        source: Source | None = None,
     ) -> None:
         self.name, self.config, self.codec = name, config, codec
         self._network = network if isinstance(network, Network) else None
         self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
-        self.precision, self.eos, self.copy = precision, eos, copy
+        self.precision, self.eos, self._source = precision, eos, source
 
     @property
     def network(self) -> Network:
@@ -62,6 +63,23 @@ class Model:
             )
         return self._network
 
+    @property
+    def source(self) -> Source:
+        """The checkpoint that the model came from.
+
+        Raises:
+            ValueError: transformers runs this model.
+        """
+        if self._source is None:
+            raise ValueError(
+                f"{self.name}: this needs a model of the own decoder, and transformers runs {self.config.architecture!r}"
+            )
+        return self._source
+
+    def remember_copies(self) -> None:
+        """Read changed copies of the weights once, however many methods draft with them."""
+        self._source = None if self._source is None else Remembered(self._source)
+
     def runner(self) -> Runner:
         """The model bound to a fresh cache."""
         return self._runner()
@@ -73,8 +91,11 @@ class Model:
         *,
         drafts: Sequence["Model"] = (),
         references: Sequence[str] = (),
+        speculator: Path | None = None,
     ) -> AnyMethod:
         """A method of the catalogue for this model, with fresh memory.
+
+        `speculator`: directory of a trained one; methods that need one take what ships for this model where none is named.
 
         Raises:
             ValueError: unknown name, or a part that the method needs is missing or does not fit.
@@ -87,7 +108,8 @@ class Model:
             eos=self.eos,
             codec=self.codec,
             draft_codecs=tuple(d.codec for d in drafts),
-            copy=self.copy,
+            source=self._source,
+            speculator=speculator,
         )
         return build(name, parts, config)
 

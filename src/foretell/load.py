@@ -21,6 +21,7 @@ from foretell.model.linear import quantize
 from foretell.model.native.decoder import NativeDecoder
 from foretell.model.native.structures import Precision
 from foretell.model.runner import Network
+from foretell.model.source import Source
 from foretell.model.stream import BlockStore, StreamedDecoder, size_of
 from foretell.model.weights import GGUFWeights, SafetensorsWeights, Weights, build, build_block, build_shell
 from foretell.names import unknown
@@ -55,15 +56,25 @@ def load(
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     precision: Precision = dtype  # type: ignore[assignment]
 
-    def copy(change: Change, other: str | None) -> Network:
-        return _network(config, weights, precision if other is None else other, place, change)  # type: ignore[arg-type]
-
     network = (
         _network(config, weights, precision, place)
         if memory_limit is None
         else _streamed(config, weights, precision, place, memory_limit)
     )
-    return Model(reference, config, codec, network, dtype, eos, copy)
+    return Model(reference, config, codec, network, dtype, eos, _Checkpoint(config, weights, precision, place))
+
+
+class _Checkpoint(Source):
+    """What was read, ready to be read again."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
+        super().__init__(config, weights, device)
+        self._precision = precision
+
+    def copy(self, change: Change, dtype: str | None = None) -> Network:
+        """The network after a change."""
+        precision: Precision = self._precision if dtype is None else dtype  # type: ignore[assignment]
+        return _network(self.config, self._weights, precision, self._device, change)
 
 
 def resolve(reference: str) -> Path:

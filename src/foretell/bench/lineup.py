@@ -1,8 +1,7 @@
 """From names to a session: models loaded, methods and peers ready."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from foretell.api import Model
@@ -13,10 +12,6 @@ from foretell.bench.schema import Settings
 from foretell.bench.session import Session
 from foretell.bench.tasks import Question
 from foretell.load import load
-from foretell.model.compress import Change
-from foretell.model.runner import Network
-
-Copy = Callable[[Change, str | None], Network]
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Lineup:
         """The target at every precision; changed copies of it, which some methods draft with, are read once."""
         found = {d: load(self.settings.model, d) for d in self.settings.dtypes}
         for model in found.values():
-            model.copy = None if model.copy is None else once(model.copy)
+            model.remember_copies()
         return found
 
     def session(self, models: dict[str, Model], repeats: int) -> Session:
@@ -93,18 +88,3 @@ class Lineup:
             for c in session.contenders
         }
         return {name: value for name, value in found.items() if value is not None}
-
-
-def once(copy: Copy) -> Copy:
-    """A reader of changed copies that gives the same copy to whoever asks for the same change again."""
-    known: dict[object, Network] = {}
-
-    def read(change: Change, dtype: str | None) -> Network:
-        key: object = (change, dtype)
-        if isinstance(change, partial):
-            key = (change.func, change.args, tuple(sorted(change.keywords.items())), dtype)
-        if key not in known:
-            known[key] = copy(change, dtype)
-        return known[key]
-
-    return read

@@ -13,6 +13,7 @@ from foretell.catalogue import find
 from foretell.config import SpeculativeConfig
 from foretell.load import load
 from foretell.method import AnyMethod
+from foretell.speculator import is_speculator
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,13 @@ class Ready:
     config: SpeculativeConfig
     drafts: tuple[Model, ...]
     references: tuple[str, ...]
+    speculator: Path | None = None
 
     def method(self, name: str) -> AnyMethod:
         """The method of this name, afresh."""
-        return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
+        return self.model.method(
+            name, self.config, drafts=self.drafts, references=self.references, speculator=self.speculator
+        )
 
 
 def understand(method: str | None, speculative_config: str | None, drafts: Sequence[str] | None) -> Wish:
@@ -73,8 +77,11 @@ def prepare(
     texts = tuple(read_text(path) for path in references or ())
     with waiting(f"loading {model}"):
         target = load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
-        drafts = tuple(load(d, dtype, device) for d in wish.drafts)
-    return Ready(target, wish.config, drafts, texts)
+        trained = [d for d in wish.drafts if is_speculator(d)]
+        if len(trained) > 1:
+            raise ValueError(f"several trained speculators were named ({', '.join(trained)}); name one")
+        drafts = tuple(load(d, dtype, device) for d in wish.drafts if d not in trained)
+    return Ready(target, wish.config, drafts, texts, Path(trained[0]) if trained else None)
 
 
 def read_text(path: Path) -> str:

@@ -1,0 +1,144 @@
+"""What methods are built from, and the helpers that builders share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretell.accept import Acceptor, Block, Rejection
+from foretell.config import SpeculativeConfig
+from foretell.draft import (
+    DraftModel,
+    Mix,
+    Predictor,
+    Recycling,
+    Suffix,
+    Together,
+)
+from foretell.model.compress import Change
+from foretell.model.decoder import Decoder
+from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.source import Source
+from foretell.shape import (
+    Adaptive,
+    Chain,
+    Frugal,
+    PassCost,
+    Schedule,
+    Shape,
+    Threshold,
+    Trie,
+)
+from foretell.text import TextCodec
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a method may be built from: the target, other models, reference documents as tokens."""
+
+    vocab: int
+    network: Network | None
+    """The target's weights, where the own decoder runs it (a method that cuts the target needs them)."""
+    drafts: tuple[Runner, ...] = ()
+    references: tuple[tuple[int, ...], ...] = ()
+    eos: tuple[int, ...] = ()
+    """Tokens that end an answer of the target."""
+    codec: TextCodec | None = None
+    """The target's tokenizer."""
+    draft_codecs: tuple[TextCodec, ...] = ()
+    """The tokenizers of `drafts`."""
+    source: Source | None = None
+    """The target's checkpoint. Not needed for changed copies where `network` is a plain decoder."""
+    speculator: Path | None = None
+    """Directory of a trained speculator; None: what ships for this target."""
+
+
+def drafter_of(parts: Parts) -> Predictor:
+    """The draft model, or several mixed."""
+    models = [DraftModel(r) for r in small_models(parts)]
+    return models[0] if len(models) == 1 else Mix(models)
+
+
+def small_models(parts: Parts) -> tuple[Runner, ...]:
+    """The draft models.
+
+    Raises:
+        ValueError: there is none, or one has another vocabulary than the target.
+    """
+    if not parts.drafts:
+        raise ValueError(
+            "this method needs a draft model: name one with --draft-model, or use layer_skip, which needs none"
+        )
+    for runner in parts.drafts:
+        if runner.vocab != parts.vocab:
+            raise ValueError(
+                f"the draft model's vocabulary has {runner.vocab} tokens, the target's {parts.vocab}; use a draft model with the target's tokenizer"
+            )
+    return parts.drafts
+
+
+def early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
+    """The target's first blocks as a draft model."""
+    if parts.network is None:
+        raise ValueError(
+            "this method cuts the target after some layers, which works with models of the own decoder only; use another method"
+        )
+    layers = config.exit_layer or max(1, parts.network.config.layers // 3)
+    return DraftModel(DecoderRunner(parts.network.cut(layers)))
+
+
+def own(parts: Parts) -> Network:
+    """The target on the own decoder.
+
+    Raises:
+        ValueError: something else runs it.
+    """
+    if parts.network is None:
+        raise ValueError(
+            "this method drafts with parts of the target, which works with models of the own decoder only; use another method"
+        )
+    return parts.network
+
+
+def copy_of(parts: Parts, change: Change, dtype: str | None = None) -> Network:
+    """The target read again, changed."""
+    if parts.source is not None:
+        return parts.source.copy(change, dtype)
+    network = own(parts)
+    if not isinstance(network, Decoder):
+        raise ValueError(
+            "this method drafts with a changed copy of the target's weights, which cannot be read again here"
+        )
+    return change(network)
+
+
+def chain_of(config: SpeculativeConfig, length: int, confidence: float = 0.0) -> Shape[Predictor]:
+    """A chain of the length, confidence and schedule that were asked for."""
+    chain = Chain(
+        length if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        draw=config.draft_sample_method != "greedy",
+        confidence=confidence if config.confidence_threshold is None else config.confidence_threshold,
+    )
+    schedule = config.num_assistant_tokens_schedule
+    return chain if schedule == "constant" else Adaptive(chain, Schedule() if schedule == "heuristic" else Threshold())
+
+
+def test_of(config: SpeculativeConfig) -> Acceptor:
+    """Rejection token by token, or in blocks."""
+    return Block() if config.rejection_sample_method == "block" else Rejection()
+
+
+def trie_of(config: SpeculativeConfig, budget: int, least: float) -> Trie:
+    """A trie of so many nodes, each at least so likely."""
+    return Trie(
+        budget if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        least if config.confidence_threshold is None else config.confidence_threshold,
+    )
+
+
+def copies(parts: Parts) -> Together:
+    """The retrievers that need nothing but the text."""
+    return Together([Suffix(parts.references), Recycling(parts.vocab)])
+
+
+def frugal_of(config: SpeculativeConfig) -> Frugal:
+    """Trees as large as a pass is worth."""
+    return Frugal(24 if config.num_draft_tokens is None else config.num_draft_tokens, PassCost(config.pass_cost))

@@ -1,0 +1,114 @@
+"""What all trained speculators are: small networks on the target's hidden states that borrow its embedding and its head."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from foretell.model.ends import Ends
+
+
+class TargetCard(BaseModel):
+    """Which model a speculator was trained for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    fingerprint: str = ""
+    """Of the target's norms, which quantisation leaves alone; empty in published checkpoints, which have none."""
+    hidden: int
+    vocab: int
+    layers: int
+
+
+class SpeculatorConfig(BaseModel):
+    """What is needed, beside weights and target, to build a speculator. Subclasses add their own sizes and fix `kind`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    target: TargetCard
+    draft_vocab: int | None = None
+    """Tokens that it can guess, the most frequent ones of its training data; None: all."""
+    own_head: bool = False
+    """It has an output matrix of its own; otherwise it uses the target's (the rows of its tokens)."""
+
+
+class Speculator(nn.Module, ABC):
+    """A network that drafts for one target. `forward` is what training calls; drafters call the parts it is made of.
+
+    Parameters and persistent buffers are what a checkpoint holds; the target's ends are neither.
+
+    Raises:
+        ValueError: the target's ends do not have the sizes that the configuration names.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, config: SpeculatorConfig, ends: Ends) -> None:
+        super().__init__()
+        card = config.target
+        if (card.hidden, card.vocab) != (ends.hidden, ends.vocab):
+            raise ValueError(
+                f"this {config.kind} speculator is for a target of width {card.hidden} and {card.vocab} tokens; "
+                f"the target given has width {ends.hidden} and {ends.vocab} tokens"
+            )
+        self.card = card
+        self._scale, self._softcap = ends.embedding_scale, ends.softcap
+        self.register_buffer("_embedding", ends.embedding, persistent=False)
+        kept = config.draft_vocab
+        self.token_of: torch.Tensor | None
+        """Target token of every drafted one, ascending; None where it drafts all of them."""
+        self.register_buffer("token_of", None if kept is None else torch.arange(kept))
+        self._target_head = ends.head
+        rows = ends.head if kept is None else ends.head[:kept]
+        self.head: nn.Parameter | None
+        """Its own output matrix; None where it uses rows of the target's."""
+        self.register_parameter("head", nn.Parameter(rows.detach().float().clone()) if config.own_head else None)
+        self.register_buffer("_borrowed_head", None if config.own_head else rows, persistent=False)
+
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads; see `Runner.forward`."""
+
+    def choose(self, tokens: Int[torch.Tensor, " n"]) -> None:
+        """Fix the tokens it drafts (ascending, as many as the configuration says), and take their rows of the target's head.
+
+        Loading a checkpoint calls it too, before an own head is read.
+        """
+        assert self.token_of is not None
+        self.token_of.copy_(tokens)
+        rows = self._target_head[tokens.to(self._target_head.device)]
+        if self.head is None:
+            self._borrowed_head = rows
+        else:
+            self.head.data.copy_(rows)
+
+    def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
+        """The target's embedding of tokens, as its first block sees it, in the dtype of the own weights."""
+        x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)
+        return x if self._scale == 1 else x * self._scale
+
+    def score(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t w"]:
+        """Logits over the drafted tokens from what the target's head would see."""
+        head = self.get_buffer("_borrowed_head") if self.head is None else self.head
+        out = F.linear(x, head.to(x.dtype)).float()
+        return torch.tanh(out / self._softcap) * self._softcap if self._softcap else out
+
+    def spread(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
+        """Logits over the target's whole vocabulary: minus infinity for tokens it does not draft."""
+        if self.token_of is None:
+            return logits
+        out = logits.new_full((*logits.shape[:-1], self.card.vocab), float("-inf"))
+        out[..., self.token_of] = logits
+        return out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its own weights."""
+        return next(self.parameters()).dtype

@@ -1,0 +1,67 @@
+"""Where a model came from: its checkpoint, which can be read again for changed copies, shared ends and a fingerprint."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from functools import partial
+
+import torch
+
+from foretell.model.compress import Change
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.model.runner import Network
+from foretell.model.weights import Weights, build, build_shell
+
+
+class Source(ABC):
+    """A checkpoint on the own decoder. `weights` are read again by every call."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
+        self.config, self._weights, self._device = config, weights, device
+
+    @abstractmethod
+    def copy(self, change: Change, dtype: str | None = None) -> Network:
+        """The network after a change, in a dtype (None: the model's own), run as fast as this machine can."""
+
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        """The network in plain torch, which training can differentiate through."""
+        return build(self.config, self._weights, dtype, self._device)
+
+    def ends(self, dtype: torch.dtype = torch.bfloat16) -> Ends:
+        """Embedding and head."""
+        shell = build_shell(self.config, self._weights, dtype, self._device)
+        return Ends(
+            shell.embedding.detach(), shell.head.weight.detach(), self.config.embedding_scale, self.config.logit_softcap
+        )
+
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that tell models apart, and are the same for every quantisation of one: a hash of its norms."""
+        c, h = self.config, hashlib.sha256()
+        h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
+        names = [
+            f"model.layers.{i}.{n}.weight"
+            for i in range(c.layers)
+            for n in ("input_layernorm", "post_attention_layernorm")
+        ]
+        for name in [*names, "model.norm.weight"]:
+            h.update(self._weights.need(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+        return h.hexdigest()[:16]
+
+
+class Remembered(Source):
+    """A source that gives the same copy to whoever asks for the same change again."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.config, source._weights, source._device)
+        self._source = source
+        self._known: dict[object, Network] = {}
+
+    def copy(self, change: Change, dtype: str | None = None) -> Network:
+        """The network after a change, read at most once."""
+        key: object = (change, dtype)
+        if isinstance(change, partial):
+            key = (change.func, change.args, tuple(sorted(change.keywords.items())), dtype)
+        if key not in self._known:
+            self._known[key] = self._source.copy(change, dtype)
+        return self._known[key]

@@ -1,0 +1,106 @@
+"""Our own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a card, written whole or not at all."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from foretell.draft.network import NETWORKS
+from foretell.draft.network.base import Speculator, SpeculatorConfig
+from foretell.model.ends import Ends
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_SCALE = "::scale"
+"""Suffix of the scales of a matrix that is stored in eight bits."""
+
+
+def save(folder: Path, network: Speculator, config: SpeculatorConfig, eight_bits: bool = False) -> None:
+    """Write a speculator; what was in `folder` under the same names is replaced file by file, each atomically.
+
+    `eight_bits`: matrices become int8 with a scale per row, which halves the size; otherwise bfloat16.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in network.state_dict().items():
+        tensors.update(_packed(name, tensor.detach().cpu(), eight_bits))
+    temporary = folder / (WEIGHTS + ".part")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / WEIGHTS)
+    temporary = folder / (CONFIG + ".part")
+    temporary.write_text(config.model_dump_json(indent=2) + "\n")
+    os.replace(temporary, folder / CONFIG)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration as written.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    try:
+        found = json.loads((folder / CONFIG).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: no {CONFIG} here, so this is no speculator") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / CONFIG}: a JSON object was expected")
+    return found
+
+
+def load_own(folder: Path, ends: Ends) -> Speculator:
+    """Read what `save` wrote, for a target with these ends, in bfloat16 (float32 where it was stored so).
+
+    Raises:
+        ValueError: a damaged or incomplete checkpoint, or one for a target of other sizes.
+    """
+    values = read_config(folder)
+    kind = str(values.get("kind"))
+    if kind not in NETWORKS:
+        raise ValueError(f"{folder}: speculators of kind {kind!r} are not known here; known: {', '.join(NETWORKS)}")
+    config_type, network_type = NETWORKS[kind]
+    try:
+        config = config_type.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(
+            f"{folder / CONFIG}: {'.'.join(str(p) for p in first['loc'])}: {first['msg'].lower()}"
+        ) from error
+    network = network_type(config, ends)
+    tensors = _tensors(folder / WEIGHTS)
+    if network.token_of is not None and "token_of" in tensors:
+        network.choose(tensors["token_of"])
+    wanted = set(network.state_dict())
+    if wanted != set(tensors):
+        missing, surplus = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
+        what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which this kind does not have"
+        raise ValueError(f"{folder / WEIGHTS}: the checkpoint {what}; is it complete?")
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / WEIGHTS}: {str(error).splitlines()[-1].strip()}") from error
+    return network
+
+
+def _packed(name: str, tensor: torch.Tensor, eight_bits: bool) -> dict[str, torch.Tensor]:
+    if not tensor.is_floating_point():
+        return {name: tensor.contiguous()}
+    if not eight_bits or tensor.ndim != 2:
+        return {name: tensor.to(torch.bfloat16).contiguous()}
+    scale = (tensor.float().abs().amax(-1) / 127).clamp_min(1e-12)
+    return {name: (tensor.float() / scale[:, None]).round().to(torch.int8), name + _SCALE: scale}
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            raw = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: missing or damaged safetensors file ({error})") from error
+    scales = {k.removesuffix(_SCALE): raw.pop(k) for k in [k for k in raw if k.endswith(_SCALE)]}
+    return {k: t.float() * scales[k][:, None] if k in scales else t for k, t in raw.items()}

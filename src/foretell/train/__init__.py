@@ -1,0 +1,1 @@
+"""Training of speculators: data from the target itself, features, losses, one loop for all."""
