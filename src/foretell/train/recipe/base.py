@@ -1,17 +1,60 @@
 """The contract of a recipe: what a speculator is, what it is to learn from a batch, and how it is measured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from foretell.draft.network.base import Speculator
+from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.method import AnyMethod
+from foretell.model.config import ModelConfig
+from foretell.model.ends import Ends
+from foretell.model.source import Source
+from foretell.names import unknown
+from foretell.speculator.checkpoint import save
 from foretell.train.batch import Batch
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a recipe is built from: the target, and what the user asked for."""
+
+    card: TargetCard
+    config: ModelConfig
+    """Of the target."""
+    ends: Ends
+    """Of the target, in the dtype that it trains with (bfloat16 or float32)."""
+    source: Source | None = None
+    """The target's checkpoint, for copies of its blocks in torch (`source.decoder(torch.float32)`); None in some tests."""
+    kept: Int[torch.Tensor, " n"] | None = None
+    """Tokens to draft (ascending), the most frequent ones of the training answers; None: all. For `config.draft_vocab` and `choose`."""
+    seed: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Sizes and weights as the user wrote them: `--set inner=1024` is `{"inner": "1024"}`."""
+
+    def parse(self, kind: type[Options]) -> Options:
+        """The options as the recipe's own model, whose fields have defaults.
+
+        Raises:
+            ValueError: an option that the recipe does not have, or a value that does not fit.
+        """
+        for key in self.options:
+            if key not in kind.model_fields:
+                raise unknown("option of --set", key, kind.model_fields)
+        try:
+            return kind.model_validate(dict(self.options))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(p) for p in first["loc"]) or "options"
+            raise ValueError(f"--set {key}={self.options.get(key, '')}: {first['msg'].lower()}") from error
 
 
 @dataclass(frozen=True)
@@ -28,6 +71,25 @@ class Recipe(ABC):
     name: ClassVar[str]
     """As `foretell train NAME` says it; equal to the catalogue's where there is one such method."""
     network: Speculator
+    config: SpeculatorConfig
+
+    @classmethod
+    @abstractmethod
+    def of(cls, setup: Setup) -> Self:
+        """Build it, its network with fresh weights drawn from `setup.seed`.
+
+        Raises:
+            ValueError: options that it does not have, or that do not fit the target.
+        """
+
+    @property
+    def trained(self) -> nn.Module:
+        """The module that the trainer wraps, whose parameters it optimises and checkpoints: the network, or something around it."""
+        return self.network
+
+    def save(self, folder: Path) -> None:
+        """Write the network as it is now, ready to be decoded with."""
+        save(folder, self.network, self.config)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -36,7 +98,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """The loss of a batch. `network` is `self.network` as the trainer wrapped it (data parallel, sharded): call nothing but its `forward`."""
+        """The loss of a batch. `network` is `self.trained` as the trainer wrapped it (data parallel, sharded): call nothing but its `forward`."""
 
     @abstractmethod
     def method(self, network: Speculator) -> AnyMethod:
