@@ -71,6 +71,11 @@ class _Checkpoint(Source):
         super().__init__(config, weights, device)
         self._precision = precision
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model runs in."""
+        return torch.float32 if self._precision == "float32" else torch.bfloat16
+
     def copy(self, change: Change, dtype: str | None = None) -> Network:
         """The network after a change."""
         precision: Precision = self._precision if dtype is None else dtype  # type: ignore[assignment]

@@ -24,6 +24,11 @@ class Source(ABC):
     def copy(self, change: Change, dtype: str | None = None) -> Network:
         """The network after a change, in a dtype (None: the model's own), run as fast as this machine can."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model runs in, quantisation of its matrices apart."""
+        return torch.bfloat16
+
     def decoder(self, dtype: torch.dtype) -> Decoder:
         """The network in plain torch, which training can differentiate through."""
         return build(self.config, self._weights, dtype, self._device)
@@ -56,6 +61,11 @@ class Remembered(Source):
         super().__init__(source.config, source._weights, source._device)
         self._source = source
         self._known: dict[object, Network] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model runs in."""
+        return self._source.dtype
 
     def copy(self, change: Change, dtype: str | None = None) -> Network:
         """The network after a change, read at most once."""

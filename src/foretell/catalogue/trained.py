@@ -1,0 +1,52 @@
+"""The speculator of a method that needs a trained one: what the user named, or what ships."""
+
+from foretell.catalogue.parts import Parts, own
+from foretell.draft.network.base import Speculator, TargetCard
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.speculator.load import load_speculator
+from foretell.speculator.shipped import find_shipped
+
+
+def trained(parts: Parts, kind: str) -> Speculator:
+    """The speculator of this kind that the user named, else what ships for the target, in the dtype that the target runs in.
+
+    Raises:
+        ValueError: there is none, it is of another kind or for another target, or the target is not on the own decoder.
+    """
+    card = target_card(parts)
+    folder = parts.speculator or find_shipped(kind, card.fingerprint)
+    if folder is None:
+        raise ValueError(
+            f"no {kind} speculator ships for this target; train one with `foretell train {kind}`, or name one with --draft-model DIR"
+        )
+    found = load_speculator(folder, card, ends_of(parts))
+    if found.kind != kind:
+        raise ValueError(f"{folder}: a speculator of kind {found.kind}, and this method drafts with one of kind {kind}")
+    return found.eval().requires_grad_(False)
+
+
+def target_card(parts: Parts) -> TargetCard:
+    """Which model speculators must have been trained for; without a fingerprint where its checkpoint is not at hand.
+
+    Raises:
+        ValueError: the target is not on the own decoder.
+    """
+    c = own(parts).config
+    fingerprint = parts.source.fingerprint() if parts.source else ""
+    return TargetCard(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+
+
+def ends_of(parts: Parts) -> Ends:
+    """The target's embedding and head, in the dtype that it runs in.
+
+    Raises:
+        ValueError: the target is not on the own decoder, or its weights cannot be read again.
+    """
+    if parts.source is not None:
+        return parts.source.ends(parts.source.dtype)
+    network = own(parts)
+    if not isinstance(network, Decoder):
+        raise ValueError("this method borrows the target's embedding and head, which cannot be read again here")
+    c = network.config
+    return Ends(network.embedding.detach(), network.head.weight.detach(), c.embedding_scale, c.logit_softcap)

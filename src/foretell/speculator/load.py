@@ -1,0 +1,49 @@
+"""From a directory to a speculator that fits a target, whoever wrote it."""
+
+from pathlib import Path
+
+from foretell.draft.network.base import Speculator, TargetCard
+from foretell.model.ends import Ends
+from foretell.speculator.checkpoint import load_own, read_config
+
+
+def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
+    """Read a speculator for a target; its weights are in the dtype and on the device of `ends`.
+
+    Raises:
+        ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
+    """
+    values = read_config(folder)
+    check_target(folder, values.get("target"), target)
+    return _like(load_own(folder, ends), ends)
+
+
+def _like(network: Speculator, ends: Ends) -> Speculator:
+    """On the device and in the dtype of the ends; buffers, such as rotary tables, keep their precision."""
+    network.to(device=ends.head.device)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(ends.head.dtype)
+    return network
+
+
+def check_target(folder: Path, trained_for: object, target: TargetCard) -> None:
+    """Refuse a speculator that was trained for another model; sizes decide where it has no fingerprint.
+
+    Raises:
+        ValueError: with what it was trained for and what was given.
+    """
+    if not isinstance(trained_for, dict):
+        raise ValueError(f"{folder}: its config.json does not say which target it was trained for")
+    card = TargetCard.model_validate(trained_for)
+    sizes = (card.hidden, card.vocab, card.layers) == (target.hidden, target.vocab, target.layers)
+    prints = not card.fingerprint or not target.fingerprint or card.fingerprint == target.fingerprint
+    if not (sizes and prints):
+        raise ValueError(
+            f"{folder}: this speculator was trained for another model ({card.name}: {_described(card)}); the target has "
+            f"{_described(target)}; take one for this target, or train it with `foretell train`"
+        )
+
+
+def _described(card: TargetCard) -> str:
+    mark = f", fingerprint {card.fingerprint}" if card.fingerprint else ""
+    return f"{card.layers} layers, width {card.hidden}, {card.vocab} tokens{mark}"

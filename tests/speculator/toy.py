@@ -1,0 +1,52 @@
+"""A speculator of one matrix, so that lookups and formats can be tested without a real network."""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.model.config import ModelConfig
+from foretell.model.ends import Ends
+from foretell.model.source import Source
+from foretell.testing import TINY, RandomWeights, tiny_decoder
+
+
+class ToyConfig(SpeculatorConfig):
+    kind: Literal["toy"] = "toy"
+
+
+class Toy(Speculator):
+    kind = "toy"
+
+    def __init__(self, config: SpeculatorConfig, ends: Ends) -> None:
+        super().__init__(config, ends)
+        self.layer = nn.Linear(ends.hidden, ends.hidden, bias=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+
+class TinySource(Source):
+    """The checkpoint of a tiny decoder."""
+
+    def __init__(self, config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(config, RandomWeights(seed), torch.device("cpu"))
+        self._dtype = dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def copy(self, change: object, dtype: str | None = None) -> object:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def card_of(source: Source, name: str = "tiny", fingerprint: str | None = None) -> TargetCard:
+    c = source.config
+    mark = source.fingerprint() if fingerprint is None else fingerprint
+    return TargetCard(name=name, fingerprint=mark, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+
+
+TARGET = tiny_decoder()
