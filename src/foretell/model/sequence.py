@@ -1,0 +1,72 @@
+"""Whole sequences through decoder blocks, without a cache and in a way that can be differentiated: what training runs."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import nn
+
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Block, Decoder
+from foretell.model.linear import widen
+from foretell.model.rope import Tables, rotate
+
+
+def run_blocks(
+    decoder: Decoder, x: Float[torch.Tensor, "b s d"], first: int = 0, last: int | None = None
+) -> Float[torch.Tensor, "b s d"]:
+    """Blocks `first .. last-1` (None: to the end) of a decoder over texts from their first token on; padding stands at the end."""
+    blocks = list(decoder.blocks)[first:last]
+    return through(blocks, decoder.config, (decoder.rope, decoder.local_rope), x, first)
+
+
+def through(
+    blocks: Iterable[nn.Module],
+    config: ModelConfig,
+    ropes: tuple[Tables, Tables],
+    x: Float[torch.Tensor, "b s d"],
+    first: int = 0,
+) -> Float[torch.Tensor, "b s d"]:
+    """Blocks of a configuration, the first of which is its `first`; `ropes` are the tables of full and of windowed layers."""
+    for i, block in enumerate(blocks, first):
+        assert isinstance(block, Block)
+        window = config.window_of(i)
+        part = _attention(block, config, ropes[window > 0], window, block.attention_norm(x))
+        x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
+        inner = block.mlp_norm(x)
+        part = block.mlp(inner.flatten(0, 1)).view_as(x)
+        x = x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
+    return x
+
+
+def _attention(block: Block, config: ModelConfig, rope: Tables, window: int, x: torch.Tensor) -> torch.Tensor:
+    b, s, _ = x.shape
+    c = config
+    heads = block.qkv(x).view(b * s, c.heads + 2 * c.kv_heads, c.head_dim)
+    q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 1)
+    q = q if block.q_norm is None else block.q_norm(q)
+    k = k if block.k_norm is None else block.k_norm(k)
+    position = torch.arange(s, device=x.device).repeat(b)
+    q, k = rotate(q, position, rope), rotate(k, position, rope)
+    q, k, v = (part.reshape(b, s, -1, c.head_dim).transpose(1, 2) for part in (q, k, v))
+    # Repeated heads, because the kernels that need no table of all pairs of positions want as many keys as queries.
+    k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
+    out = _attend(q, k, v, window, c.scale, c.attention_softcap)
+    done: torch.Tensor = block.output(out.transpose(1, 2).reshape(b, s, -1))
+    return done
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float
+) -> torch.Tensor:
+    """Causal attention of [b, h, s, d] over itself, within a sliding window (0: none), its scores bounded by a soft cap (0: not)."""
+    s = q.shape[2]
+    if not softcap and (not window or window >= s):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    age = torch.arange(s, device=q.device)[:, None] - torch.arange(s, device=q.device)
+    seen = (age >= 0) & ((age < window) if window else True)
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    score = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    return widen(score.masked_fill(~seen, float("-inf"))).softmax(-1).to(v.dtype) @ v

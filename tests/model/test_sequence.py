@@ -1,0 +1,60 @@
+"""Sequences without a cache give what the decoder gives with one, and can be differentiated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foretell.model.config import ModelConfig, Rope
+from foretell.model.decoder import Decoder
+from foretell.model.sequence import run_blocks
+from foretell.testing import TINY, tiny_decoder, tiny_mixture
+from helpers import all_logits, random_tokens
+
+GEMMA = replace(
+    TINY,
+    architecture="gemma3_text",
+    norm_offset=1.0,
+    post_norms=True,
+    qk_norm=True,
+    activation="gelu_tanh",
+    window=3,
+    window_layers=(0,),
+    local_rope=Rope(theta=100.0),
+    attention_softcap=5.0,
+)
+SLIDING = replace(TINY, architecture="mistral", window=4, window_layers=(0, 1), qkv_bias=True)
+FAMILIES = [TINY, replace(TINY, architecture="qwen3", qk_norm=True), SLIDING, GEMMA, tiny_mixture()]
+
+
+def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
+    out = run_blocks(decoder, x).flatten(0, 1)
+    return decoder.logits(decoder.final(out)).view(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.architecture)
+def test_a_sequence_gives_the_logits_of_a_pass_with_a_cache(config: ModelConfig) -> None:
+    decoder = tiny_decoder(config)
+    texts = [random_tokens(11, config.vocab, seed=i) for i in range(2)]
+    found = logits_of(decoder, torch.tensor(texts)).detach().numpy()
+    for text, ours in zip(texts, found, strict=True):
+        assert abs(ours - all_logits(decoder, text)).max() < 1e-9
+
+
+def test_padding_at_the_end_changes_nothing_before_it() -> None:
+    decoder, text = tiny_decoder(), torch.tensor([random_tokens(9, 7)])
+    padded = torch.cat([text, torch.zeros(1, 4, dtype=torch.int64)], 1)
+    torch.testing.assert_close(logits_of(decoder, padded)[:, :9], logits_of(decoder, text))
+
+
+def test_a_range_of_blocks_continues_where_another_ended() -> None:
+    decoder = tiny_decoder()
+    x = decoder.embed(torch.tensor(random_tokens(6, 7)))[None]
+    torch.testing.assert_close(run_blocks(decoder, run_blocks(decoder, x, 0, 1), 1, 2), run_blocks(decoder, x))
+
+
+def test_every_weight_of_a_block_gets_a_gradient() -> None:
+    decoder = tiny_decoder(replace(TINY, architecture="qwen3", qk_norm=True)).requires_grad_(True)
+    logits_of(decoder, torch.tensor([random_tokens(8, 7)])).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in decoder.blocks.parameters())
