@@ -7,7 +7,7 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("names", "model.config"),
+    ("names", "model.config", "store"),
     ("tree",),
     ("model.cache",),
     ("model.native",),

@@ -14,6 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 Message = Mapping[str, str]
 """A turn of a conversation: `role` (system, user, assistant) and `content`."""
 
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
 
 @dataclass(frozen=True)
 class TextCodec:
@@ -38,15 +40,25 @@ class TextCodec:
         Raises:
             ValueError: the model has no chat template, or the template refuses the conversation.
         """
+        return self.encode(self._rendered(messages), special=False)
+
+    def users_turn(self) -> list[int]:
+        """Token ids of a conversation up to where the user speaks: what a model continues that writes its own questions.
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        return self.encode(self._rendered([{"role": "user", "content": _MARK}]).split(_MARK)[0], special=False)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
         if self.chat_template is None:
             raise ValueError("this model has no chat template: use raw text (--raw)")
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=list(messages), add_generation_prompt=True, bos_token=self.bos or "", eos_token=self.eos or ""
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
-        return self.encode(text, special=False)
 
     @cached_property
     def _template(self) -> jinja2.Template:

@@ -10,7 +10,7 @@ from miniature import bench, refused, target
 
 from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.session import Session
-from foretell.bench.store import LINES, Store
+from foretell.store import LINES, Store
 from foretell.bench.tasks import load
 
 

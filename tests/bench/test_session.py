@@ -11,7 +11,7 @@ from foretell.bench.contender import Contender, Limits, OwnContender, PeerConten
 from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Record, Settings, Turn
 from foretell.bench.session import Session, first_divergence
-from foretell.bench.store import Store
+from foretell.store import Store
 from foretell.bench.tasks import Question
 from foretell.load import load
 from foretell.tree import from_lists

@@ -9,10 +9,10 @@ from jaxtyping import Bool
 from foretell.api import Model
 from foretell.bench.contender import Watched, conversation
 from foretell.bench.scripted import Recording, RecordingSettings, Script
-from foretell.bench.store import Store
 from foretell.bench.tasks import Question, Tasks
 from foretell.context import Output
 from foretell.engine import Engine, Request
+from foretell.store import Store
 from foretell.text import Message
 from foretell.tree import TokenTree
 

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from foretell.bench.contender import PLAIN, Spec, Watched
 from foretell.bench.schema import Frozen, Record, Settings, Turn
 from foretell.bench.scripted import Recording, RecordingSettings, ScriptedRunner
-from foretell.bench.store import read, settings
 from foretell.catalogue import Parts, build
 from foretell.engine import Engine, Request
 from foretell.load import load as load_model
 from foretell.model.runner import Runner
+from foretell.store import read, settings
 
 
 def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:

@@ -8,8 +8,8 @@ import numpy as np
 from foretell.api import Model
 from foretell.bench.contender import PLAIN, Contender, conversation
 from foretell.bench.schema import Divergence, Record
-from foretell.bench.store import Store
 from foretell.bench.tasks import Question
+from foretell.store import Store
 from foretell.text import Message
 from foretell.tree import root
 

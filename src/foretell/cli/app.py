@@ -31,6 +31,7 @@ COMMANDS: Sequence[Command] = (
     Command("methods", "foretell.cli.methods", "List the decoding methods: the field's taxonomy as a table."),
     Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
     Command("bench", "foretell.cli.bench", "Measure methods beside plain decoding and other runtimes."),
+    Command("data", "foretell.cli.data", "Make training sets: the model answers its own prompts, or given ones."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
     Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up before anything runs."),

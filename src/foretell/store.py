@@ -61,6 +61,11 @@ class Store(Generic[R]):
         self._file.flush()
         self.records.append(record)
 
+    def clear(self) -> None:
+        """Drop all records, for whoever has put them elsewhere."""
+        self._file.truncate(0)
+        self.records = []
+
     def close(self) -> None:
         """Let others have the folder."""
         self._file.close()

@@ -6,7 +6,7 @@ import pytest
 from miniature import record, turn
 
 from foretell.bench.schema import Record, Settings
-from foretell.bench.store import LINES, Store, read, settings
+from foretell.store import LINES, Store, read, settings
 
 SETTINGS = Settings(
     model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("float32",)
