@@ -25,12 +25,12 @@ from foretell.bench.peers import choose
 from foretell.bench.peers.export import default_folder
 from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.scripted import Recording
-from foretell.bench.store import Store
 from foretell.bench.tasks import BUILT_IN
 from foretell.bench.tasks import Tasks as TaskSet
 from foretell.bench.tasks import load as load_tasks
 from foretell.cli.errors import say, spoken
 from foretell.load import EMBEDDED, load
+from foretell.store import Store
 
 
 class Group(TyperGroup):
