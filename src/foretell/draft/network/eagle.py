@@ -1,0 +1,204 @@
+"""EAGLE's networks: one decoder layer that goes on in the target's feature space, fed with each token as soon as it is known."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from pydantic import Field
+from torch import nn
+
+from foretell.draft.network.base import Speculator, SpeculatorConfig
+from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Turn, Unrolled
+from foretell.model.config import Rope
+from foretell.model.ends import Ends
+from foretell.model.rope import tables
+
+BEYOND = 64
+"""Positions past the target's context that rotary tables have, for drafts at its end."""
+
+
+class EagleConfig(SpeculatorConfig):
+    """Sizes of a layer that drafts in feature space: EAGLE-1's and 2's (`eagle`) or EAGLE-3's (`eagle3`)."""
+
+    kind: Literal["eagle", "eagle3"] = "eagle3"
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2)
+    ffn: int = Field(ge=1)
+    context: int = Field(ge=1)
+    """Longest text, in tokens."""
+    layers: int = Field(1, ge=1)
+    taps: tuple[int, ...] = ()
+    """EAGLE-3: the hidden states that are fused; unsaid: the inputs of blocks 2, half of all, and the last but two."""
+    norm_eps: float = 1e-5
+    rope: Rope = Rope()
+    qkv_bias: bool = False
+    fc_bias: bool | None = None
+    """Unsaid: EAGLE-1 has one and EAGLE-3 has not."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the residual stream starts from the normed feature."""
+    norm_before_fc: bool = False
+    """EAGLE-3: one norm over all tapped states side by side before they are fused."""
+    fc_norm: bool = False
+    """EAGLE-3: a norm for each tapped state before they are fused."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of each layer."""
+        hidden = self.target.hidden
+        return Sizes(hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, self.qkv_bias)
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads."""
+        n = self.target.layers
+        if self.kind == "eagle":
+            return (n + 1,)
+        return self.taps or (min(2, n), n // 2, max(n - 3, 0))
+
+
+class Guess(NamedTuple):
+    """What a step of training guessed at the `k` positions that were asked for."""
+
+    state: Float[torch.Tensor, "k d"]
+    """What the output matrix saw; for EAGLE-1 the guessed feature itself."""
+    logits: Float[torch.Tensor, "k w"]
+
+
+class EagleNetwork(Speculator):
+    """What EAGLE-1 and EAGLE-3 have in common.
+
+    The feature of position `j` (the target's state after it has read token `j`) goes with token `j + 1`, stands at rotary position `j`, and gives the
+    scores of token `j + 2`. Where the target has not been yet, the layer's own output takes the feature's place.
+    """
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, ends: Ends) -> None:
+        super().__init__(config, ends)
+        self.config, self.context = config, config.context
+        cos, sin = tables(config.rope, config.head_dim, config.context + BEYOND)
+        self.register_buffer("_cos", cos[:, None], persistent=False)
+        self.register_buffer("_sin", sin[:, None], persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads."""
+        return self.config.tapped
+
+    @abstractmethod
+    def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
+        """The layer's feature from the target's tapped states, side by side."""
+
+    @abstractmethod
+    def through(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"], turn: Turn, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The layers' output, which is the next feature."""
+
+    @abstractmethod
+    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """What the output matrix sees of the layers' output."""
+
+    def advance(
+        self,
+        token: Int[torch.Tensor, "*t"],
+        g: Float[torch.Tensor, "*t d"],
+        position: Int[torch.Tensor, "*t"],
+        sight: Sight,
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The next features: after the feature `g` of a rotary position and the token that follows it."""
+        turn = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
+        return self.through(self.embed(token), g, turn, sight)
+
+    def forward(
+        self,
+        token: Int[torch.Tensor, "b s"],
+        features: Sequence[Float[torch.Tensor, "b s d"]],
+        wanted: Sequence[Bool[torch.Tensor, "b t"]],
+    ) -> tuple[Guess, ...]:
+        """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of token `j + 2 + i` is asked for.
+
+        Each step goes on from the outputs of the one before, as drafting does.
+        """
+        g = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
+        position = torch.arange(g.shape[1], device=g.device)
+        sight, guesses = Unrolled(), list[Guess]()
+        for i, where in enumerate(wanted):
+            g = self.advance(F.pad(token[:, 1 + i :], (0, i)), g, position + i, sight)
+            state = self.see(g[where])
+            guesses.append(Guess(state, self.score(state)))
+        return tuple(guesses)
+
+
+class Eagle1(EagleNetwork):
+    """Token and feature are mixed into the layer's input; its output is a guess of the feature that the target's own head scores (arXiv 2401.15077)."""
+
+    kind = "eagle"
+
+    def __init__(self, config: EagleConfig, ends: Ends) -> None:
+        super().__init__(config, ends)
+        d = config.target.hidden
+        self.fc = nn.Linear(2 * d, d, bias=config.fc_bias is not False)
+        self.layers = nn.ModuleList(Layer(config.sizes, normed=i > 0) for i in range(config.layers))
+
+    def fuse(self, features: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The feature as it is."""
+        return features
+
+    def through(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"], turn: Turn, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The layers' output."""
+        x: torch.Tensor = self.fc(torch.cat((embedded, g), -1))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, turn, i, sight)
+        return x
+
+    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The output as it is."""
+        return out
+
+
+class Eagle3(EagleNetwork):
+    """Several of the target's states are fused into the feature, and nothing but the guessed tokens is trained for (arXiv 2503.01840)."""
+
+    kind = "eagle3"
+
+    def __init__(self, config: EagleConfig, ends: Ends) -> None:
+        super().__init__(config, ends)
+        d, count, eps = config.target.hidden, len(config.tapped), config.norm_eps
+        self.input_norm = Norm(count * d, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(Norm(d, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
+        first = FusingLayer(config.sizes, config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(Layer(config.sizes) for _ in range(1, config.layers))])
+        self.norm = Norm(d, eps)
+
+    def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
+        """The tapped states through one matrix."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        out: torch.Tensor = self.fc(features)
+        return out
+
+    def through(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"], turn: Turn, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The layers' output."""
+        first, *more = self.layers
+        x: torch.Tensor = first(embedded, g, turn, 0, sight)
+        for i, layer in enumerate(more, 1):
+            x = layer(x, turn, i, sight)
+        return x
+
+    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The output after the final norm."""
+        seen: torch.Tensor = self.norm(out)
+        return seen

@@ -1,0 +1,191 @@
+"""A decoder layer that leaves to others what its queries see, so that training and drafting run the same code."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import nn
+
+from foretell.model.linear import widen
+
+Turn = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer: width, heads, and what its feed-forward is wide."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    norm_eps: float
+    qkv_bias: bool = False
+
+
+class Sight(ABC):
+    """What the queries of one call may see: keys and values of their past, and those of the call itself."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "*t h e"],
+        k: Float[torch.Tensor, "*t g e"],
+        v: Float[torch.Tensor, "*t g e"],
+    ) -> Float[torch.Tensor, "*t he"]:
+        """Softmax attention in a layer; remembers the new keys and values for later calls."""
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm with a trained scale (arXiv 1910.07467), in float32 or wider."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """Normalise and scale."""
+        wide = widen(x)
+        return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Rotary attention with grouped heads; `qkv_proj` holds all query heads' rows, then all keys', then all values'."""
+
+    def __init__(self, sizes: Sizes, inputs: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+        rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+        self.qkv_proj = nn.Linear(inputs, rows, bias=sizes.qkv_bias)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
+
+    def forward(
+        self, x: Float[torch.Tensor, "*t i"], turn: Turn, layer: int, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """What the tokens take from those that they see."""
+        s = self.sizes
+        heads = self.qkv_proj(x).unflatten(-1, (s.heads + 2 * s.kv_heads, s.head_dim))
+        turned = rotate(heads[..., : s.heads + s.kv_heads, :], turn)
+        q, k, v = turned[..., : s.heads, :], turned[..., s.heads :, :], heads[..., s.heads + s.kv_heads :, :]
+        out: torch.Tensor = self.o_proj(sight.attend(layer, q, k, v))
+        return out
+
+
+def rotate(x: Float[torch.Tensor, "*t h e"], turn: Turn) -> Float[torch.Tensor, "*t h e"]:
+    """Turn every head to its token's position, in the half-split layout."""
+    cos, sin = turn
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """Down(SiLU(gate x) * up x); `gate_up_proj` holds the gate's rows, then the up projection's."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(sizes.hidden, 2 * sizes.ffn, bias=False)
+        self.down_proj = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
+
+    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """Apply to the last axis."""
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        out: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class Layer(nn.Module):
+    """A layer of the Llama family. EAGLE-1's first layer has no norm before its attention (`normed` False)."""
+
+    def __init__(self, sizes: Sizes, normed: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps) if normed else None
+        self.self_attn = Attention(sizes, sizes.hidden)
+        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+        self.mlp = FeedForward(sizes)
+
+    def forward(
+        self, x: Float[torch.Tensor, "*t d"], turn: Turn, layer: int, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream after the layer."""
+        seen = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(seen, turn, layer, sight)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class FusingLayer(nn.Module):
+    """EAGLE-3's layer: attention over the token's embedding and the feature side by side, the feature as residual stream."""
+
+    def __init__(self, sizes: Sizes, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+        self.hidden_norm = Norm(sizes.hidden, sizes.norm_eps)
+        self.self_attn = Attention(sizes, 2 * sizes.hidden)
+        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+        self.mlp = FeedForward(sizes)
+
+    def forward(
+        self,
+        embedded: Float[torch.Tensor, "*t d"],
+        g: Float[torch.Tensor, "*t d"],
+        turn: Turn,
+        layer: int,
+        sight: Sight,
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream after the layer."""
+        normed = self.hidden_norm(g)
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        x = (normed if self.norm_before_residual else g) + self.self_attn(both, turn, layer, sight)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Unrolled(Sight):
+    """Attention of training-time test (EAGLE-3, arXiv 2503.01840) over whole texts `[b, s]`, one call per layer and step.
+
+    In step `i` position `j` sees what drafting would: keys of step 0 up to `j` (the text, read with true features), then its own keys of steps
+    `1 .. i` (what it drafted since). Padding stands at the end.
+    """
+
+    def __init__(self) -> None:
+        self._past: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "b s h e"],
+        k: Float[torch.Tensor, "b s g e"],
+        v: Float[torch.Tensor, "b s g e"],
+    ) -> Float[torch.Tensor, "b s he"]:
+        """Causal in step 0, and along the diagonal from then on."""
+        groups = q.shape[2] // k.shape[2]
+        q = q.transpose(1, 2)
+        k, v = (part.transpose(1, 2).repeat_interleave(groups, 1) for part in (k, v))
+        past = self._past.setdefault(layer, [])
+        past.append((k, v))
+        if len(past) == 1:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = _diagonal(q, past)
+        return out.transpose(1, 2).flatten(2)
+
+
+def _diagonal(q: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Attention of [b, h, s, e] over the first keys causally, and over the later ones at the query's own position."""
+    (k, v), own = past[0], past[1:]
+    s, scale = q.shape[2], q.shape[-1] ** -0.5
+    score = widen(q @ k.transpose(-1, -2))
+    score = score.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+    more = [widen((q * each).sum(-1, keepdim=True)) for each, _ in own]
+    weight = (torch.cat([score, *more], -1) * scale).softmax(-1).to(v.dtype)
+    out = weight[..., :s] @ v
+    for i, (_, each) in enumerate(own):
+        out = out + weight[..., s + i, None] * each
+    return out
