@@ -1,9 +1,13 @@
 """Shared by the tests: tiny models, every method and variant under its name, and references written without the engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+import atexit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import jaxtyping
@@ -13,15 +17,18 @@ from scipy.stats import chisquare
 
 from foretell.accept import Block, Match, Rejection, Typical
 from foretell.catalogue import BUILT_IN, Entry, Parts
+from foretell.catalogue.trained import ends_of, target_card
 from foretell.config import SpeculativeConfig
 from foretell.context import Context, Text
 from foretell.draft import DraftModel, Lookup, Mix
+from foretell.draft.network import NETWORKS
 from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Trie, optimal
+from foretell.speculator.checkpoint import save
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.text import Detokenizer
 from foretell.tree import TokenTree, root
@@ -38,6 +45,13 @@ LLAMA3 = {
 """Rotary scaling of Llama 3, small enough that a short text reaches the stretched frequencies."""
 VOCAB = 29
 """Vocabulary of the tests that compare texts; the law tests have a smaller one."""
+SPECULATORS: Mapping[str, Mapping[str, object]] = {
+    "blockwise": {"heads": 3, "inner": 24},
+    "medusa": {"heads": 3},
+}
+"""Sizes of a small speculator of every kind that methods of the catalogue draft with."""
+_FOLDER = Path(mkdtemp(prefix="foretell-speculators-"))
+atexit.register(rmtree, _FOLDER)
 
 
 @cache
@@ -50,6 +64,25 @@ def target(vocab: int = VOCAB, layers: int = 2) -> Decoder:
 def sibling(vocab: int = VOCAB) -> Decoder:
     """Another model, smaller and mostly of another opinion."""
     return tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5)
+
+
+@cache
+def speculator(kind: str, vocab: int = VOCAB) -> Path:
+    """Directory of a speculator with random weights for the tiny target; it drafts three quarters of the vocabulary."""
+    config_type, network_type = NETWORKS[kind]
+    card = target_card(Parts(vocab, target(vocab)))
+    kept = random_tokens(10 * vocab, vocab, seed=3)
+    tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
+    config = config_type.model_validate({"target": card, "draft_vocab": len(tokens), **SPECULATORS[kind]})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = network_type(config, ends_of(Parts(vocab, target(vocab))))
+        network.choose(tokens)
+        for parameter in network.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    folder = _FOLDER / f"{kind}-{vocab}"
+    save(folder, network, config)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -72,7 +105,13 @@ def _of_catalogue(entry: Entry) -> Variant:
         ]
         references = (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9)))
         parts = Parts(
-            vocab, target(vocab), drafts, references, codec=letter_codec(vocab), draft_codecs=(letter_codec(vocab, 2),)
+            vocab,
+            target(vocab),
+            drafts,
+            references,
+            codec=letter_codec(vocab),
+            draft_codecs=(letter_codec(vocab, 2),),
+            speculator=speculator(entry.speculator, vocab) if entry.speculator else None,
         )
         return entry.build(parts, SpeculativeConfig())
 

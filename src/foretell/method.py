@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from foretell.accept.base import Acceptor
 from foretell.context import Context, Step
 from foretell.draft.base import Drafter
@@ -46,10 +44,9 @@ class Method(Generic[D]):
         return self.draft.taps
 
     def propose(self, context: Context) -> TokenTree:
-        """Draft trees for the texts of `context`, no deeper than they have room for and the drafter can read."""
-        reach = np.array([max(0, self.draft.reach + 1 - t.length) for t in context.texts])
-        context = replace(context, room=np.minimum(context.room, reach))
-        return self.draft.probe(self.tree.grow(self.draft, context).limited(context.room), context)
+        """Draft trees for the texts of `context`, no deeper than they have room for and the drafter can reach."""
+        able = replace(context, room=self.draft.depths(context))
+        return self.draft.probe(self.tree.grow(self.draft, able).limited(able.room), context)
 
     def keep(self, step: Step) -> None:
         """Tell drafter and shape what happened."""

@@ -1,8 +1,10 @@
 """Builders of lossy methods."""
 
 from foretell.accept import Lenient, Near, Rollback, Topmost, Typical
+from foretell.catalogue.heads import speculator
 from foretell.catalogue.parts import Parts, chain_of, drafter_of
 from foretell.config import SpeculativeConfig
+from foretell.draft import Heads
 from foretell.method import AnyMethod, Method
 from foretell.shape import (
     Chain,
@@ -14,12 +16,13 @@ def lenience(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     return Method(drafter_of(parts), chain_of(config, 5), Lenient(config.lenience))
 
 
-def blockwise(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    """Among the target's best tokens, or near its best."""
+def blockwise_tolerant(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    """Among the target's best tokens, or near its best; heads draft where a speculator is named."""
     chain = Chain(config.num_speculative_tokens or 5, draw=False)
+    draft = drafter_of(parts) if parts.speculator is None else Heads(speculator(parts, "blockwise"))
     if config.accept_distance is not None:
-        return Method(drafter_of(parts), chain, Near(config.accept_distance, minimum=config.minimum_block))
-    return Method(drafter_of(parts), chain, Topmost(config.accept_top_k, minimum=config.minimum_block))
+        return Method(draft, chain, Near(config.accept_distance, minimum=config.minimum_block))
+    return Method(draft, chain, Topmost(config.accept_top_k, minimum=config.minimum_block))
 
 
 def bild(parts: Parts, config: SpeculativeConfig) -> AnyMethod:

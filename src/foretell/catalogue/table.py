@@ -6,9 +6,10 @@ from importlib.metadata import entry_points
 
 from foretell.accept import Match
 from foretell.catalogue.copying import hybrid, llma, ngram, phrases, recycling, rest, sam_recycling, suffix
+from foretell.catalogue.heads import blockwise, medusa, medusa_typical
 from foretell.catalogue.iterating import gauss_seidel_jacobi, jacobi, lookahead
 from foretell.catalogue.itself import layer_skip, pruned_draft, quantised_draft, self_speculative
-from foretell.catalogue.lossy import bild, blockwise, lenience, typical
+from foretell.catalogue.lossy import bild, blockwise_tolerant, lenience, typical
 from foretell.catalogue.parts import Parts
 from foretell.catalogue.small import (
     block_verification,
@@ -47,6 +48,8 @@ class Entry:
     build: Callable[[Parts, SpeculativeConfig], AnyMethod]
     needs: str = ""
     """What the user has to bring: a draft model, references."""
+    speculator: str = ""
+    """Kind of the trained speculator that it drafts with."""
     same_seed: bool = True
     """Equal seeds give the text of plain decoding, with and without speculation."""
     aliases: tuple[str, ...] = ()
@@ -77,8 +80,9 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("rest", "frequent continuations in a datastore", "trie", "match", True, _NONE, "arXiv 2311.08252", rest, "datastore or references"),
     Entry("phrases", "phrases by hidden state, from text and references", "trie", "match", True, _NONE, "arXiv 2307.06962", phrases,
           aliases=("copy_is_all_you_need",)),
-    Entry("draft_model", "small model", "chain", "rejection", True, _NONE, _CHAIN, draft_model, "draft model", False, ("speculative_sampling",)),
-    Entry("block_verification", "small model", "chain", "block", True, _NONE, "arXiv 2403.10444", block_verification, "draft model", False),
+    Entry("draft_model", "small model", "chain", "rejection", True, _NONE, _CHAIN, draft_model, "draft model", same_seed=False,
+          aliases=("speculative_sampling",)),
+    Entry("block_verification", "small model", "chain", "block", True, _NONE, "arXiv 2403.10444", block_verification, "draft model", same_seed=False),
     Entry("layer_skip", "first layers of the target", "chain, stops when unsure", "rejection", True, "optional", "arXiv 2404.16710", layer_skip,
           same_seed=False, aliases=("early_exit",)),
     Entry("self_speculative", "target without some sub-layers", "chain, stops when unsure, adapts", "rejection", True, _NONE, "arXiv 2309.08168",
@@ -92,18 +96,24 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("llmcad", "small model", "tree paced by confidence", "match", True, _NONE, "arXiv 2309.04255", llmcad, "draft model",
           aliases=("edgellm",)),
     Entry("specinfer", "one or several small models, mixed", "branching tree", "rejection", True, "optional", "arXiv 2305.09781", specinfer,
-          "draft model", False),
-    Entry("spectr", "small model", "independent chains", "optimal transport (K-SEQ)", True, _NONE, "arXiv 2310.15141", spectr, "draft model", False),
+          "draft model", same_seed=False),
+    Entry("spectr", "small model", "independent chains", "optimal transport (K-SEQ)", True, _NONE, "arXiv 2310.15141", spectr, "draft model", same_seed=False),
     Entry("sequoia", "small model", "optimal tree for a node budget", "match", True, _NONE, "arXiv 2402.12374", sequoia, "draft model"),
     Entry("dynamic_tree", "small model", "tree by confidence", "match", True, _NONE, "arXiv 2406.16858", dynamic_tree, "draft model"),
     Entry("cascade", "small model, itself drafted for by n-gram copies or smaller models", "chain", "rejection", True, _NONE,
-          "arXiv 2312.11462, 2308.04623", cascade, "draft model", False, ("hierarchical",)),
-    Entry("lenience_lossy", "small model", "chain", "lenient rejection", False, _NONE, "arXiv 2211.17192", lenience, "draft model", False),
-    Entry("blockwise_lossy", "small model", "chain", "among the target's best, or near it", False, _NONE, "arXiv 1811.03115", blockwise,
-          "draft model", False),
+          "arXiv 2312.11462, 2308.04623", cascade, "draft model", same_seed=False, aliases=("hierarchical",)),
+    Entry("medusa", "heads on the target's last state", "fixed tree, best for their accuracy", "match", True, "heads", "arXiv 2401.10774", medusa,
+          speculator="medusa"),
+    Entry("blockwise", "heads on the target's last state, in one layer", "chain", "match", True, "heads", "arXiv 1811.03115", blockwise,
+          speculator="blockwise", aliases=("blockwise_parallel_decoding",)),
+    Entry("lenience_lossy", "small model", "chain", "lenient rejection", False, _NONE, "arXiv 2211.17192", lenience, "draft model", same_seed=False),
+    Entry("blockwise_lossy", "small model, or trained heads", "chain", "among the target's best, or near it", False, _NONE, "arXiv 1811.03115",
+          blockwise_tolerant, "draft model", same_seed=False),
     Entry("bild_lossy", "small model", "chain, stops before it is unsure", "rollback by distance", False, _NONE, "arXiv 2302.07863", bild,
-          "draft model", False),
-    Entry("typical_lossy", "small model", "chain", "typical threshold", False, _NONE, "arXiv 2401.10774", typical, "draft model", False),
+          "draft model", same_seed=False),
+    Entry("medusa_lossy", "heads on the target's last state", "fixed tree, best for their accuracy", "typical threshold", False, "heads",
+          "arXiv 2401.10774", medusa_typical, speculator="medusa", same_seed=False),
+    Entry("typical_lossy", "small model", "chain", "typical threshold", False, _NONE, "arXiv 2401.10774", typical, "draft model", same_seed=False),
 )  # fmt: skip
 """Every built-in method, in the order in which a newcomer should read them."""
 

@@ -2,6 +2,7 @@
 
 from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
 from foretell.draft.cascade import Cascade
+from foretell.draft.heads import Heads
 from foretell.draft.hybrid import Hybrid
 from foretell.draft.jacobi import Jacobi
 from foretell.draft.lookahead import Lookahead
@@ -11,6 +12,7 @@ from foretell.draft.model import DraftModel
 from foretell.draft.phrases import PhraseRetrieval
 from foretell.draft.recycling import Recycling
 from foretell.draft.rest import Rest
+from foretell.draft.stages import Stages
 from foretell.draft.suffix import Suffix
 from foretell.draft.together import Together
 from foretell.draft.translate import Translated
@@ -20,6 +22,7 @@ __all__ = [
     "Continuation",
     "DraftModel",
     "Drafter",
+    "Heads",
     "Hybrid",
     "Jacobi",
     "Lookahead",
@@ -31,6 +34,7 @@ __all__ = [
     "Recycling",
     "Rest",
     "Retriever",
+    "Stages",
     "Suffix",
     "Together",
     "Translated",

@@ -20,6 +20,11 @@ class Drafter(ABC):
     reach: int = 1 << 31
     """Longest text it can read, in tokens; longer ones are decoded without drafts."""
 
+    def depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """Deepest drafts that it can make for the texts now, at most `context.room`; 0 where it does not know enough yet."""
+        lengths = np.array([t.length for t in context.texts])
+        return np.minimum(context.room, np.maximum(0, self.reach + 1 - lengths))
+
     def keep(self, step: Step) -> None:
         """Learn what happened, after every pass of the target (the reading of a prompt included)."""
         return

@@ -30,6 +30,10 @@ class Mix(Predictor):
         self.taps = tuple(sorted({t for d in drafters for t in d.taps}))
         self.reach = min(d.reach for d in drafters)
 
+    def depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """As deep as all of them can draft."""
+        return np.stack([d.depths(context) for d in self.drafters]).min(0)
+
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:

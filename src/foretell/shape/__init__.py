@@ -9,6 +9,7 @@ from foretell.shape.cost import PassCost
 from foretell.shape.fallback import Fallback
 from foretell.shape.fixed import Fixed
 from foretell.shape.frugal import Frugal
+from foretell.shape.measured import PathCounts
 from foretell.shape.optimal import optimal
 from foretell.shape.paced import Paced
 from foretell.shape.trie import Trie
@@ -23,6 +24,7 @@ __all__ = [
     "Frugal",
     "Growth",
     "Paced",
+    "PathCounts",
     "PassCost",
     "Root",
     "Schedule",

@@ -55,8 +55,7 @@ class Fallback(Shape[Hybrid]):
     def grow(self, draft: Hybrid, context: Context) -> TokenTree:
         """A trie, a chain or a root per text."""
         self._plan, self._chained = self.frugal.plan(draft.retriever, context), {}
-        reach = np.array([max(0, draft.predictor.reach + 1 - t.length) for t in context.texts])
-        able = replace(context, room=np.minimum(context.room, reach))
+        able = replace(context, room=draft.predictor.depths(context))
         weak = []
         if not self._plan.timing:
             weak = [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid, able.texts[i])]

@@ -70,6 +70,8 @@ class Speculator(nn.Module, ABC):
         """Its own output matrix; None where it uses rows of the target's."""
         self.register_parameter("head", nn.Parameter(rows.detach().float().clone()) if config.own_head else None)
         self.register_buffer("_borrowed_head", None if config.own_head else rows, persistent=False)
+        self.packed_head: nn.Module | None = None
+        """The output matrix in the form of the CPU kernels, once `packed` made it."""
 
     @property
     @abstractmethod
@@ -96,9 +98,14 @@ class Speculator(nn.Module, ABC):
 
     def score(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens from what the target's head would see."""
+        if self.packed_head is not None:
+            return self._capped(self.packed_head(x))
         head = self.get_buffer("_borrowed_head") if self.head is None else self.head
-        out = F.linear(x, head.to(x.dtype)).float()
-        return torch.tanh(out / self._softcap) * self._softcap if self._softcap else out
+        return self._capped(F.linear(x, head.to(x.dtype)).float())
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits within the target's bound, where it has one."""
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
     def spread(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
         """Logits over the target's whole vocabulary: minus infinity for tokens it does not draft."""
@@ -111,4 +118,4 @@ class Speculator(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of its own weights."""
-        return next(self.parameters()).dtype
+        return next((p.dtype for p in self.parameters()), torch.float32)

@@ -3,6 +3,15 @@
 from collections.abc import Mapping
 
 from foretell.train.recipe.base import Recipe
+from foretell.train.recipe.blockwise import BlockwiseRecipe
+from foretell.train.recipe.draft_model import DraftModelRecipe
+from foretell.train.recipe.medusa import MedusaRecipe
+from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
-RECIPES: Mapping[str, type[Recipe]] = {}
+RECIPES: Mapping[str, type[Recipe]] = {
+    "blockwise": BlockwiseRecipe,
+    "draft_model": DraftModelRecipe,
+    "medusa": MedusaRecipe,
+    "mlp_speculator": MLPSpeculatorRecipe,
+}
 """Every recipe by its name; `RECIPES[name].of(setup)` builds one."""

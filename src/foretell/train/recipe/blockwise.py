@@ -1,0 +1,60 @@
+"""Heads of blockwise parallel decoding on a frozen target."""
+
+from typing import Literal, Self
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
+from foretell.train.recipe.base import Setup
+from foretell.train.recipe.heads import HeadsRecipe, initial
+
+
+class BlockwiseOptions(BaseModel):
+    """What `--set` may say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    heads: int = Field(4, ge=1)
+    """Heads beside the target's own, which scores: k - 1 of the paper."""
+    inner: int | None = Field(None, ge=1)
+    """Hidden units of the layer; four times the target's width if unsaid."""
+    draw: Literal["one", "all"] = "all"
+    """Per batch the loss of one head, drawn at random (the paper's, unbiased), or the mean of all."""
+    positions: int = Field(1024, ge=1)
+    """Positions of a batch that the loss is computed at, drawn at random."""
+    learn: Literal["hard", "soft"] = "hard"
+    """From the tokens of the text, or from the target's distributions over them (distillation)."""
+
+
+class BlockwiseRecipe(HeadsRecipe):
+    """The mean of the heads' cross-entropies, or that of a head drawn per batch (Stern et al., arXiv 1811.03115, 6)."""
+
+    name = "blockwise"
+
+    def __init__(self, setup: Setup, network: Blockwise, options: BlockwiseOptions) -> None:
+        super().__init__(setup, network, options.positions, options.learn == "soft")
+        self._one = options.draw == "one"
+
+    @classmethod
+    def of(cls, setup: Setup) -> Self:
+        """Heads that say what the target's own head says."""
+        o = setup.parse(BlockwiseOptions)
+        config = BlockwiseConfig(
+            target=setup.card,
+            draft_vocab=None if setup.kept is None else len(setup.kept),
+            heads=o.heads,
+            inner=4 * setup.card.hidden if o.inner is None else o.inner,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(setup.seed)
+            network = Blockwise(config, setup.ends)
+        initial(setup, network)
+        return cls(setup, network, o)
+
+    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+        """The mean, or one of them."""
+        if not self._one:
+            return losses.mean()
+        return losses[int(torch.randint(len(losses), (), generator=self._generator))]

@@ -1,0 +1,59 @@
+"""Medusa's heads on a frozen target (Medusa-1)."""
+
+from typing import Literal, Self
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretell.draft.network.medusa import Medusa, MedusaConfig
+from foretell.train.objective.heads import weights
+from foretell.train.recipe.base import Setup
+from foretell.train.recipe.heads import HeadsRecipe, initial
+
+
+class MedusaOptions(BaseModel):
+    """What `--set` may say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    heads: int = Field(4, ge=1)
+    blocks: int = Field(1, ge=1)
+    """Residual blocks per head."""
+    own_head: bool = False
+    """Every head trains an output matrix of its own: large, and better on large models."""
+    decay: float = Field(0.8, gt=0, le=1)
+    """Weight of a head's loss relative to that of the head before."""
+    positions: int = Field(1024, ge=1)
+    """Positions of a batch that the loss is computed at, drawn at random."""
+    learn: Literal["hard", "soft"] = "hard"
+    """From the tokens of the text, or from the target's distributions over them (distillation)."""
+
+
+class MedusaRecipe(HeadsRecipe):
+    """The sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774, 2.2.1)."""
+
+    name = "medusa"
+
+    def __init__(self, setup: Setup, network: Medusa, options: MedusaOptions) -> None:
+        super().__init__(setup, network, options.positions, options.learn == "soft")
+        self._weights = torch.tensor(weights(options.heads, options.decay))
+
+    @classmethod
+    def of(cls, setup: Setup) -> Self:
+        """Heads that say what the target's own head says."""
+        o = setup.parse(MedusaOptions)
+        config = MedusaConfig(
+            target=setup.card,
+            draft_vocab=None if setup.kept is None else len(setup.kept),
+            own_head=o.own_head,
+            heads=o.heads,
+            blocks=o.blocks,
+        )
+        network = Medusa(config, setup.ends)
+        initial(setup, network)
+        return cls(setup, network, o)
+
+    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+        """The weighted sum."""
+        return (losses * self._weights.to(losses)).sum()
