@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from foretell.speculator.checkpoint import read_config
+from foretell.speculator.formats import recognised
 
 
 def is_speculator(reference: str) -> bool:
-    """Whether a path names a directory with a trained speculator, as opposed to a language model."""
+    """Whether a path names a directory with a trained speculator, ours or in a known format, as opposed to a language model."""
     folder = Path(reference).expanduser()
-    return (folder / "config.json").is_file() and "kind" in read_config(folder)
+    return (folder / "config.json").is_file() and ("kind" in read_config(folder) or recognised(folder) is not None)

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator, TargetCard
 from foretell.model.ends import Ends
 from foretell.speculator.checkpoint import load_own, read_config
+from foretell.speculator.formats import recognised
+from foretell.speculator.formats.base import Reading
+from foretell.speculator.formats.files import absent
 
 
 def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
@@ -14,8 +18,40 @@ def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
         ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
     """
     values = read_config(folder)
-    check_target(folder, values.get("target"), target)
-    return _like(load_own(folder, ends), ends)
+    if "kind" in values:
+        check_target(folder, values.get("target"), target)
+        return _like(load_own(folder, ends), ends)
+    return _like(_build(folder, read_published(folder, target), ends), ends)
+
+
+def read_published(folder: Path, target: TargetCard) -> Reading:
+    """A checkpoint of another project in our words.
+
+    Raises:
+        ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
+    """
+    known = recognised(folder)
+    if known is None:
+        raise ValueError(
+            f"{folder}: neither a speculator of ours nor one in a format that is known here; docs/formats.md lists them"
+        )
+    format_, found = known
+    if not found.names:
+        raise ValueError(absent(folder))
+    return format_.read(found, target)
+
+
+def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:
+    config_type, network_type = NETWORKS[reading.config.kind]
+    assert isinstance(reading.config, config_type)
+    network = network_type(reading.config, ends)
+    if "token_of" in reading.tensors:
+        network.choose(reading.tensors["token_of"])
+    try:
+        network.load_state_dict(dict(reading.tensors))
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: {str(error).splitlines()[-1].strip()}") from error
+    return network
 
 
 def _like(network: Speculator, ends: Ends) -> Speculator:

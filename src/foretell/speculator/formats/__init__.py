@@ -1,0 +1,22 @@
+"""Checkpoints of other projects: one file per family, and the table of what is recognised."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from foretell.speculator.formats import medusa, mlp
+from foretell.speculator.formats.base import Format
+from foretell.speculator.formats.files import Published, published
+
+FORMATS: Sequence[Format] = (medusa.AUTHORS, medusa.VLLM, mlp.IBM)
+"""Every format that is read, the more particular ones first."""
+
+
+def recognised(folder: Path) -> tuple[Format, Published] | None:
+    """The format of what lies in a directory, with what was found in it; None: none that is known.
+
+    Raises:
+        ValueError: there is no configuration, or a file is damaged.
+    """
+    found = published(folder)
+    format_ = next((f for f in FORMATS if f.fits(found)), None)
+    return None if format_ is None else (format_, found)

@@ -1,0 +1,44 @@
+"""IBM's multi-stage MLP speculators (`mlp_speculator`), as fms-extras publishes them and vLLM and TGI read them."""
+
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.mlp_speculator import MLPSpeculatorConfig
+from foretell.speculator.formats.base import Format, Reading, card
+from foretell.speculator.formats.files import Published
+
+ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "MLPSpeculatorModel", "MLPSpeculator")
+_OURS = {"emb": "token", "proj": "project", "head": "output", "ln": "norm"}
+
+
+def names(stages: int, tied: bool) -> dict[str, str]:
+    """Our names to the published ones; tied stages are stored once, apart from the first projection."""
+    counts = {"emb": 1, "proj": min(stages, 2), "head": 1, "ln": 1} if tied else dict.fromkeys(_OURS, stages)
+    out = {f"{_OURS[t]}.{i}.weight": f"{t}.{i}.weight" for t, count in counts.items() for i in range(count)}
+    return out | {f"norm.{i}.bias": f"ln.{i}.bias" for i in range(counts["ln"])}
+
+
+def _fits(found: Published) -> bool:
+    return found.config.get("model_type") == "mlp_speculator" or any(a in ARCHITECTURES for a in found.architectures)
+
+
+def _read(found: Published, target: TargetCard) -> Reading:
+    found = found.without("speculator.")
+    hidden, vocab, stages = found.number("emb_dim"), found.number("vocab_size"), found.number("n_predict")
+    inner = found.number("inner_dim", 0) or hidden
+    # `tie_wts`: the spelling of older fms-extras.
+    tied = found.flag("tie_weights", found.flag("tie_wts"))
+    config = MLPSpeculatorConfig(
+        target=card(found, target, hidden, vocab),
+        stages=stages,
+        inner=inner,
+        tied=tied,
+        scale_input=found.flag("scale_input"),
+        own_embedding=True,
+    )
+    tensors = {}
+    for ours, theirs in names(stages, tied).items():
+        shape = {"emb": (vocab, inner), "head": (vocab, inner), "ln": (inner,)}.get(theirs.split(".")[0])
+        tensors[ours] = found.need(theirs, *(shape or (inner, hidden if theirs == "proj.0.weight" else inner)))
+    return Reading(config, tensors)
+
+
+IBM = Format("mlp_speculator", _fits, _read)

@@ -1,0 +1,173 @@
+"""Published checkpoints: recognised, read, computing what their own projects compute; and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from published import CARD, D, V, authors_medusa, ends, ibm_mlp, matrix, put, vllm_medusa
+
+from foretell.draft.network.base import Speculator
+from foretell.draft.network.medusa import Medusa
+from foretell.draft.network.mlp_speculator import MLPSpeculator
+from foretell.speculator import is_speculator
+from foretell.speculator.load import load_speculator
+
+H = matrix(4, D, seed=9)
+
+
+def load(folder: Path) -> Speculator:
+    assert is_speculator(str(folder))
+    return load_speculator(folder, CARD, ends())
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_head.", "heads."])
+@pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "model.safetensors"])
+def test_medusa_of_its_authors(tmp_path: Path, file: str, prefix: str) -> None:
+    config, tensors = authors_medusa()
+    network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}, file))
+    assert isinstance(network, Medusa) and network.card.name == "lmsys/vicuna-7b-v1.3" and network.taps == (7,)
+    logits = network(H)
+    for h in range(3):
+        x = H
+        for i in range(2):
+            x = x + F.silu(F.linear(x, tensors[f"{h}.{i}.linear.weight"], tensors[f"{h}.{i}.linear.bias"]))
+        torch.testing.assert_close(logits[:, h], x @ tensors[f"{h}.2.weight"].T)
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
+@pytest.mark.parametrize("kept", [V, 9])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_medusa_of_vllm(tmp_path: Path, prefix: str, kept: int, biased: bool, shared: bool) -> None:
+    config, tensors = vllm_medusa(kept=kept, biased=biased, shared=shared)
+    network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}))
+    logits = network.spread(network(H))
+    for h in range(2):
+        bias = tensors.get(f"blocks.{h}.layers.0.bias")
+        x = H + F.silu(F.linear(H, tensors[f"blocks.{h}.layers.0.weight"], bias))
+        wanted = torch.full((4, V), float("-inf"))
+        wanted[:, tensors.get("token_map", torch.arange(V))] = x @ tensors[f"lm_heads.{0 if shared else h}.weight"].T
+        torch.testing.assert_close(logits[:, h], wanted)
+
+
+def test_medusa_of_vllm_with_whole_matrices_a_scale_and_other_names_of_its_counts(tmp_path: Path) -> None:
+    config, tensors = vllm_medusa(kept=9)
+    tensors |= {f"lm_heads.{h}.weight": matrix(V, D, seed=h) for h in range(2)}
+    config |= {
+        "logit_scale": 0.5,
+        "medusa_num_heads": config.pop("num_heads"),
+        "medusa_num_layers": config.pop("num_hidden_layers"),
+    }
+    found = load(put(tmp_path, config, tensors))
+    x = H + F.silu(H @ tensors["blocks.1.layers.0.weight"].T)
+    where = tensors["token_map"]
+    torch.testing.assert_close(
+        found.spread(found(H))[:, 1][:, where], 0.5 * (x @ tensors["lm_heads.1.weight"].T)[:, where]
+    )
+
+
+@pytest.mark.parametrize("architecture", ["MLPSpeculatorPreTrainedModel", "MLPSpeculatorModel"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("inner", [0, 6])
+@pytest.mark.parametrize("scale_input", [False, True])
+def test_mlp_speculator(tmp_path: Path, architecture: str, tied: bool, inner: int, scale_input: bool) -> None:
+    config, tensors = ibm_mlp(3, inner, tied, scale_input, architecture)
+    if tied:
+        del config["model_type"]
+    prefix = "speculator." if scale_input else ""
+    network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}))
+    assert isinstance(network, MLPSpeculator)
+    tokens = torch.tensor([[3, 0, 22], [1, 2, 3], [5, 5, 5], [7, 8, 9]])
+    found = network([H], tokens, lambda readings: [network.judge(r, i) for i, r in enumerate(readings)])
+    for mine, theirs in zip(found, released(tensors, H, tokens, inner or D, tied, scale_input), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def released(
+    tensors: dict[str, torch.Tensor],
+    state: torch.Tensor,
+    tokens: torch.Tensor,
+    inner: int,
+    tied: bool,
+    scale_input: bool,
+) -> list[torch.Tensor]:
+    """The recurrence of the released speculators, written plainly."""
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+    stages = tokens.shape[1]
+    kept = 0.5 ** (0.5 / stages)
+    weight = ((1 - kept**2) * inner / 2) ** 0.5 / kept
+    state, out = unit(state) / 2**0.5 if scale_input else state, []
+    for i in range(stages):
+        j = 0 if tied else i
+        x = (
+            state @ tensors[f"proj.{min(i, 1) if tied else i}.weight"].T
+            + weight * tensors[f"emb.{j}.weight"][tokens[:, i]]
+        )
+        state = F.gelu(unit(x) * tensors[f"ln.{j}.weight"] + tensors[f"ln.{j}.bias"])
+        out.append(state @ tensors[f"head.{j}.weight"].T)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(authors_medusa, "1.0.linear.weight"), (vllm_medusa, "lm_heads.1.weight"), (ibm_mlp, "ln.2.bias")],
+)
+def test_missing_and_misshapen_tensors(tmp_path: Path, make: object, name: str) -> None:
+    config, tensors = make()  # type: ignore[operator]
+    less = {n: t for n, t in tensors.items() if n != name}
+    with pytest.raises(ValueError, match=rf"less: the checkpoint lacks {name}; is it complete\?"):
+        load(put(tmp_path / "less", config, less))
+    with pytest.raises(ValueError, match=rf"{name} has the shape \[5, 3\], and its configuration asks for \["):
+        load(put(tmp_path / "odd", config, tensors | {name: matrix(5, 3, seed=1)}))
+
+
+@pytest.mark.parametrize("make", [authors_medusa, vllm_medusa, ibm_mlp])
+def test_another_target(tmp_path: Path, make: object) -> None:
+    folder = put(tmp_path, *make())  # type: ignore[operator]
+    for change in ({"hidden": D + 1}, {"vocab": V - 1}):
+        with pytest.raises(ValueError, match=rf"another model \(.*: width {D}, {V} tokens\); the target has width"):
+            load_speculator(folder, CARD.model_copy(update=change), ends())
+
+
+def test_a_configuration_that_makes_no_sense(tmp_path: Path) -> None:
+    config, tensors = ibm_mlp()
+    with pytest.raises(ValueError, match=r"n_predict should be an integer, found 'three'"):
+        load(put(tmp_path, config | {"n_predict": "three"}, tensors))
+
+
+def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(authors_medusa()[0]))
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(
+        ValueError, match=r"medusa_lm_head.pt: a pickle, and unpickling can run code; convert it once .* python -c"
+    ) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    (tmp_path / "medusa_lm_head.pt").unlink()
+    with pytest.raises(ValueError, match="no weights here"):
+        load(tmp_path)
+
+
+def test_language_models_and_other_directories_are_no_speculators(tmp_path: Path) -> None:
+    model = put(
+        tmp_path / "llama",
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        {"model.norm.weight": torch.ones(4)},
+    )
+    assert not is_speculator(str(model)) and not is_speculator(str(tmp_path)) and not is_speculator("smollm2-135m")
+    with pytest.raises(
+        ValueError, match=r"neither a speculator of ours nor one in a format that is known here; docs/formats.md"
+    ):
+        load_speculator(model, CARD, ends())
+
+
+def test_damaged_weights_say_so(tmp_path: Path) -> None:
+    folder = put(tmp_path, *ibm_mlp())
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="damaged safetensors file"):
+        load(folder)
