@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         out: torch.Tensor = block.output(attend(q, i, cache, plan, window, c.scale, c.attention_softcap))
         return out
 
-    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+    def final(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """What the head sees: the last block's output after the final norm."""
         return self.norm(x)
 
