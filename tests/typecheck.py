@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from beartype import BeartypeConf, beartype
-from beartype.roar import BeartypeDecorHintPep3119Exception
+from beartype.roar import BeartypeDecorHintPep673Exception, BeartypeDecorHintPep3119Exception
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -12,8 +12,8 @@ _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function: F) -> F:
-    """Check arguments and result at every call, unless a structural protocol among them cannot be checked at run time."""
+    """Check arguments and result at every call, unless a structural protocol or `Self` among them cannot be checked at run time."""
     try:
         return _beartype(function)
-    except BeartypeDecorHintPep3119Exception:
+    except (BeartypeDecorHintPep3119Exception, BeartypeDecorHintPep673Exception):
         return function
