@@ -44,12 +44,19 @@ class EagleConfig(SpeculatorConfig):
     """EAGLE-3: one norm over all tapped states side by side before they are fused."""
     fc_norm: bool = False
     """EAGLE-3: a norm for each tapped state before they are fused."""
+    norm_output: bool = False
+    """EAGLE-3: the next feature is the layer's output after the final norm, not before."""
+    qk_norm: bool = False
+    """Queries and keys are normed head by head, as in layers of the Qwen 3 family."""
+    own_embedding: bool = False
+    """It has an embedding of its own, as published checkpoints may; otherwise it uses the target's."""
 
     @property
     def sizes(self) -> Sizes:
         """Of each layer."""
         hidden = self.target.hidden
-        return Sizes(hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, self.qkv_bias)
+        biased, normed = self.qkv_bias, self.qk_norm
+        return Sizes(hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, biased, normed)
 
     @property
     def tapped(self) -> tuple[int, ...]:
@@ -81,6 +88,10 @@ class EagleNetwork(Speculator):
         super().__init__(config, ends)
         self.config, self.context = config, config.context
         cos, sin = tables(config.rope, config.head_dim, config.context + BEYOND)
+        own = nn.Parameter(ends.embedding.detach().float().clone()) if config.own_embedding else None
+        self.embedding: nn.Parameter | None
+        """Its own embedding; None where it uses the target's."""
+        self.register_parameter("embedding", own)
         self.register_buffer("_cos", cos[:, None], persistent=False)
         self.register_buffer("_sin", sin[:, None], persistent=False)
 
@@ -88,6 +99,10 @@ class EagleNetwork(Speculator):
     def taps(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads."""
         return self.config.tapped
+
+    def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
+        """Its own embedding of tokens, which is not scaled, or the target's."""
+        return super().embed(token) if self.embedding is None else F.embedding(token, self.embedding).to(self.dtype)
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
@@ -196,9 +211,9 @@ class Eagle3(EagleNetwork):
         x: torch.Tensor = first(embedded, g, turn, 0, sight)
         for i, layer in enumerate(more, 1):
             x = layer(x, turn, i, sight)
-        return x
+        return self.norm(x) if self.config.norm_output else x
 
     def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The output after the final norm."""
-        seen: torch.Tensor = self.norm(out)
+        seen: torch.Tensor = out if self.config.norm_output else self.norm(out)
         return seen

@@ -25,6 +25,8 @@ class Sizes:
     ffn: int
     norm_eps: float
     qkv_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normed head by head, as Qwen 3 does."""
 
 
 class Sight(ABC):
@@ -64,6 +66,8 @@ class Attention(nn.Module):
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.qkv_proj = nn.Linear(inputs, rows, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
+        self.q_norm = Norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.k_norm = Norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
 
     def forward(
         self, x: Float[torch.Tensor, "*t i"], turn: Turn, layer: int, sight: Sight
@@ -71,9 +75,11 @@ class Attention(nn.Module):
         """What the tokens take from those that they see."""
         s = self.sizes
         heads = self.qkv_proj(x).unflatten(-1, (s.heads + 2 * s.kv_heads, s.head_dim))
-        turned = rotate(heads[..., : s.heads + s.kv_heads, :], turn)
-        q, k, v = turned[..., : s.heads, :], turned[..., s.heads :, :], heads[..., s.heads + s.kv_heads :, :]
-        out: torch.Tensor = self.o_proj(sight.attend(layer, q, k, v))
+        asked, v = heads[..., : s.heads + s.kv_heads, :], heads[..., s.heads + s.kv_heads :, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            asked = torch.cat((self.q_norm(asked[..., : s.heads, :]), self.k_norm(asked[..., s.heads :, :])), -2)
+        turned = rotate(asked, turn)
+        out: torch.Tensor = self.o_proj(sight.attend(layer, turned[..., : s.heads, :], turned[..., s.heads :, :], v))
         return out
 
 
