@@ -1,0 +1,38 @@
+"""A moving average of weights."""
+
+import torch
+from jaxtyping import Float
+from torch import nn
+
+
+class Average:
+    """Exponential moving average of the parameters that are trained; early on its decay is smaller, so that it forgets the beginning."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._module, self._decay = module, decay
+        self.values = {n: p.detach().clone() for n, p in _trained(module).items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after step number `step`, counted from 1."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        for name, parameter in _trained(self._module).items():
+            self.values[name].lerp_(parameter.detach(), 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the average with the weights; done twice it changes nothing."""
+        for name, parameter in _trained(self._module).items():
+            held = parameter.detach().clone()
+            parameter.copy_(self.values[name])
+            self.values[name].copy_(held)
+
+    @torch.no_grad()
+    def load(self, values: dict[str, Float[torch.Tensor, "*shape"]]) -> None:
+        """Take over saved values."""
+        for name, value in self.values.items():
+            value.copy_(values[name])
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -1,0 +1,81 @@
+"""The model card of a trained speculator: what it is, what it learned from, how it was made, what it gives."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from foretell.train.dataset import Dataset
+from foretell.train.loop import Trainer
+
+CARD = "README.md"
+
+
+def write(trainer: Trainer, command: str) -> None:
+    """Write the card beside the weights."""
+    (trainer.out / CARD).write_text(card(trainer, command), "utf-8")
+
+
+def card(trainer: Trainer, command: str) -> str:
+    """The card as Markdown."""
+    task, rows = trainer.task, trainer.rows
+    config, settings = task.shadow.config, task.settings
+    parameters = sum(p.numel() for p in task.shadow.network.parameters() if p.requires_grad)
+    facts = [
+        ("Kind", f"`{config.kind}`"),
+        ("Target", f"`{config.target.name}`, fingerprint `{config.target.fingerprint}`"),
+        ("Parameters", f"{parameters:,}, beside the target's embedding and head, which it shares"),
+        (
+            "Drafts",
+            "every token of the target"
+            if config.draft_vocab is None
+            else f"the {config.draft_vocab:,} most frequent tokens",
+        ),
+        ("Tokens per pass", _gain(trainer)),
+        (
+            "Trained",
+            f"{trainer.step:,} steps, {rows[-1].tokens:,} tokens (repeats included), {_span(rows[-1].seconds)}",
+        ),
+        ("Precision", "bfloat16 autocast over float32 weights" if settings.precision == "bf16" else "float32"),
+        ("Seed", str(settings.seed)),
+    ]
+    lines = [f"# {task.recipe.name} for {config.target.name}", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
+    lines += ["## Command", "", "```", command, "```", ""]
+    lines += ["## Data", "", *_data(task.data), ""]
+    lines += ["## Course", "", "![Loss and tokens per pass against tokens trained on](curve.png)", ""]
+    measured = [r for r in rows if r.tokens_per_pass is not None]
+    lines += ["| step | tokens | loss | tokens per pass |", "|---:|---:|---:|---:|"]
+    lines += [f"| {r.step:,} | {r.tokens:,} | {r.loss:.4f} | {r.tokens_per_pass:.3f} |" for r in measured]
+    return "\n".join(lines) + "\n"
+
+
+def _gain(trainer: Trainer) -> str:
+    settings = trainer.task.settings
+    return (
+        f"**{trainer.best:.3f}** on {len(trainer.task.prompts)} held-out prompts, {settings.measure_tokens} greedy tokens each, "
+        f"the target's own token included (best of the course, step {trainer.best_step:,})"
+    )
+
+
+def _data(data: Sequence[Dataset]) -> list[str]:
+    lines = []
+    for one in data:
+        known = one.manifest
+        origin = {
+            "self": f"`{known.model}` wrote the prompts and answered them itself",
+            "prompts": f"`{known.model}` answered given prompts",
+            "text": "plain text",
+        }[known.kind]
+        lines.append(
+            f"- `{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed {known.seed}."
+        )
+        if known.kind != "text":
+            lines.append(
+                f"  Answers in {known.precision}, {known.greedy_share:.0%} greedy, the rest sampled at temperature {known.temperature:g}."
+            )
+        lines += [f"  Source: `{s}`." for s in known.sources]
+    return lines
+
+
+def _span(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -1,0 +1,190 @@
+"""Where a training stands, on disk: written beside the last one and moved into its place whole, so that a kill at any moment leaves a good one."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Shaped
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from foretell.train.curve import Row
+from foretell.train.settings import Settings, flag
+
+FOLDER = "checkpoint"
+_STATE = "state.json"
+
+Tensors = dict[str, Shaped[torch.Tensor, "*shape"]]
+
+
+class Stand(BaseModel):
+    """Everything about where a training stands that is not a tensor. Random draws are seeded by step, so the step stands for them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    settings: Settings
+    target: str
+    """Its fingerprint."""
+    documents: int
+    """That are trained on: a data set that has grown makes other batches."""
+    processes: int
+    """Whose tensors these are: one unless weights are sharded."""
+    step: int
+    """Steps done."""
+    seconds: float
+    best: float
+    """Most tokens per pass measured."""
+    best_step: int
+    stale: int
+    """Measurements since then."""
+    stopped: bool
+    """It is over, whatever the settings say of steps."""
+    curve: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Store:
+    """The checkpoints of one training, of which the newest complete one counts. `rank` 0 moves them into place."""
+
+    out: Path
+    rank: int = 0
+
+    @property
+    def _folder(self) -> Path:
+        return self.out / FOLDER
+
+    def newest(self) -> Path | None:
+        """Folder of the newest complete checkpoint."""
+        found = sorted(self._folder.glob("step-*[0-9]"))
+        return found[-1] if found else None
+
+    def stand(self) -> Stand | None:
+        """Where the training stands; None where it has not begun.
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        folder = self.newest()
+        if folder is None:
+            return None
+        try:
+            return Stand.model_validate_json((folder / _STATE).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{folder / _STATE}: damaged ({str(error).splitlines()[0]}); delete {folder}") from error
+
+    def tensors(self) -> Tensors:
+        """Weights, optimizer and average of this process.
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        folder = self.newest()
+        assert folder is not None
+        path = folder / f"tensors-{self.rank}.safetensors"
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: damaged ({error}); delete {folder}") from error
+
+    def write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lay down the tensors of this process for the checkpoint of `step`; it does not count before `finish`.
+
+        Raises:
+            ValueError: no space is left; the last checkpoint stays as it was.
+        """
+        part = self._part(step)
+        with _room(part, self.newest()):
+            part.mkdir(parents=True, exist_ok=True)
+            packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+            _write(part / f"tensors-{self.rank}.safetensors", save(packed))
+
+    def finish(self, stand: Stand) -> None:
+        """Move the checkpoint into place, and delete those before it.
+
+        Raises:
+            ValueError: no space is left; the last checkpoint stays as it was.
+        """
+        part = self._part(stand.step)
+        with _room(part, self.newest()):
+            _write(part / _STATE, stand.model_dump_json().encode())
+            _sync(part)
+        final = part.with_suffix("")
+        if final.exists():
+            shutil.rmtree(final)
+        part.rename(final)
+        _sync(self._folder)
+        for other in self._folder.iterdir():
+            if other != final:
+                shutil.rmtree(other)
+
+    def _part(self, step: int) -> Path:
+        return self._folder / f"step-{step:09d}.part"
+
+
+def belongs(stand: Stand, settings: Settings, target: str, documents: int, processes: int) -> None:
+    """Check that a checkpoint is of this training.
+
+    Raises:
+        ValueError: it is of another.
+    """
+    where = f"{settings.out} holds a checkpoint of another training"
+    cure = "train with the same settings, or give another --out"
+    name = stand.settings.changed(settings)
+    if name is not None:
+        then, now = (_shown(s.model_dump()[name]) for s in (stand.settings, settings))
+        raise ValueError(f"{where}: {flag(name)} was {then} there and is {now} here; {cure}")
+    if stand.target != target:
+        raise ValueError(
+            f"{where}: its target has the fingerprint {stand.target}, this one {target}; give another --out"
+        )
+    if stand.documents != documents:
+        raise ValueError(
+            f"{where}: it was trained on {stand.documents} texts, and the data has {documents} now; "
+            "give another --out, and --from to begin with its weights"
+        )
+    if stand.processes != processes:
+        raise ValueError(f"{where}: it is sharded for {stand.processes} processes, and these are {processes}")
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | tuple) else str(value) or "not given"
+
+
+class _room:  # noqa: N801 (a context manager, named as one)
+    """Turns a full disk into a sentence, and clears what could not be finished."""
+
+    def __init__(self, part: Path, good: Path | None) -> None:
+        self._part, self._good = part, good
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return
+        shutil.rmtree(self._part, ignore_errors=True)
+        last = "there is none yet" if self._good is None else f"that of step {int(self._good.name[5:])} stays"
+        raise ValueError(
+            f"no space left for a checkpoint in {self._part.parent}: {last}; free some and run the same command again"
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,208 @@
+"""Hidden states of the target for training: read batch by batch, or kept on disk once they were read."""
+
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.model.decoder import Decoder
+from foretell.model.sequence import run_blocks
+
+_GRAIN = 16
+"""Widths of batches are rounded up to a multiple of this, so that kernels meet few shapes."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a document with what it was cut from."""
+
+    source: int
+    document: int
+    text: Int[np.ndarray, " t"]
+    """Of the whole document."""
+    begin: int
+    end: int
+
+
+@torch.no_grad()
+def read(
+    decoder: Decoder, token: Int[torch.Tensor, "b s"], taps: Sequence[int]
+) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+    """The target's states for whole texts, without a cache; taps are numbered as in `Runner.forward`. Padding belongs at the end."""
+    layers, done = decoder.config.layers, 0
+    x, found = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
+    for stop in sorted({min(t, layers) for t in taps}):
+        x = run_blocks(decoder, x, done, stop)
+        found[stop], done = x, stop
+    if layers + 1 in taps:
+        found[layers + 1] = decoder.final(x)
+    return tuple(found[t] for t in taps)
+
+
+def width(longest: int) -> int:
+    """How wide a batch is made whose longest text has so many tokens."""
+    return -(-longest // _GRAIN) * _GRAIN
+
+
+def padded(texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> Int[torch.Tensor, "b s"]:
+    """Texts as the rows of a rectangle, zeros at their ends."""
+    out = torch.zeros(len(texts), wide, dtype=torch.int64)
+    for i, text in enumerate(texts):
+        out[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
+    return out
+
+
+class Features(ABC):
+    """Where batches get the target's states from."""
+
+    taps: tuple[int, ...]
+
+    @abstractmethod
+    def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+        """The states of pieces, one tensor per tap; what stands at padding is finite and means nothing."""
+
+
+class Streamed(Features):
+    """The target reads every batch; each piece on its own, as if its document began there."""
+
+    def __init__(self, decoder: Decoder, taps: tuple[int, ...]) -> None:
+        self.decoder, self.taps = decoder, taps
+
+    def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+        """Read the pieces."""
+        return self.read([p.text[p.begin : p.end] for p in chosen], wide)
+
+    def read(self, texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+        """Read texts."""
+        return read(self.decoder, padded(texts, wide).to(self.decoder.device), self.taps)
+
+
+class Cached(Features):
+    """The target reads every document once, whole; the states are kept in files beside the data set, shared by all trainings that tap the same.
+
+    `shelves`: one per data set. A document that its shelf has no room for is read again every time, as `Streamed` does.
+    """
+
+    def __init__(self, streamed: Streamed, shelves: Sequence["Shelf"]) -> None:
+        self.taps, self._streamed, self._shelves = streamed.taps, streamed, tuple(shelves)
+
+    def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+        """Look the pieces up; what is missing is read and kept."""
+        self._fill([p for p in chosen if self._takes(p) and not self._shelves[p.source].has(p.document, p.text)])
+        kept = [i for i, p in enumerate(chosen) if self._takes(p)]
+        rest = [i for i in range(len(chosen)) if i not in set(kept)]
+        decoder = self._streamed.decoder
+        shape = (len(chosen), wide, decoder.config.hidden)
+        out = [torch.zeros(shape, dtype=torch.bfloat16) for _ in self.taps]
+        for i in kept:
+            p = chosen[i]
+            for to, part in zip(out, self._shelves[p.source].get(p.document, p.begin, p.end), strict=True):
+                to[i, : p.end - p.begin] = part
+        if rest:
+            for to, part in zip(out, self._streamed.of([chosen[i] for i in rest], wide), strict=True):
+                to[rest] = part.to("cpu", torch.bfloat16)
+        return tuple(t.to(decoder.device, decoder.embedding.dtype) for t in out)
+
+    def _takes(self, piece: Piece) -> bool:
+        return self._shelves[piece.source].takes(piece.document)
+
+    def _fill(self, missing: Sequence[Piece]) -> None:
+        # A document that was cut may be there with several pieces.
+        todo = list({(p.source, p.document): p for p in missing}.values())
+        if not todo:
+            return
+        longest = max(len(p.text) for p in todo)
+        states = self._streamed.read([p.text for p in todo], width(longest))
+        for i, p in enumerate(todo):
+            rows = [state[i, : len(p.text)].to("cpu", torch.bfloat16) for state in states]
+            self._shelves[p.source].put(p.document, p.text, rows)
+
+
+class Shelf:
+    """The states of one data set's documents, a file of bfloat16 rows per tap.
+
+    Beside it stands a file with a mark per document, the checksum of its tokens and place, written after its rows: a kill can lose documents but
+    not damage them, and a data set that was made anew is read anew. `room`: bytes that all taps together may take.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        taps: Sequence[int],
+        lengths: Int[np.ndarray, " n"],
+        hidden: int,
+        room: int,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._row = 2 * hidden
+        self._offset = np.concatenate([[0], np.cumsum(lengths)])
+        most = room // (self._row * max(len(taps), 1))
+        self._documents = int(np.searchsorted(self._offset, most, side="right")) - 1
+        size = int(self._offset[self._documents]) * self._row
+        self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, len(lengths)) for t in taps]
+
+    def takes(self, document: int) -> bool:
+        """Whether there is room for a document."""
+        return document < self._documents
+
+    def has(self, document: int, text: Int[np.ndarray, " t"]) -> bool:
+        """Whether all states of a document are here."""
+        mark = self._mark(document, text)
+        return all(int(f.marks[document]) == mark for f in self._files)
+
+    def get(self, document: int, begin: int, end: int) -> list[Float[torch.Tensor, "s d"]]:
+        """States of a part of a document, one tensor per tap."""
+        first = int(self._offset[document])
+        return [f.rows(first + begin, first + end) for f in self._files]
+
+    def put(self, document: int, text: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
+        """Keep the states of a document."""
+        mark = self._mark(document, text)
+        for file, state in zip(self._files, states, strict=True):
+            if int(file.marks[document]) != mark:
+                file.write(int(self._offset[document]), state, document, mark)
+
+    def _mark(self, document: int, text: Int[np.ndarray, " t"]) -> int:
+        place = int(self._offset[document]).to_bytes(8, "little")
+        return max(zlib.crc32(text.astype(np.int32).tobytes(), zlib.crc32(place)), 1)
+
+
+class _TapFile:
+    """The rows of one tap, and the marks of the documents that are in it. Written with plain writes: a full disk is an error, not a signal."""
+
+    def __init__(self, path: Path, size: int, hidden: int, documents: int) -> None:
+        self._hidden, self._path = hidden, path.with_suffix(".bf16")
+        self._data = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._notes = os.open(path.with_suffix(".done"), os.O_RDWR | os.O_CREAT, 0o644)
+        for descriptor, least in ((self._data, size), (self._notes, 4 * documents)):
+            if os.fstat(descriptor).st_size < least:
+                os.ftruncate(descriptor, least)
+        self.marks = np.frombuffer(os.pread(self._notes, 4 * documents, 0), np.uint32).copy()
+        self._map = np.memmap(self._path, np.int16, "r", shape=(size // (2 * hidden), hidden)) if size else None
+
+    def __del__(self) -> None:
+        os.close(self._data)
+        os.close(self._notes)
+
+    def rows(self, first: int, last: int) -> Float[torch.Tensor, "s d"]:
+        assert self._map is not None
+        return torch.from_numpy(np.array(self._map[first:last])).view(torch.bfloat16)
+
+    def write(self, first: int, state: Float[torch.Tensor, "t d"], document: int, mark: int) -> None:
+        _write_all(self._data, state.contiguous().view(torch.int16).numpy().tobytes(), first * 2 * self._hidden)
+        _write_all(self._notes, mark.to_bytes(4, "little"), 4 * document)
+        self.marks[document] = mark
+
+
+def _write_all(descriptor: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written

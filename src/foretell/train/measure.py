@@ -1,0 +1,46 @@
+"""What training is stopped by and judged on: tokens per pass of the target on prompts that were held back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretell.engine import Engine, Request
+from foretell.method import AnyMethod
+from foretell.model.runner import Runner
+from foretell.train.schedule import Text
+
+_OPENING = 48
+"""Tokens of a plain text that serve as its prompt."""
+_LONGEST = 512
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Greedy decoding of all prompts."""
+
+    tokens_per_pass: float
+    """All tokens over all passes, the target's own token of every pass included."""
+    accepted: tuple[float, ...]
+    """Share of passes that accepted a draft at depth 1, 2, …"""
+    prompts: int
+    new_tokens: int
+
+
+def prompts_of(texts: Sequence[Text], count: int) -> list[list[int]]:
+    """The prompts of as many texts, the first that are short enough to be read quickly; of plain text, how it begins."""
+    prompts = [t.tokens[: t.start or _OPENING].tolist() for t in texts]
+    return sorted(prompts, key=lambda p: len(p) > _LONGEST)[:count]
+
+
+def measure(
+    runner: Runner, method: AnyMethod, prompts: Sequence[Sequence[int]], new_tokens: int, eos: tuple[int, ...]
+) -> Measured:
+    """Decode all prompts together and count."""
+    engine = Engine(runner, method, rows=len(prompts))
+    numbers = [engine.submit(Request(tuple(p), max_new_tokens=new_tokens, eos=eos)) for p in prompts]
+    for _ in engine.run():
+        pass
+    found = [engine.statistics[n] for n in numbers]
+    passes, tokens = (sum(s.target_passes for s in found), sum(s.new_tokens for s in found))
+    depths = max((len(s.accepted_per_position) for s in found), default=0)
+    accepted = [sum(sum(s.accepted_per_position[d : d + 1]) for s in found) / passes for d in range(depths)]
+    return Measured(tokens / passes, tuple(accepted), len(found), tokens)

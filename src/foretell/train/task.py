@@ -1,0 +1,205 @@
+"""From settings to everything a training needs: data checked against the target, the recipe, its beginning."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from foretell.api import Model
+from foretell.datastore import fingerprint as tokenizer_of
+from foretell.draft.network.base import TargetCard
+from foretell.model.decoder import Decoder
+from foretell.names import unknown
+from foretell.speculator.checkpoint import load_own
+from foretell.train.dataset import Dataset
+from foretell.train.features import Cached, Features, Shelf, Streamed
+from foretell.train.measure import prompts_of
+from foretell.train.recipe import RECIPES
+from foretell.train.recipe.base import Recipe, Setup
+from foretell.train.schedule import Order, Pieces, Schedule, pieces
+from foretell.train.settings import Settings
+
+PRECISIONS = ("bf16", "no")
+SCHEDULES = ("cosine", "constant")
+FEATURES = ("auto", "cache", "stream")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training about to begin."""
+
+    settings: Settings
+    model: Model
+    data: tuple[Dataset, ...]
+    fingerprint: str
+    recipe: Recipe
+    shadow: Recipe
+    """The same again, plain: what is measured and saved, however the first one is wrapped."""
+    schedule: Schedule
+    steps: int
+    prompts: Sequence[Sequence[int]]
+
+    @property
+    def documents(self) -> int:
+        """Texts that are trained on."""
+        p = self.schedule.pieces
+        return len(np.unique(np.stack([p.source, p.document]), axis=1).T)
+
+
+def understood(settings: Settings) -> type[Recipe]:
+    """What can be refused before anything is read; the recipe.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    for what, name, known in (
+        ("precision", settings.precision, PRECISIONS),
+        ("schedule", settings.schedule, SCHEDULES),
+        ("value of --features", settings.features, FEATURES),
+    ):
+        if name not in known:
+            raise unknown(what, name, known)
+    if settings.recipe not in RECIPES:
+        raise unknown("recipe", settings.recipe, RECIPES)
+    return RECIPES[settings.recipe]
+
+
+def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
+    """Read the data and build the recipe.
+
+    Raises:
+        ValueError: data of another tokenizer or too little of it, options that the recipe does not have, a beginning that does not fit.
+    """
+    data = tuple(Dataset.open(Path(p.folder)) for p in settings.data)
+    for one in data:
+        check_data(one, model)
+    fingerprint = model.source.fingerprint()
+    splits = [one.split(held) for one, held in zip(data, _held_out(data, settings.measure_prompts), strict=True)]
+    rows = pieces(data, [train for train, _ in splits], settings.sequence)
+    order = Order(settings.seed, settings.batch_tokens, settings.accumulate, tuple(p.weight for p in settings.data))
+    if int(rows.length.sum()) < settings.batch_tokens:
+        raise ValueError(
+            f"too little data: {len(rows)} texts with {int(rows.length.sum())} tokens beside those held back for measuring, "
+            f"and a batch takes {settings.batch_tokens}; make more with foretell data generate, or lower --batch-tokens"
+        )
+    schedule = Schedule(rows, order)
+    held = [one[i] for one, (_, out) in zip(data, splits, strict=True) for i in out]
+    setup = _setup(settings, model, fingerprint, data, rows)
+    ours, shadow = _begun(settings, recipe, setup), _begun(settings, recipe, setup)
+    steps = settings.steps or schedule.steps(settings.epochs)
+    prompts = prompts_of(held, settings.measure_prompts)
+    return Task(settings, model, data, fingerprint, ours, shadow, schedule, steps, prompts)
+
+
+def _begun(settings: Settings, recipe: type[Recipe], setup: Setup) -> Recipe:
+    built = recipe.of(setup)
+    if settings.begin:
+        begin(built, Path(settings.begin), setup)
+    return built
+
+
+def _held_out(data: Sequence[Dataset], prompts: int) -> list[int]:
+    """Texts that each set holds back: all prompts come from answers where there are any."""
+    asked = [d.manifest.kind != "text" for d in data]
+    first = asked.index(True) if any(asked) else 0
+    return [prompts if i == first else 0 for i in range(len(data))]
+
+
+def check_data(data: Dataset, model: Model) -> None:
+    """Check that a data set is of the model's tokens and words.
+
+    Raises:
+        ValueError: it is not.
+    """
+    known = data.manifest
+    if known.tokenizer != tokenizer_of(model.codec) or known.vocab != model.config.vocab:
+        raise ValueError(
+            f"{data.folder}: its tokens are of another tokenizer ({known.model}, {known.vocab} tokens) than that of "
+            f"{model.name} ({model.config.vocab} tokens); make a set with foretell data generate --model {model.name}"
+        )
+    if known.fingerprint and known.fingerprint != model.source.fingerprint():
+        raise ValueError(
+            f"{data.folder}: {known.model} (fingerprint {known.fingerprint}) wrote these answers, and the target is "
+            f"{model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model {model.name}"
+        )
+
+
+def _setup(settings: Settings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: Pieces) -> Setup:
+    c, dtype = model.config, dtype_of(settings)
+    ends = model.source.ends(dtype)
+    card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    begun = load_own(Path(settings.begin), ends).token_of if settings.begin else None
+    kept = begun if settings.begin else frequent(data, rows, c.vocab, settings.draft_vocab)
+    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options)
+
+
+def dtype_of(settings: Settings) -> torch.dtype:
+    """What the target is read in."""
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+
+
+def frequent(data: Sequence[Dataset], rows: Pieces, vocab: int, count: int) -> Int[torch.Tensor, " n"] | None:
+    """The tokens that the answers to train on hold most often, ascending; None for all of them."""
+    if not 0 < count < vocab:
+        return None
+    seen = np.zeros(vocab, np.int64)
+    for s, d in {(int(s), int(d)) for s, d in zip(rows.source, rows.document, strict=True)}:
+        text = data[s][d]
+        seen += np.bincount(text.tokens[text.start :], minlength=vocab)
+    return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
+
+
+def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
+    """Take the weights of a trained speculator.
+
+    Raises:
+        ValueError: it is of another kind, for another target, or has other sizes.
+    """
+    found = load_own(folder, setup.ends)
+    if found.kind != recipe.network.kind:
+        raise ValueError(
+            f"--from {folder}: a speculator of kind {found.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
+        )
+    theirs, ours = found.card.fingerprint, setup.card.fingerprint
+    if theirs and theirs != ours:
+        raise ValueError(
+            f"--from {folder}: trained for {found.card.name} (fingerprint {theirs}), and the target is "
+            f"{setup.card.name} (fingerprint {ours})"
+        )
+    mine, given = recipe.network.state_dict(), found.state_dict()
+    for name in sorted(set(mine) | set(given)):
+        shapes = [list(s[name].shape) if name in s else "missing" for s in (given, mine)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"--from {folder}: its {name} is {shapes[0]}, and {shapes[1]} with these settings; give the --set it was trained with"
+            )
+    recipe.network.load_state_dict(given)
+
+
+def features(task: Task, decoder: Decoder) -> Features:
+    """Where the target's states come from: files beside the data where `--features` and `--cache-gib` have room.
+
+    Raises:
+        ValueError: `--features cache` was asked for, and they do not fit.
+    """
+    settings, taps = task.settings, tuple(task.recipe.taps)
+    streamed = Streamed(decoder, taps)
+    if settings.features == "stream" or not taps:
+        return streamed
+    hidden = task.model.config.hidden
+    need = sum(d.tokens for d in task.data) * hidden * 2 * len(taps)
+    room = int(settings.cache_gib * 2**30)
+    if settings.features == "cache" and need > room:
+        raise ValueError(
+            f"--features cache: the states of this data take {need / 2**30:.1f} GiB, more than --cache-gib {settings.cache_gib:g}; "
+            "raise it, or leave --features away and what fits is kept"
+        )
+    shelves = []
+    for one in task.data:
+        lengths = np.array([len(one[i].tokens) for i in range(len(one))], np.int64)
+        share = int(room * lengths.sum() / sum(d.tokens for d in task.data))
+        shelves.append(Shelf(one.folder / "features", task.fingerprint, taps, lengths, hidden, share))
+    return Cached(streamed, shelves)
