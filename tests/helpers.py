@@ -47,7 +47,11 @@ VOCAB = 29
 """Vocabulary of the tests that compare texts; the law tests have a smaller one."""
 SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "blockwise": {"heads": 3, "inner": 24},
+    "eagle": {"kind": "eagle", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
+    "eagle3": {"kind": "eagle3", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
     "medusa": {"heads": 3},
+    "mlp_speculator": {"stages": 3, "inner": 40},
+    "pass": {"ahead": 3},
 }
 """Sizes of a small speculator of every kind that methods of the catalogue draft with."""
 _FOLDER = Path(mkdtemp(prefix="foretell-speculators-"))

@@ -6,10 +6,12 @@ from importlib.metadata import entry_points
 
 from foretell.accept import Match
 from foretell.catalogue.copying import hybrid, llma, ngram, phrases, recycling, rest, sam_recycling, suffix
+from foretell.catalogue.eagle import eagle, eagle2, eagle3
 from foretell.catalogue.heads import blockwise, medusa, medusa_typical
 from foretell.catalogue.iterating import gauss_seidel_jacobi, jacobi, lookahead
 from foretell.catalogue.itself import layer_skip, pruned_draft, quantised_draft, self_speculative
 from foretell.catalogue.lossy import bild, blockwise_tolerant, lenience, typical
+from foretell.catalogue.parallel import look_ahead_embeddings
 from foretell.catalogue.parts import Parts
 from foretell.catalogue.small import (
     block_verification,
@@ -23,6 +25,7 @@ from foretell.catalogue.small import (
     spectr,
     universal_draft,
 )
+from foretell.catalogue.stages import mlp_speculator
 from foretell.config import SpeculativeConfig
 from foretell.draft import (
     Nothing,
@@ -106,6 +109,16 @@ BUILT_IN: tuple[Entry, ...] = (
           speculator="medusa"),
     Entry("blockwise", "heads on the target's last state, in one layer", "chain", "match", True, "heads", "arXiv 1811.03115", blockwise,
           speculator="blockwise", aliases=("blockwise_parallel_decoding",)),
+    Entry("pass", "itself, at learned vectors in the places to come", "chain", "rejection", True, "embeddings", "arXiv 2311.13581",
+          look_ahead_embeddings, speculator="pass", same_seed=False, aliases=("look_ahead_embeddings",)),
+    Entry("mlp_speculator", "small recurrence on the target's last state", "tree by confidence", "match", True, "stages", "arXiv 2404.19124",
+          mlp_speculator, speculator="mlp_speculator", aliases=("multi_stage_mlp",)),
+    Entry("eagle", "one layer in the target's feature space", "fixed tree", "match", True, "layer", "arXiv 2401.15077", eagle, speculator="eagle",
+          aliases=("eagle1",)),
+    Entry("eagle2", "one layer in the target's feature space", "tree by confidence", "match", True, "layer", "arXiv 2406.16858", eagle2,
+          speculator="eagle"),
+    Entry("eagle3", "one layer on fused states of several of the target's", "tree by confidence", "match", True, "layer", "arXiv 2503.01840",
+          eagle3, speculator="eagle3"),
     Entry("lenience_lossy", "small model", "chain", "lenient rejection", False, _NONE, "arXiv 2211.17192", lenience, "draft model", same_seed=False),
     Entry("blockwise_lossy", "small model, or trained heads", "chain", "among the target's best, or near it", False, _NONE, "arXiv 1811.03115",
           blockwise_tolerant, "draft model", same_seed=False),

@@ -2,6 +2,7 @@
 
 from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
 from foretell.draft.cascade import Cascade
+from foretell.draft.eagle import Eagle
 from foretell.draft.heads import Heads
 from foretell.draft.hybrid import Hybrid
 from foretell.draft.jacobi import Jacobi
@@ -9,6 +10,7 @@ from foretell.draft.lookahead import Lookahead
 from foretell.draft.lookup import Lookup
 from foretell.draft.mix import Mix
 from foretell.draft.model import DraftModel
+from foretell.draft.parallel import ParallelSampling
 from foretell.draft.phrases import PhraseRetrieval
 from foretell.draft.recycling import Recycling
 from foretell.draft.rest import Rest
@@ -22,6 +24,7 @@ __all__ = [
     "Continuation",
     "DraftModel",
     "Drafter",
+    "Eagle",
     "Heads",
     "Hybrid",
     "Jacobi",
@@ -29,6 +32,7 @@ __all__ = [
     "Lookup",
     "Mix",
     "Nothing",
+    "ParallelSampling",
     "PhraseRetrieval",
     "Predictor",
     "Recycling",

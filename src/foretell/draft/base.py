@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
+from foretell.rank import best
 from foretell.tree import TokenTree
 
 
@@ -50,8 +51,37 @@ class Nothing(Drafter):
     """Guesses nothing: plain decoding."""
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """The likeliest tokens after some nodes, best first: `token[at[i, j]]` after node `j` of text `i`, with their probabilities."""
+
+    probability: Float[np.ndarray, "k c"]
+    """Under the drafter's own softmax, before any sampling parameter."""
+    token: Int[np.ndarray, "k c"]
+    at: Int[np.ndarray, "b n"]
+
+
+def ranked(
+    logits: Float[torch.Tensor, "k w"],
+    at: Int[np.ndarray, "b n"],
+    count: int,
+    token_of: Int[np.ndarray, " w"] | None = None,
+) -> Ranked:
+    """The `count` best tokens of every row of scores, or as many as there are; `token_of` gives the token of every column."""
+    if not len(logits):
+        return Ranked(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
+    values, columns = best(logits, min(count, logits.shape[1]))
+    chances = (values - torch.logsumexp(logits, -1, keepdim=True)).exp()
+    places = columns.cpu().numpy()
+    return Ranked(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
+
+
 class Predictor(Drafter):
     """Gives distributions for the children of tree nodes, level by level."""
+
+    def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
+        """The `count` likeliest tokens after the live nodes of `frontier`: all that a shape needs which picks. Called instead of `expand`."""
+        return ranked(*self.expand(tree, frontier, context), count)
 
     @abstractmethod
     def expand(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.context import Context, Step
-from foretell.draft.base import Drafter, Predictor
+from foretell.draft.base import Drafter, Predictor, Ranked
 from foretell.laws import Laws
 from foretell.sampling import pick
 from foretell.tree import TokenTree, root
@@ -68,6 +68,10 @@ class Growth:
         """The drafter's distributions after the frontier."""
         logits, at = draft.expand(self.tree, self.frontier, self.context)
         return Laws(self.context, self.tree, logits, at)
+
+    def best(self, draft: Predictor, count: int) -> Ranked:
+        """The drafter's likeliest tokens after the frontier."""
+        return draft.best(self.tree, self.frontier, self.context, count)
 
     def remember(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
         """Keep a distribution that nodes of `row` are drawn from; its number."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foretell.context import Context
-from foretell.draft.base import Predictor
-from foretell.laws import Laws
+from foretell.draft.base import Predictor, Ranked
 from foretell.shape.base import Growth, Shape
 from foretell.tree import TokenTree
 
@@ -37,7 +36,7 @@ class Beam(Shape[Predictor]):
         growth = Growth(context)
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.room.max()))):
-            score = self._deepen(growth, growth.laws(draft), score)
+            score = self._deepen(growth, growth.best(draft, self.width), score)
             best = np.argsort(-score[np.arange(len(score))[:, None], growth.frontier], axis=1, kind="stable")[
                 :, : self.width
             ]
@@ -46,19 +45,20 @@ class Beam(Shape[Predictor]):
                 break
         return self._rerank(growth.done(), score)
 
-    def _deepen(self, growth: Growth, laws: Laws, score: np.ndarray) -> np.ndarray:
+    def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray) -> np.ndarray:
         """Add the children of the frontier; scores of all nodes so far."""
         b, f = growth.frontier.shape
-        token, new = np.zeros((b, f * self.width), np.int64), np.zeros((b, f * self.width))
+        token, new = np.zeros((b, f, self.width), np.int64), np.zeros((b, f, self.width))
         for row in range(b):
             for i, node in enumerate(growth.frontier[row].tolist()):
-                if growth.grows(row, node):
-                    confidence = laws.confidence(row, node)
-                    best = confidence.topk(min(self.width, len(confidence)))
-                    part = slice(i * self.width, i * self.width + len(best.values))
-                    token[row, part] = best.indices.cpu().numpy()
-                    new[row, part] = score[row, node] * best.values.double().cpu().numpy()
-        growth.add(np.repeat(growth.frontier, self.width, axis=1), token, (new > 0) & (new >= self.least))
+                if growth.grows(row, node) and (at := ranks.at[row, node]) >= 0:
+                    width = ranks.token.shape[1]
+                    token[row, i, :width] = ranks.token[at]
+                    new[row, i, :width] = score[row, node] * ranks.probability[at]
+        new = new.reshape(b, -1)
+        growth.add(
+            np.repeat(growth.frontier, self.width, axis=1), token.reshape(b, -1), (new > 0) & (new >= self.least)
+        )
         return np.concatenate([score, new], 1)
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:

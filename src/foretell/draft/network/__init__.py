@@ -6,6 +6,7 @@ from foretell.draft.network.base import Speculator, SpeculatorConfig
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.draft.network.draft_model import DraftModel, DraftModelConfig
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig
+from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
@@ -16,5 +17,6 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "eagle3": (EagleConfig, Eagle3),
     "medusa": (MedusaConfig, Medusa),
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
+    "pass": (LookAheadConfig, LookAheadEmbeddings),
 }
 """Configuration and network of every kind, by the name that checkpoints carry."""

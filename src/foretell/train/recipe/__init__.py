@@ -5,13 +5,18 @@ from collections.abc import Mapping
 from foretell.train.recipe.base import Recipe
 from foretell.train.recipe.blockwise import BlockwiseRecipe
 from foretell.train.recipe.draft_model import DraftModelRecipe
+from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe
+from foretell.train.recipe.look_ahead import LookAheadRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
     "blockwise": BlockwiseRecipe,
     "draft_model": DraftModelRecipe,
+    "eagle": Eagle1Recipe,
+    "eagle3": Eagle3Recipe,
     "medusa": MedusaRecipe,
     "mlp_speculator": MLPSpeculatorRecipe,
+    "pass": LookAheadRecipe,
 }
 """Every recipe by its name; `RECIPES[name].of(setup)` builds one."""

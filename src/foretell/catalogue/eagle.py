@@ -1,0 +1,78 @@
+"""Builders of methods that draft with EAGLE's layer."""
+
+from foretell.accept import Match, Rejection
+from foretell.catalogue.parts import Parts
+from foretell.catalogue.trained import trained
+from foretell.config import SpeculativeConfig
+from foretell.draft import Eagle, Predictor
+from foretell.draft.network.eagle import EagleNetwork
+from foretell.draft.network.pack import packed
+from foretell.method import AnyMethod, Method
+from foretell.shape import Beam, Chain, Fixed, Shape, optimal
+
+_FIRST = tuple(
+    tuple(int(rank) for rank in path)
+    for path in "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
+)
+"""Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
+_DEPTH, _WIDTH, _NODES = 5, 4, 10
+"""Of the dynamic tree; small, since on a CPU a pass pays for every node."""
+
+
+def eagle(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    """EAGLE-1: the same tree at every step."""
+    network = _network(parts, "eagle")
+    if config.draft_sample_method == "probabilistic":
+        return Method(Eagle(network), _drawn(config), Rejection())
+    return Method(Eagle(network), _fixed(config, draw=False), Match())
+
+
+def eagle2(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    """EAGLE-2: EAGLE-1's layer under a tree by confidence."""
+    return eagle_method(_network(parts, "eagle"), config)
+
+
+def eagle3(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    """EAGLE-3: its own layer under a tree by confidence."""
+    return eagle_method(_network(parts, "eagle3"), config)
+
+
+def eagle_method(network: EagleNetwork, config: SpeculativeConfig) -> AnyMethod:
+    """A tree by confidence, matched; drawn trees are tested by rejection."""
+    if config.draft_sample_method == "probabilistic":
+        return Method(Eagle(network), _drawn(config), Rejection())
+    return Method(Eagle(network), _picked(config), Match())
+
+
+def _network(parts: Parts, kind: str) -> EagleNetwork:
+    network = trained(parts, kind)
+    assert isinstance(network, EagleNetwork)
+    return packed(network)
+
+
+def _picked(config: SpeculativeConfig) -> Shape[Predictor]:
+    """The paths that were named, a chain where one wants but one child, else a tree by confidence."""
+    if config.speculative_tree is not None:
+        return _fixed(config, draw=False)
+    nodes, least = config.num_draft_tokens or config.num_speculative_tokens, config.confidence_threshold or 0.0
+    if config.eagle_topk == 1:
+        return Chain(config.num_steps or nodes or _DEPTH, draw=False, confidence=least)
+    return Beam(config.num_steps or _DEPTH, config.eagle_topk or _WIDTH, nodes or _NODES, least)
+
+
+def _drawn(config: SpeculativeConfig) -> Shape[Predictor]:
+    """A chain where one wants but one child, else a tree whose children are drawn without replacement."""
+    if config.eagle_topk == 1:
+        return Chain(config.num_steps or config.num_speculative_tokens or _DEPTH, draw=True)
+    return _fixed(config, draw=True)
+
+
+def _fixed(config: SpeculativeConfig, draw: bool) -> Fixed:
+    """The paths that were named, the best tree for rates and sizes that were, or EAGLE-1's."""
+    nodes = config.num_draft_tokens or config.num_speculative_tokens
+    if config.speculative_tree is not None:
+        return Fixed(tuple(sorted((tuple(p) for p in config.speculative_tree), key=lambda p: (len(p), p))), draw)
+    if config.acceptance is not None or nodes is not None:
+        rates = config.acceptance or (0.6, 0.15, 0.07, 0.04)
+        return optimal(nodes or len(_FIRST), rates, depth=config.num_steps or _DEPTH, draw=draw)
+    return Fixed(_FIRST, draw)

@@ -1,0 +1,90 @@
+"""EAGLE-3's objective: the target's distribution at every step of a draft, from what the drafter itself made before (arXiv 2503.01840)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+
+from foretell.model.ends import Ends
+
+Pair = tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, "k w"]]
+"""Guessed and the target's logits at the same places, over the drafted tokens."""
+
+
+def soft_cross_entropy(
+    guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float = 0.0
+) -> Float[torch.Tensor, ""]:
+    """Cross-entropy of guessed logits against the target's distribution, mean over places; 0 where there are none.
+
+    A share `hard` of the label is the target's best token, which is all that greedy decoding asks for.
+    """
+    log_q = torch.log_softmax(guess.float(), -1)
+    loss = -(torch.softmax(target.float(), -1) * log_q).sum(-1) if hard < 1 else log_q.new_zeros(len(log_q))
+    if hard:
+        best = F.nll_loss(log_q, target.argmax(-1), reduction="none")
+        loss = (1 - hard) * loss + hard * best
+    return loss.sum() / max(1, len(loss))
+
+
+def unrolled(steps: Sequence[Pair], decay: float = 0.8, hard: float = 0.0) -> Float[torch.Tensor, ""]:
+    """Sum over steps of `decay ** i` times the cross-entropy of step `i`."""
+    losses = [decay**i * soft_cross_entropy(guess, target, hard) for i, (guess, target) in enumerate(steps)]
+    return torch.stack(losses).sum()
+
+
+def agreement(guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]) -> float:
+    """Share of places where both have the same best token; 0 where there are none."""
+    if not len(guess):
+        return 0.0
+    return float((guess.argmax(-1) == target.argmax(-1)).float().mean())
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The target's opinion wherever one is asked for.
+
+    `row[b, p]` is the row of `logits` that holds it after token `p` of a text (what it says about token `p + 1`), -1 where there is none: token
+    `p + 1` is not to be learned, or the target's best token there is not among the drafted ones.
+    """
+
+    row: Int[torch.Tensor, "b t"]
+    logits: Float[torch.Tensor, "k w"]
+    covered: float
+    """Share of the tokens to be learned at which the target's best one can be drafted."""
+
+    def after(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
+        """The positions `j` that have a label `shift` positions later, and these labels in the order of the positions."""
+        row = F.pad(self.row[:, shift:], (0, min(shift, self.row.shape[1])), value=-1)
+        where = row >= 0
+        return where, self.logits[row[where]]
+
+
+@torch.no_grad()
+def labels(
+    state: Float[torch.Tensor, "b s d"],
+    answer: Bool[torch.Tensor, "b s"],
+    ends: Ends,
+    drafted: Int[torch.Tensor, " w"] | None,
+    chunk: int = 1024,
+) -> Labels:
+    """The target's logits over the drafted tokens (None: all), from the states that its head sees.
+
+    The head reads `chunk` states at once, since its output over the whole vocabulary is large.
+    """
+    asked = answer[:, 1:]
+    parts, best_drafted = list[torch.Tensor](), list[torch.Tensor]()
+    for part in state[:, :-1][asked].split(chunk):
+        full = F.linear(part.to(ends.head.dtype), ends.head).float()
+        full = torch.tanh(full / ends.softcap) * ends.softcap if ends.softcap else full
+        kept = full if drafted is None else full[:, drafted]
+        hit = kept.amax(-1) >= full.amax(-1)
+        parts.append(kept[hit])
+        best_drafted.append(hit)
+    row = torch.full(asked.shape, -1, device=state.device)
+    if not parts:
+        return Labels(row, state.new_zeros(0, ends.vocab if drafted is None else len(drafted)), 0.0)
+    hits = torch.cat(best_drafted)
+    row[asked] = torch.where(hits, hits.cumsum(0) - 1, -1)
+    return Labels(row, torch.cat(parts), float(hits.float().mean()) if len(hits) else 0.0)
