@@ -54,7 +54,7 @@ def heads_tree(network: HeadsNetwork, config: SpeculativeConfig) -> Fixed:
         paths = tuple(tuple(p) for p in config.speculative_tree)
     else:
         nodes = config.num_draft_tokens or config.num_speculative_tokens or _NODES
-        if config.acceptance is not None or not network.config.paths:
+        if config.acceptance is not None or not network.paths:
             return optimal(nodes, config.acceptance or _RATES, depth=network.heads)
-        paths = network.config.paths[:nodes]
+        paths = network.paths[:nodes]
     return Fixed(tuple(sorted(paths, key=lambda p: (len(p), p))))

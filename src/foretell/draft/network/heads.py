@@ -1,6 +1,7 @@
 """What Medusa's and blockwise decoding's heads have in common: several guesses from one state of the target, none knowing of the others."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -9,16 +10,16 @@ from pydantic import Field
 from foretell.draft.network.base import Speculator, SpeculatorConfig
 from foretell.model.ends import Ends
 
+Path = tuple[int, ...]
+_PATHS = 128
+"""Nodes of the largest tree that is noted."""
+
 
 class HeadsConfig(SpeculatorConfig):
-    """Sizes of a set of heads, and the tree that they earned in training."""
+    """Sizes of a set of heads."""
 
     heads: int = Field(4, ge=1)
     """Tokens guessed after the target's own next one."""
-    paths: tuple[tuple[int, ...], ...] = ()
-    """Rank paths, the one most often accepted first: the `n` first make the best tree of `n` nodes. Empty: not calibrated."""
-    chances: tuple[float, ...] = ()
-    """How often each path was accepted as a whole."""
 
 
 class HeadsNetwork(Speculator):
@@ -28,11 +29,31 @@ class HeadsNetwork(Speculator):
         super().__init__(config, ends)
         self.config = config
         self.heads = config.heads
+        self.tree: torch.Tensor
+        """Rank paths of the tree that the heads earned, padded with -1: the `n` first make the best tree of `n` nodes."""
+        self.register_buffer("tree", torch.full((_PATHS, config.heads), -1))
+        self.chances: torch.Tensor
+        """How often each path came true as a whole."""
+        self.register_buffer("chances", torch.zeros(_PATHS))
 
     @property
     def taps(self) -> tuple[int, ...]:
         """What the target's own head sees."""
         return (self.card.layers + 1,)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Rank paths, the one most often right first; empty before training."""
+        found = (tuple(r for r in path if r >= 0) for path in self.tree.tolist())
+        return tuple(path for path in found if path)
+
+    def earn(self, paths: Sequence[Path], chances: Sequence[float]) -> None:
+        """Note the paths that were right most often, each after its beginnings, and how often."""
+        table, shares = torch.full(self.tree.shape, -1), torch.zeros(len(self.tree))
+        for i, (path, chance) in enumerate(zip(paths[:_PATHS], chances, strict=False)):
+            table[i, : len(path)], shares[i] = torch.tensor(path), chance
+        self.tree.copy_(table)
+        self.chances.copy_(shares)
 
     @abstractmethod
     def states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:

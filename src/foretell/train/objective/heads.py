@@ -25,14 +25,13 @@ def targets(
     heads: int,
     number: Int[torch.Tensor, " v"] | None = None,
     most: int | None = None,
-    generator: torch.Generator | None = None,
 ) -> Targets:
     """Positions at which at least one head has something to learn, and what.
 
-    The state at position `t` produced token `t + 1`, so head `i` (from 0) guesses token `t + 2 + i`. `number`: each token's place among the drafted ones,
-    -1 for the others (None: all are drafted). `most`: as many of the positions, drawn at random, are enough.
+    The state at position `t` produced token `t + 1`, so head `i` (from 0) guesses token `t + 2 + i`. `number`: every token's place among the
+    drafted ones, -1 for the others (None: all are drafted). `most`: as many of the positions, drawn at random, are enough.
     """
-    b, s = token.shape
+    s = token.shape[1]
     padded = F.pad(token, (0, heads + 1))
     wanted = F.pad(answer, (0, heads + 1))
     ahead = torch.arange(2, heads + 2, device=token.device)
@@ -40,7 +39,7 @@ def targets(
     known, guess = wanted[:, places], padded[:, places]
     row, place = known.any(-1).nonzero(as_tuple=True)
     if most is not None and len(row) > most:
-        drawn = torch.randperm(len(row), generator=generator)[:most].sort().values.to(row.device)
+        drawn = torch.randperm(len(row))[:most].sort().values.to(row.device)
         row, place = row[drawn], place[drawn]
     known, guess = known[row, place], guess[row, place]
     guess = guess if number is None else number[guess]

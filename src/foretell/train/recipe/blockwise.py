@@ -57,4 +57,4 @@ class BlockwiseRecipe(HeadsRecipe):
         """The mean, or one of them."""
         if not self._one:
             return losses.mean()
-        return losses[int(torch.randint(len(losses), (), generator=self._generator))]
+        return losses[int(torch.randint(len(losses), ()))]

@@ -1,7 +1,6 @@
 """What the recipes of Medusa's and of blockwise heads share: positions, tokens to guess, figures, and the tree that is earned on the way."""
 
 from abc import abstractmethod
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,12 @@ from foretell.draft.network.base import Speculator
 from foretell.draft.network.heads import HeadsConfig, HeadsNetwork
 from foretell.method import AnyMethod
 from foretell.shape import PathCounts
-from foretell.speculator.checkpoint import save
 from foretell.train.batch import Batch
 from foretell.train.objective.heads import Targets, cross_entropies, ranks, soft_cross_entropies, targets
 from foretell.train.recipe.base import Loss, Recipe, Setup
+
+_NOTED = 8
+"""Batches from one note of the tree to the next."""
 
 
 class HeadsRecipe(Recipe):
@@ -34,8 +35,7 @@ class HeadsRecipe(Recipe):
             setup.ends.head if setup.kept is None else setup.ends.head[setup.kept.to(setup.ends.head.device)]
         )
         self._cap = setup.ends.softcap
-        self._generator = torch.Generator().manual_seed(setup.seed)
-        self._counts = PathCounts()
+        self._counts, self._batches = PathCounts(), 0
 
     @abstractmethod
     def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
@@ -50,19 +50,26 @@ class HeadsRecipe(Recipe):
     def wanted(self, batch: Batch) -> Targets:
         """The positions, and what is to be guessed there."""
         number = None if self._number is None else self._number.to(batch.token.device)
-        return targets(batch.token, batch.answer, self.network.heads, number, self._positions, self._generator)
+        return targets(batch.token, batch.answer, self.network.heads, number, self._positions)
 
     def judged(self, logits: Float[torch.Tensor, "n k w"], wanted: Targets, h: Float[torch.Tensor, "b s d"]) -> Loss:
         """The loss of these guesses. `h`: the target's states, for what it thought of the tokens to be guessed."""
         losses = self._losses(logits, wanted, h)
         figures = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
         found = ranks(logits.detach(), wanted.token)
-        self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
+        self._watch(found, wanted)
         for i in range(self.network.heads):
             places = found[wanted.known[:, i], i]
             for best in (1, 3):
                 figures[f"head {i + 1} top {best}"] = float((places < best).float().mean()) if len(places) else 0.0
         return Loss(self.total(losses), figures)
+
+    def _watch(self, found: Int[torch.Tensor, "n k"], wanted: Targets) -> None:
+        """Count which paths came true, and note the best tree now and then: it is measured, saved and averaged with the weights."""
+        self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
+        if self._batches % _NOTED == 0:
+            self.network.earn(*self._counts.best())
+        self._batches += 1
 
     def _losses(self, logits: torch.Tensor, wanted: Targets, h: torch.Tensor) -> Float[torch.Tensor, " k"]:
         if not self._soft:
@@ -75,20 +82,9 @@ class HeadsRecipe(Recipe):
             teacher = torch.tanh(teacher / self._cap) * self._cap if self._cap else teacher
         return soft_cross_entropies(logits, teacher, wanted.token >= 0)
 
-    @property
-    def calibrated(self) -> HeadsConfig:
-        """The configuration with the paths that came true most often in the last batches."""
-        paths, chances = self._counts.best()
-        return self.config.model_copy(update={"paths": paths, "chances": chances}) if paths else self.config
-
-    def save(self, folder: Path) -> None:
-        """Write the heads, with the tree that they earned."""
-        save(folder, self.network, self.calibrated)
-
     def method(self, network: Speculator) -> AnyMethod:
         """The earned tree, matched."""
         assert isinstance(network, HeadsNetwork)
-        network.config = self.calibrated
         return heads_method(network, SpeculativeConfig())
 
 

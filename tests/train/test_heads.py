@@ -1,0 +1,251 @@
+"""Training heads: what each is to guess, what it is told, the tree it earns, and that all of it together works."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from foretell.catalogue import Parts, build
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.heads import HeadsNetwork
+from foretell.engine import Engine, Request
+from foretell.method import AnyMethod
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Fixed, PathCounts
+from foretell.speculator.checkpoint import load_own
+from foretell.testing import TINY, tiny_decoder
+from foretell.train.batch import Batch
+from foretell.train.features import read
+from foretell.train.objective.heads import cross_entropies, ranks, soft_cross_entropies, targets, weights
+from foretell.train.recipe import RECIPES
+from foretell.train.recipe.base import Setup
+from foretell.train.recipe.heads import HeadsRecipe
+from helpers import random_tokens, run, tokens_of
+
+WIDE = replace(TINY, vocab=29, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)
+PLAIN = build("autoregressive", Parts(29, None))
+
+
+def test_every_head_is_told_the_token_that_it_can_first_guess() -> None:
+    token = torch.tensor([[5, 6, 7, 8, 9, 1], [4, 3, 2, 1, 0, 0]])
+    answer = torch.tensor([[False, False, False, True, True, True], [True, True, True, True, False, False]])
+    number = torch.full((10,), -1)
+    number[[1, 2, 7, 8]] = torch.arange(4)
+    found = targets(token, answer, 3, number)
+    naive = []
+    for row in range(2):
+        for place in range(6):
+            ahead = [place + 2 + i for i in range(3)]
+            known = [a < 6 and bool(answer[row, a]) for a in ahead]
+            guess = [int(number[token[row, a]]) if k else -1 for a, k in zip(ahead, known, strict=True)]
+            if any(known):
+                naive.append((row, place, guess, known))
+    assert [
+        (int(r), int(p), t.tolist(), k.tolist())
+        for r, p, t, k in zip(found.row, found.place, found.token, found.known, strict=True)
+    ] == naive
+    assert (found.token[found.known] == -1).any()
+
+
+def test_a_draw_of_positions_is_a_part_of_them() -> None:
+    token, answer = torch.randint(0, 9, (3, 20)), torch.rand(3, 20) < 0.6
+    everything = {(int(r), int(p)) for r, p in zip(*_places(targets(token, answer, 2)), strict=True)}
+    drawn = targets(token, answer, 2, most=7)
+    some = {(int(r), int(p)) for r, p in zip(*_places(drawn), strict=True)}
+    assert len(some) == len(drawn.row) == 7
+    assert some < everything
+
+
+def _places(found: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return found.row, found.place  # type: ignore[attr-defined]
+
+
+def test_losses_are_means_over_what_is_known() -> None:
+    torch.manual_seed(0)
+    logits, token = torch.randn(5, 2, 4), torch.tensor([[0, -1], [3, -1], [-1, -1], [2, 1], [1, -1]])
+    naive = []
+    for head in range(2):
+        each = [-float(torch.log_softmax(logits[i, head], -1)[t]) for i, t in enumerate(token[:, head]) if t >= 0]
+        naive.append(sum(each) / len(each))
+    assert cross_entropies(logits, token).tolist() == pytest.approx(naive, rel=1e-5)
+    assert cross_entropies(logits, torch.full((5, 2), -1)).tolist() == [0, 0]
+    assert cross_entropies(logits[:0], token[:0]).tolist() == [0, 0]
+    sharp = F.one_hot(token.clamp_min(0), 4).float().log()
+    assert soft_cross_entropies(logits, sharp, token >= 0).tolist() == pytest.approx(naive, rel=1e-5)
+    own = soft_cross_entropies(logits, logits, token >= 0)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert float(own[0]) == pytest.approx(float(entropy[token[:, 0] >= 0, 0].mean()), rel=1e-5)
+    assert weights(3, 0.8) == pytest.approx([0.8, 0.64, 0.512])
+
+
+def test_ranks_count_what_is_preferred() -> None:
+    logits = torch.tensor([[[0.1, 3.0, 2.0]], [[0.1, 3.0, 2.0]], [[0.1, 3.0, 2.0]]])
+    assert ranks(logits, torch.tensor([[1], [0], [-1]])).tolist() == [[0], [2], [3]]
+
+
+def test_the_noted_paths_make_the_tree_that_accepts_most() -> None:
+    generator = np.random.default_rng(0)
+    shared = generator.integers(0, 4, (1200, 1))
+    rank = np.minimum(generator.geometric(0.45, (1200, 3)) - 1 + shared // 2, 9)
+    known = generator.random((1200, 3)) < 0.95
+    counts = PathCounts(ranks=6, fade=1.0)
+    counts.add(rank[:500], known[:500])
+    counts.add(rank[500:], known[500:])
+    paths, chances = counts.best(20)
+    seen = rank[known.all(1)]
+
+    def accepted(choices: tuple[tuple[int, ...], ...]) -> float:
+        held = set(choices)
+        return sum(
+            sum(tuple(r[: d + 1]) in held for d in range(3) if all(tuple(r[: e + 1]) in held for e in range(d)))
+            for r in seen.tolist()
+        ) / len(seen)
+
+    assert sum(chances) == pytest.approx(accepted(paths), abs=2e-3)
+    assert all(a >= b for a, b in pairwise(chances))
+    for size in (1, 5, 20):
+        Fixed(paths[:size])  # holds the ancestors of its nodes
+    grown: list[tuple[int, ...]] = []
+    for _ in range(8):
+        options = [(*p, r) for p in [(), *grown] for r in range(6) if len(p) < 3 and (*p, r) not in grown]
+        grown.append(max(options, key=lambda p: accepted((*grown, p))))
+    assert accepted(paths[:8]) == pytest.approx(accepted(tuple(grown)))
+
+
+def test_old_observations_fade() -> None:
+    counts = PathCounts(fade=0.5)
+    for right in (3, 0, 0, 0, 0, 0, 0):
+        counts.add(np.full((10, 1), right), np.ones((10, 1), bool))
+    paths, chances = counts.best()
+    assert paths[0] == (0,)
+    assert chances[0] > 0.95
+
+
+def setup_for(decoder: Decoder, kept: torch.Tensor | None, **options: str) -> Setup:
+    ends = Ends(decoder.embedding.detach(), decoder.head.weight.detach())
+    c = decoder.config
+    card = TargetCard(name="tiny", hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    return Setup(card, c, ends, None, kept, 0, options)
+
+
+def answers(decoder: Decoder, method: AnyMethod) -> tuple[list[list[int]], float]:
+    """Answers that vary, and the tokens per pass that they took."""
+    prompts = [random_tokens(n, seed=n) for n in (3, 5, 8, 12)]
+    requests = [Request(p, Sampling(temperature=1.0, seed=len(p)), max_new_tokens=41) for p in prompts]
+    engine = Engine(DecoderRunner(decoder), method)
+    texts = [[*p, *tokens_of(got)] for p, got in zip(prompts, run(engine, requests), strict=True)]
+    return texts, float(np.mean([s.tokens_per_pass for s in engine.statistics.values()]))
+
+
+def batch_of(decoder: Decoder, texts: list[list[int]]) -> Batch:
+    """Texts, of which the last 41 tokens are to be learned, with the target's states."""
+    wide = max(map(len, texts)) + 2
+    token = torch.tensor([[*t, *[0] * (wide - len(t))] for t in texts])
+    length = torch.tensor([[len(t)] for t in texts])
+    place = torch.arange(wide)
+    real = place < length
+    return Batch(token, real & (place >= length - 41), real, read(decoder, token, (decoder.config.layers + 1,)))
+
+
+OVERFIT = {
+    "medusa": {"blocks": "2", "heads": "3", "positions": "128"},
+    "medusa own": {"heads": "3", "own_head": "true", "learn": "hard"},
+    "blockwise": {"heads": "3", "inner": "256"},
+    "blockwise one": {"heads": "3", "inner": "256", "draw": "one"},
+}
+
+
+@pytest.mark.parametrize("name", OVERFIT)
+def test_heads_learn_a_small_set_by_heart(name: str) -> None:
+    decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
+    texts, one = answers(decoder, PLAIN)
+    assert one == 1
+    batch = batch_of(decoder, texts)
+    recipe = RECIPES[name.split()[0]].of(setup_for(decoder, torch.unique(batch.token[batch.answer]), **OVERFIT[name]))
+    assert isinstance(recipe, HeadsRecipe)
+    assert answers(decoder, recipe.method(recipe.network))[1] < 1.7
+    learn(recipe, batch, 100)
+    got, passes = answers(decoder, recipe.method(recipe.network))
+    assert got == texts
+    assert passes > 0.95 * 41 / 11
+
+
+def learn(recipe: HeadsRecipe, batch: Batch, steps: int) -> None:
+    torch.manual_seed(0)
+    parameters = [p for p in recipe.network.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        recipe.loss(recipe.network, batch).total.backward()
+        optimizer.step()
+
+
+def test_heads_taught_by_distributions_come_to_give_them() -> None:
+    decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
+    texts, _ = answers(decoder, PLAIN)
+    batch = batch_of(decoder, texts)
+    recipe = RECIPES["blockwise"].of(setup_for(decoder, None, heads="2", inner="256", learn="soft"))
+    assert isinstance(recipe, HeadsRecipe)
+    first = recipe.loss(recipe.network, batch).figures
+    learn(recipe, batch, 100)
+    last = recipe.loss(recipe.network, batch).figures
+    wanted = recipe.wanted(batch)
+    for head in range(2):
+        keep = wanted.token[:, head] >= 0
+        before = batch.features[0][wanted.row[keep], wanted.place[keep] + 1 + head]
+        entropy = float(torch.distributions.Categorical(logits=decoder.logits(before)).entropy().mean())
+        assert first[f"head {head + 1} loss"] > entropy + 0.2
+        assert entropy <= last[f"head {head + 1} loss"] < entropy + 0.05
+
+
+def test_the_loss_of_a_drawn_head_is_the_mean_on_average() -> None:
+    decoder = tiny_decoder(WIDE, dtype=torch.float32)
+    recipe = RECIPES["blockwise"].of(setup_for(decoder, None, heads="3", draw="one"))
+    assert isinstance(recipe, HeadsRecipe)
+    losses, gradient = torch.tensor([1.0, 10.0, 100.0], requires_grad=True), torch.zeros(3)
+    torch.manual_seed(0)
+    drawn = [recipe.total(losses) for _ in range(900)]
+    for one in drawn:
+        gradient += torch.autograd.grad(one, losses)[0]
+    assert {float(d.detach()) for d in drawn} == {1.0, 10.0, 100.0}
+    assert (gradient / 900).tolist() == pytest.approx([1 / 3] * 3, abs=0.05)
+
+
+def test_tokens_that_are_not_drafted_teach_nothing_and_count_as_missed() -> None:
+    decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
+    batch = batch_of(decoder, answers(decoder, PLAIN)[0])
+    never = torch.tensor([t for t in range(29) if not (batch.token[batch.answer] == t).any()])
+    recipe = RECIPES["medusa"].of(setup_for(decoder, never, heads="2"))
+    loss = recipe.loss(recipe.network, batch)
+    assert float(loss.total.detach()) == 0
+    assert loss.figures["head 1 top 3"] == 0
+    loss.total.backward()
+    assert all(not p.grad.any() for p in recipe.network.parameters() if p.grad is not None)
+
+
+def test_what_a_training_wrote_is_read_back_with_its_tree(tmp_path: Path) -> None:
+    decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
+    batch = batch_of(decoder, answers(decoder, PLAIN)[0])
+    setup = setup_for(decoder, torch.arange(0, 29, 2), heads="3", own_head="true")
+    recipe = RECIPES["medusa"].of(setup)
+    assert isinstance(recipe, HeadsRecipe)
+    learn(recipe, batch, 9)
+    recipe.save(tmp_path)
+    read_back = load_own(tmp_path, setup.ends)
+    assert isinstance(read_back, HeadsNetwork)
+    assert read_back.paths == recipe.network.paths
+    assert len(read_back.paths) > 10
+    torch.testing.assert_close(read_back(batch.features[0]), recipe.network(batch.features[0]), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("options", [{"heads": "0"}, {"inner": "9"}, {"learn": "softly"}])
+def test_options_are_checked(options: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="--set"):
+        RECIPES["medusa"].of(setup_for(tiny_decoder(WIDE), None, **options))
