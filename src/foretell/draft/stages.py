@@ -1,0 +1,94 @@
+"""Drafting with a multi-stage MLP speculator: a small state at every node of the tree, made from its parent's and its token."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.context import Context, Step
+from foretell.draft.base import Predictor
+from foretell.draft.network.mlp_speculator import MLPSpeculator
+from foretell.tree import TokenTree
+
+
+class Stages(Predictor):
+    """Stage `i` scores what follows the nodes at depth `i` (Wertheimer et al., arXiv 2404.19124).
+
+    The first stage starts from the target's state that produced the root. Nothing is drafted before there is one, nor deeper than there are stages.
+    """
+
+    def __init__(self, network: MLPSpeculator) -> None:
+        self.network, self.taps = network, network.taps
+        self._start: dict[int, tuple[int, torch.Tensor]] = {}
+        """Per row the length of the text whose last token a state produced, and that state, as the first stage takes it."""
+        self._states = torch.zeros(0, 0)
+        """States of the nodes expanded in this step, in the order in which they were."""
+        self._at: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
+        """Which of them a node has; -1: none."""
+
+    def depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """As many tokens as there are stages, for texts whose last token was produced by a known state."""
+        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
+        return np.minimum(super().depths(context), np.where(ready, self.network.stages, 0))
+
+    def _ready(self, row: int, length: int) -> bool:
+        return row in self._start and self._start[row][0] == length
+
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Scores after the frontier, one matrix product per stage over all texts; none for nodes as deep as there are stages or room."""
+        if tree.nodes == 1:
+            return self._first(tree, context)
+        row = np.arange(tree.rows)[:, None]
+        depth, parent = tree.depth[row, frontier], self._at[row, tree.parent[row, frontier]]
+        most = np.minimum(context.room, self.network.stages)[:, None]
+        wanted = tree.live[row, frontier] & (depth < most) & (parent >= 0)
+        at = np.full(tree.token.shape, -1, np.int64)
+        self._at = np.pad(self._at, ((0, 0), (0, tree.nodes - self._at.shape[1])), constant_values=-1)
+        found, stages = list[torch.Tensor](), np.unique(depth[wanted]).tolist()
+        for stage in stages:
+            mine = wanted & (depth == stage)
+            which, node = np.nonzero(mine)[0], frontier[mine]
+            logits, number = self._score(
+                self._states[torch.from_numpy(parent[mine]).to(self._states.device)], tree.token[which, node], stage
+            )
+            at[which, node] = np.arange(len(node)) + sum(map(len, found))
+            self._at[which, node] = number
+            found.append(logits)
+        if not found:
+            return torch.zeros(0, self.network.card.vocab), at
+        return found[0] if len(found) == 1 else torch.cat(found), at
+
+    def _first(self, tree: TokenTree, context: Context) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b 1"]]:
+        """Scores after the roots, from the target's states; where one is not known, there are none."""
+        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
+        self._at = np.where(ready, np.cumsum(ready) - 1, -1)[:, None]
+        self._states = torch.zeros(0, 0)
+        if not any(ready):
+            return torch.zeros(0, self.network.card.vocab), self._at
+        start = torch.cat([self._start[row][1] for row, yes in zip(context.rows, ready, strict=True) if yes])
+        return self._score(start, tree.token[ready, 0], 0)[0], self._at
+
+    def _score(
+        self, state: Float[torch.Tensor, "k w"], token: Int[np.ndarray, " k"], stage: int
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, " k"]]:
+        """Scores after nodes with these parents' states and these tokens; the places of their own states, which are remembered."""
+        new = self.network.step(state, torch.from_numpy(token).to(state.device), stage)
+        number = np.arange(len(new)) + len(self._states)
+        self._states = torch.cat([self._states, new]) if len(self._states) else new
+        return self.network.spread(self.network.score_stage(new, stage)), number
+
+    def keep(self, step: Step) -> None:
+        """Remember the state that produced each text's newest token."""
+        rows = np.arange(len(step.context.rows))
+        last = torch.from_numpy(step.output.feature_at[rows, [path[-1] for path in step.paths]])
+        start = self.network.start([f[last.to(f.device)] for f in step.output.features])
+        for i, row in enumerate(step.context.rows):
+            if step.decided[i]:
+                self._start[row] = step.context.texts[i].length, start[i : i + 1]
+            else:
+                self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        self._start.pop(row, None)

@@ -1,0 +1,126 @@
+"""The multi-stage MLP speculator, trained on text and then on what the target writes itself."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from foretell.catalogue.stages import stages_method
+from foretell.config import SpeculativeConfig
+from foretell.draft.network.base import Speculator
+from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.method import AnyMethod
+from foretell.model.ends import Ends
+from foretell.train.batch import Batch
+from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
+from foretell.train.recipe.base import Loss, Recipe, Setup
+
+
+class MLPSpeculatorOptions(BaseModel):
+    """What `--set` may say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stages: int = Field(4, ge=1, le=16)
+    inner: int = Field(1280, ge=1)
+    """Width of the state."""
+    tied: bool = False
+    """All stages share their weights."""
+    scale_input: bool = False
+    own_head: bool = False
+    """Train an output matrix, from the target's: large, and better on large models."""
+    more_taps: str = ""
+    """Further layers of the target to read, with commas between: better drafts, but no published format has a place for them."""
+    decay: float = Field(1.0, gt=0, le=1)
+    """Weight of a stage's loss relative to that of the stage before; 1 is the released training."""
+    soft: float = Field(0.9, ge=0, le=1)
+    """Share of the loss that is learned from the target's distributions; the rest is learned from the tokens that came."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the target's distributions."""
+
+
+class MLPSpeculatorRecipe(Recipe):
+    """Cross-entropy summed over the stages, each given the true tokens before it (Wertheimer et al., arXiv 2404.19124).
+
+    The paper trains in two parts: long sequences of plain text in small batches; then, from 10 % of the learning rate on, short texts of the target
+    in large batches; 5 steps to 2. That is two trainings here, the second with `--from` the first. Learning from the target's distributions (`soft`)
+    is ours.
+    """
+
+    name = "mlp_speculator"
+
+    def __init__(self, network: MLPSpeculator, ends: Ends, options: MLPSpeculatorOptions) -> None:
+        self.network, self.config, self.options = network, network.config, options
+        kept = torch.arange(ends.vocab) if network.token_of is None else network.token_of.cpu()
+        self._place = torch.full((ends.vocab,), -1)
+        self._place[kept] = torch.arange(len(kept))
+        self._said = Said(ends, kept)
+
+    @classmethod
+    def of(cls, setup: Setup) -> Self:
+        """A network of the sizes in the options."""
+        o = setup.parse(MLPSpeculatorOptions)
+        config = MLPSpeculatorConfig(
+            target=setup.card,
+            draft_vocab=None if setup.kept is None else len(setup.kept),
+            own_head=o.own_head,
+            stages=o.stages,
+            inner=o.inner,
+            tied=o.tied,
+            scale_input=o.scale_input,
+            more_taps=_layers(o.more_taps, setup.card.layers),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(setup.seed)
+            network = MLPSpeculator(config, setup.ends)
+        if setup.kept is not None:
+            network.choose(setup.kept)
+        return cls(network, setup.ends, o)
+
+    def loss(self, network: nn.Module, batch: Batch) -> Loss:
+        """All stages at all positions of the answers."""
+        o, own = self.options, self.network
+        learn = lesson(batch.token, batch.answer, self._place.to(batch.token.device), own.stages)
+        states = [f.flatten(0, 1) for f in batch.features]
+        teacher = Teacher(self._said, states[0], o.soft, o.temperature) if o.soft else None
+        frozen = own.head is None and not own.config.own_embedding
+
+        def use(readings: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
+            return stage_losses(own.judge, readings, learn, teacher, frozen)
+
+        losses: StageLosses = network([s[learn.at] for s in states], learn.given, use)
+        figures = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}
+        figures |= {f"top-1 {i + 1}": top for i, top in enumerate(losses.top1)}
+        return Loss(losses.total(o.decay), figures)
+
+    def method(self, network: Speculator) -> AnyMethod:
+        """The default tree, greedy."""
+        assert isinstance(network, MLPSpeculator)
+        return stages_method(network, SpeculativeConfig())
+
+
+class Said:
+    """The target's own logits over the drafted tokens."""
+
+    def __init__(self, ends: Ends, kept: Int[torch.Tensor, " w"]) -> None:
+        self._head, self._softcap = ends.head[kept.to(ends.head.device)], ends.softcap
+
+    def __call__(self, state: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
+        """From what the target's head sees."""
+        out = F.linear(state.to(self._head.dtype), self._head.to(state.device)).float()
+        return torch.tanh(out / self._softcap) * self._softcap if self._softcap else out
+
+
+def _layers(text: str, layers: int) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"--set more_taps={text}: layer numbers with commas between were expected") from None
+    wrong = [i for i in found if not 0 <= i <= layers]
+    if wrong:
+        raise ValueError(f"--set more_taps={text}: the target has no layer {wrong[0]}, they are numbered 0 to {layers}")
+    return found

@@ -1,0 +1,175 @@
+"""The multi-stage MLP speculator: its constants, its two forms, and drafting equal to what is trained."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.accept import Match
+from foretell.catalogue.stages import stages_method
+from foretell.config import SpeculativeConfig
+from foretell.draft import Stages
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Beam, Branch, Chain, Paced
+from foretell.testing import TINY, tiny_decoder
+from foretell.tree import TokenTree
+from helpers import chain_tree, random_tokens, run, tokens_of
+
+CONFIG = replace(TINY, vocab=31)
+CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+
+
+def small_target() -> Decoder:
+    return tiny_decoder(CONFIG, dtype=torch.float32)
+
+
+def network_of(seed: int = 0, **values: Any) -> MLPSpeculator:
+    target = small_target()
+    torch.manual_seed(seed)
+    network = MLPSpeculator(
+        MLPSpeculatorConfig(target=CARD, **{"inner": 40, **values}),
+        Ends(target.embedding.detach(), target.head.weight.detach()),
+    )
+    for parameter in network.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return network.requires_grad_(False)
+
+
+def scored(network: MLPSpeculator, features: list[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
+    """The training forward's logits, stage by stage."""
+    return network(features, given, lambda readings: [network.judge(r, i) for i, r in enumerate(readings)])
+
+
+@pytest.mark.parametrize(("stages", "expected"), [(3, 0.890899), (4, 0.917004), (5, 0.933033), (7, 0.951695)])
+def test_a_state_keeps_half_of_its_variance_to_the_last_stage(stages: int, expected: float) -> None:
+    config = MLPSpeculatorConfig(target=CARD, stages=stages, inner=100)
+    assert config.state_weight == pytest.approx(expected, abs=5e-7)
+    assert config.state_weight ** (2 * stages) == pytest.approx(0.5)
+    assert config.emb_weight**2 / 100 == pytest.approx((1 - config.state_weight**2) / 2)
+
+
+def test_a_scaled_input_has_variance_one_half() -> None:
+    z = 17 * torch.randn(50, CONFIG.hidden)
+    scaled = network_of(scale_input=True).start([z])
+    torch.testing.assert_close(scaled.square().mean(-1), torch.full((50,), 0.5))
+    torch.testing.assert_close(network_of().start([z]), z)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_tied_stages_share_all_but_the_first_projection(tied: bool, own: bool) -> None:
+    network = network_of(tied=tied, own_embedding=own)
+    shared, projections = (1, 2) if tied else (4, 4)
+    wide = CONFIG.vocab if own else CONFIG.hidden
+    assert [tuple(p.weight.shape) for p in network.project] == [(40, 16)] + [(40, 40)] * (projections - 1)
+    assert [tuple(t.weight.shape) for t in network.token] == [(wide, 40) if own else (40, wide)] * shared
+    assert [tuple(o.weight.shape) for o in network.output] == [(wide, 40)] * shared
+    assert len(network.norm) == shared
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "values", [{}, {"scale_input": True}, {"own_head": True, "stages": 1}, {"own_embedding": True, "draft_vocab": None}]
+)
+def test_the_published_form_gives_the_same_logits(tied: bool, values: dict[str, Any]) -> None:
+    network = network_of(tied=tied, **{"draft_vocab": 12, **values})
+    if network.token_of is not None:
+        network.choose(torch.arange(3, 27, 2))
+    z, given = torch.randn(6, CONFIG.hidden), torch.randint(0, CONFIG.vocab, (6, network.stages))
+    for stage, logits in enumerate(scored(network, [z], given)):
+        expected = published_logits(network.published(), network.config, z, given, stage)
+        kept = slice(None) if network.token_of is None else network.token_of
+        torch.testing.assert_close(logits, expected[:, kept], rtol=1e-4, atol=1e-4)
+
+
+def published_logits(
+    weights: dict[str, torch.Tensor], config: MLPSpeculatorConfig, z: torch.Tensor, given: torch.Tensor, stage: int
+) -> torch.Tensor:
+    """The released recurrence, written from its description."""
+
+    def of(kind: str, i: int, part: str = "weight") -> torch.Tensor:
+        tied = min(i, 1) if kind == "proj" else 0
+        return weights[f"{kind}.{tied if config.tied else i}.{part}"]
+
+    keep = 0.5 ** (0.5 / config.stages)
+    emb = ((1 - keep**2) * config.inner / 2) ** 0.5
+    s = z / z.square().mean(-1, keepdim=True).sqrt() / 2**0.5 if config.scale_input else z
+    for i in range(stage + 1):
+        a = s @ of("proj", i).T + emb / keep * of("emb", i)[given[:, i]]
+        a = a / (a.square().mean(-1, keepdim=True) + 1e-6).sqrt() * of("ln", i) + of("ln", i, "bias")
+        s = a * 0.5 * (1 + torch.erf(a / 2**0.5))
+    return s @ of("head", stage).T
+
+
+def test_what_no_published_format_can_hold_is_not_written() -> None:
+    with pytest.raises(ValueError, match="no place for layers \\[1\\] of the target"):
+        network_of(more_taps=(1,)).published()
+    with pytest.raises(ValueError, match="neither a draft_vocab"):
+        MLPSpeculatorConfig(target=CARD, own_embedding=True, draft_vocab=4)
+
+
+def test_untrained_stages_hand_the_targets_state_on() -> None:
+    target = small_target()
+    network = MLPSpeculator(MLPSpeculatorConfig(target=CARD, inner=64), Ends(target.embedding, target.head.weight))
+    with torch.no_grad():
+        for token, project, output in zip(network.token, network.project, network.output, strict=True):
+            token.weight.zero_()
+            for module in (project, output):
+                module.weight[module.weight.abs() < 0.3 * module.weight.abs().max()] = 0
+        z = torch.randn(20, CONFIG.hidden)
+        for logits in scored(network, [z], torch.zeros(20, 4, dtype=torch.long)):
+            together = torch.stack([logits, z @ target.head.weight.T])
+            assert torch.corrcoef(together.flatten(1))[0, 1] > 0.95
+
+
+class Watched(Stages):
+    """Remembers what it was asked and what it said."""
+
+    def __init__(self, network: MLPSpeculator) -> None:
+        super().__init__(network)
+        self.said: list[tuple[TokenTree, list[list[int]], torch.Tensor, np.ndarray]] = []
+
+    def expand(self, tree: Any, frontier: Any, context: Any) -> Any:
+        logits, at = super().expand(tree, frontier, context)
+        self.said.append((tree, [t.tokens.tolist() for t in context.texts], logits, at))
+        return logits, at
+
+
+@pytest.mark.parametrize(
+    "shape", [Chain(4, draw=False), Branch((2, 2, 1), draw=False), Beam(4, 3, 8), Paced(8)], ids=str
+)
+@pytest.mark.parametrize("values", [{}, {"tied": True, "more_taps": (1,)}])
+def test_drafting_scores_are_those_of_the_training_forward(shape: Any, values: dict[str, Any]) -> None:
+    target, network = small_target(), network_of(draft_vocab=20, **values)
+    drafter = Watched(network)
+    prompts = [random_tokens(n, CONFIG.vocab, seed=n) for n in (4, 9, 23)]
+    engine = Engine(DecoderRunner(target), Method(drafter, shape, Match()), rows=2, chunk=8)
+    plain = run(engine, [Request(p, max_new_tokens=12) for p in prompts])
+    assert [len(tokens_of(u)) for u in plain] == [12] * 3
+    compared = 0
+    for tree, texts, logits, at in drafter.said:
+        for row, node in np.argwhere(at >= 0).tolist():
+            path = tree.ancestors(row, node)
+            output = DecoderRunner(target).forward([0], chain_tree(texts[row][:-1]), taps=network.taps)
+            features = [f[-1:] for f in output.features]
+            given = torch.tensor([tree.token[row, path].tolist() + [0] * (4 - len(path))])
+            expected = network.spread(scored(network, features, given)[len(path) - 1])
+            torch.testing.assert_close(logits[at[row, node]], expected[0], rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared > 30
+
+
+def test_trees_deeper_than_the_stages_are_refused() -> None:
+    network = network_of(stages=3)
+    for values in ({"num_steps": 4}, {"speculative_tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
+                   {"draft_sample_method": "probabilistic", "num_speculative_tokens": 4}):  # fmt: skip
+        with pytest.raises(ValueError, match="3 stages and drafts no deeper, and 4 were asked for"):
+            stages_method(network, SpeculativeConfig.read(dict(values)))

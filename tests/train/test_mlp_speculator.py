@@ -1,0 +1,142 @@
+"""The multi-stage MLP speculator learns: its losses, and a tiny set to near-perfect acceptance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from foretell.accept import Match
+from foretell.draft import Nothing
+from foretell.draft.network.base import TargetCard
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Root
+from foretell.testing import TINY, tiny_decoder
+from foretell.train.batch import Batch
+from foretell.train.objective.stages import Teacher, cross_entropy, lesson, stage_losses
+from foretell.train.recipe.base import Setup
+from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
+
+CONFIG = replace(TINY, vocab=64)
+PLAIN = Method(Nothing(), Root(), Match())
+
+
+def made_target() -> Decoder:
+    return tiny_decoder(CONFIG, dtype=torch.float32)
+
+
+def recipe_of(network: Decoder, kept: int | None = None, **options: str) -> MLPSpeculatorRecipe:
+    ends = Ends(network.embedding.detach(), network.head.weight.detach())
+    card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+    chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
+    return MLPSpeculatorRecipe.of(Setup(card, network.config, ends, kept=chosen, options=options))
+
+
+def batch_of(network: Decoder, texts: list[list[int]], start: int, taps: tuple[int, ...]) -> Batch:
+    """Texts of equal length, with the target's states."""
+    runner = DecoderRunner(network)
+    outputs = [runner.forward([i], chain_tree(t), taps=taps) for i, t in enumerate(texts)]
+    token = torch.tensor(texts)
+    answer = torch.zeros_like(token, dtype=torch.bool)
+    answer[:, start:] = True
+    features = tuple(torch.stack([o.features[k] for o in outputs]).clone() for k in range(len(taps)))
+    return Batch(token, answer, torch.ones_like(answer), features)
+
+
+def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
+    token = torch.tensor([random_tokens(11, CONFIG.vocab, seed=i) for i in range(3)])
+    answer = torch.ones_like(token, dtype=torch.bool)
+    answer[:, :4] = False
+    answer[2, 9:] = False
+    generator = torch.Generator().manual_seed(0)
+    features = tuple(torch.randn(3, 11, CONFIG.hidden, generator=generator) for _ in recipe.taps)
+    return Batch(token, answer, answer, features)
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: int) -> None:
+    network = made_target()
+    recipe = recipe_of(network, kept=20, inner="40")
+    net, batch = recipe.network, random_batch(recipe)
+    state = batch.features[0]
+    expected = [torch.zeros(())] * 4
+    counts, kept = [0] * 4, torch.arange(0, 40, 2)
+    for row in range(3):
+        for t in range(11):
+            s = net.start([state[row, t]])
+            for stage in range(4):
+                if t + stage + 2 >= 11:
+                    break
+                s = net.step(s, batch.token[row, t + stage + 1], stage)
+                after = int(batch.token[row, t + stage + 2])
+                if not batch.answer[row, t + stage + 2] or after not in kept:
+                    continue
+                log = F.log_softmax(net.score_stage(s, stage), -1)
+                law = torch.softmax((network.head.weight[kept] @ state[row, t + stage + 1]) / 2, -1)
+                hard = -log[after // 2]
+                expected[stage] = expected[stage] + soft * -(law * log).sum() + (1 - soft) * hard
+                counts[stage] += 1
+    wanted = torch.stack([e / c for e, c in zip(expected, counts, strict=True)])
+    (wanted * torch.tensor([1, 0.5, 0.25, 0.125])).sum().backward()
+    slopes = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    place = recipe._place
+    learn = lesson(batch.token, batch.answer, place, 4)
+    teacher = Teacher(recipe._said, state.flatten(0, 1), soft, 2.0) if soft else None
+    for frozen in (True, False):
+        found = net(
+            [state.flatten(0, 1)[learn.at]],
+            learn.given,
+            lambda r, frozen=frozen: stage_losses(net.judge, r, learn, teacher, frozen, chunk),
+        )
+        torch.testing.assert_close(torch.stack(found.loss), wanted.detach(), rtol=1e-4, atol=1e-5)
+        found.total(0.5).backward()
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.grad, slopes[name], rtol=1e-3, atol=1e-5)
+        net.zero_grad()
+
+
+def test_the_cross_entropy_is_least_for_the_law_itself() -> None:
+    law = torch.tensor([[0.7, 0.2, 0.1]])
+    entropy = -(law * law.log()).sum()
+    label = torch.tensor([0])
+    assert cross_entropy(law.log(), label, law, 1.0).item() == pytest.approx(entropy.item())
+    assert cross_entropy(torch.zeros(1, 3), label, law, 1.0).item() > entropy.item()
+    assert cross_entropy(law.log(), label, law, 0.5).item() == pytest.approx(
+        (entropy.item() - law[0, 0].log().item()) / 2
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": "1", "scale_input": "1"}, {"soft": "0", "more_taps": "1", "own_head": "1"}]
+)
+def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str]) -> None:
+    network = made_target()
+    prompts = [random_tokens(5, CONFIG.vocab, seed=i) for i in range(3)]
+    plain = Engine(DecoderRunner(network), PLAIN, rows=3)
+    texts = [p + tokens_of(u) for p, u in zip(prompts, run(plain, requests(prompts)), strict=True)]
+    recipe = recipe_of(network, inner="64", **options)
+    batch = batch_of(network, texts, 5, recipe.taps)
+    optimizer = torch.optim.AdamW(recipe.network.parameters(), 6e-3, weight_decay=0)
+    first = recipe.loss(recipe.network, batch).total.item()
+    with unchecked():
+        for _ in range(70):
+            optimizer.zero_grad()
+            loss = recipe.loss(recipe.network, batch)
+            loss.total.backward()
+            optimizer.step()
+    assert loss.total.item() < first
+    engine = Engine(DecoderRunner(network), recipe.method(recipe.network), rows=3)
+    assert [p + tokens_of(u) for p, u in zip(prompts, run(engine, requests(prompts)), strict=True)] == texts
+    passes = [s.tokens_per_pass for s in engine.statistics.values()]
+    assert min(passes) > 4.2, (passes, loss.figures)
+
+
+def requests(prompts: list[list[int]]) -> list[Request]:
+    return [Request(p, max_new_tokens=41) for p in prompts]
