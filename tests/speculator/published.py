@@ -98,3 +98,82 @@ def ibm_mlp(
         "scale_input": scale_input,
     }
     return config, drawn(shapes)
+
+
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "hidden_act": "silu",
+    "vocab_size": V,
+}
+
+
+def _layer(
+    at: str, inputs: int, norms: tuple[str, ...], head_dim: int, biased: bool = False
+) -> dict[str, tuple[int, ...]]:
+    rows = {"q": 4 * head_dim, "k": 2 * head_dim, "v": 2 * head_dim}
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.{n}.weight": (D,) for n in norms}
+    for n, r in rows.items():
+        shapes[f"{at}.self_attn.{n}_proj.weight"] = (r, inputs)
+        if biased:
+            shapes[f"{at}.self_attn.{n}_proj.bias"] = (r,)
+    shapes[f"{at}.self_attn.o_proj.weight"] = (D, 4 * head_dim)
+    shapes |= {f"{at}.mlp.{n}_proj.weight": (12, D) for n in ("gate", "up")}
+    return shapes | {f"{at}.mlp.down_proj.weight": (D, 12)}
+
+
+def eagle1(bias: bool = True, biased_qkv: bool = False, layers: int = 1) -> tuple[dict[str, Any], Tensors]:
+    """As SafeAILab publishes it: under the architecture of its target, no first norm, a copy of the embedding."""
+    shapes = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
+    for i in range(layers):
+        norms = ("post_attention_layernorm",) + (("input_layernorm",) if i else ())
+        shapes |= _layer(f"layers.{i}", D, norms, D // 4, biased_qkv)
+    config = {"architectures": ["LlamaForCausalLM"], **LAYER, "num_hidden_layers": layers, "bias": bias}
+    return config, drawn(shapes) | {"embed_tokens.weight": ends().embedding}
+
+
+def eagle3(kept: int = 9, head_dim: int = 4, layer: str = "midlayer", aux: int = 3) -> tuple[dict[str, Any], Tensors]:
+    """As SafeAILab and SpecForge publish it."""
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, aux * D), "norm.weight": (D,), "lm_head.weight": (kept, D)}
+    shapes |= _layer(layer, 2 * D, ("input_layernorm", "hidden_norm", "post_attention_layernorm"), head_dim)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, "head_dim": head_dim, "draft_vocab_size": kept}
+    tensors = drawn(shapes)
+    if kept < V:
+        tokens = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:kept].sort().values
+        tensors["d2t"] = tokens - torch.arange(kept)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, tokens, True)
+    return config, tensors
+
+
+def speculators_eagle3(kept: int = 9, **flags: Any) -> tuple[dict[str, Any], Tensors]:
+    """As the `speculators` library saves it; `norm_before_residual` is absent unless asked for."""
+    taps = flags.get("eagle_aux_hidden_state_layer_ids") or (2, 3, 3)
+    config, tensors = eagle3(kept, layer="layers.0", aux=len(taps))
+    if flags.get("norm_before_fc"):
+        tensors["input_norm.weight"] = matrix(len(taps) * D, seed=70)
+    if flags.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": matrix(D, seed=71 + i) for i in range(len(taps))}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    layer = {k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size")}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.7.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": kept,
+        "target_hidden_size": None,
+        **flags,
+    }, tensors

@@ -21,10 +21,10 @@ def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
     if "kind" in values:
         check_target(folder, values.get("target"), target)
         return _like(load_own(folder, ends), ends)
-    return _like(_build(folder, read_published(folder, target), ends), ends)
+    return _like(_build(folder, read_published(folder, target, ends), ends), ends)
 
 
-def read_published(folder: Path, target: TargetCard) -> Reading:
+def read_published(folder: Path, target: TargetCard, ends: Ends) -> Reading:
     """A checkpoint of another project in our words.
 
     Raises:
@@ -38,7 +38,7 @@ def read_published(folder: Path, target: TargetCard) -> Reading:
     format_, found = known
     if not found.names:
         raise ValueError(absent(folder))
-    return format_.read(found, target)
+    return format_.read(found, target, ends)
 
 
 def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:
@@ -47,8 +47,11 @@ def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:
     network = network_type(reading.config, ends)
     if "token_of" in reading.tensors:
         network.choose(reading.tensors["token_of"])
+    # What else a network keeps beside its weights, such as a calibrated tree, others do not publish.
+    weights = {name for name, _ in network.named_parameters()}
+    fresh = {name: tensor for name, tensor in network.state_dict().items() if name not in weights}
     try:
-        network.load_state_dict(dict(reading.tensors))
+        network.load_state_dict(fresh | dict(reading.tensors))
     except RuntimeError as error:
         raise ValueError(f"{folder}: {str(error).splitlines()[-1].strip()}") from error
     return network

@@ -3,11 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.speculator.formats import medusa, mlp
+from foretell.speculator.formats import eagle, medusa, mlp
 from foretell.speculator.formats.base import Format
 from foretell.speculator.formats.files import Published, published
 
-FORMATS: Sequence[Format] = (medusa.AUTHORS, medusa.VLLM, mlp.IBM)
+FORMATS: Sequence[Format] = (
+    medusa.AUTHORS,
+    medusa.VLLM,
+    mlp.IBM,
+    eagle.SPECULATORS,
+    eagle.EAGLE3,
+    eagle.EAGLE1,
+)
 """Every format that is read, the more particular ones first."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from foretell.draft.network.base import SpeculatorConfig, TargetCard
+from foretell.model.ends import Ends
 from foretell.speculator.formats.files import Published
 
 
@@ -25,7 +26,7 @@ class Format:
     name: str
     fits: Callable[[Published], bool]
     """Whether a checkpoint is in this format, by its configuration and, where that does not tell, by the names of its tensors."""
-    read: Callable[[Published, TargetCard], Reading]
+    read: Callable[[Published, TargetCard, Ends], Reading]
 
 
 def card(found: Published, target: TargetCard, hidden: int, vocab: int, name: str = "") -> TargetCard:

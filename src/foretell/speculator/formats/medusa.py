@@ -4,6 +4,7 @@ import torch
 
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.medusa import MedusaConfig
+from foretell.model.ends import Ends
 from foretell.speculator.formats.base import Format, Reading, ascending, card
 from foretell.speculator.formats.files import Published
 
@@ -43,7 +44,7 @@ def _fits_vllm(found: Published) -> bool:
     return (says and not short.has("0.0.linear.weight")) or short.has("blocks.0.layers.0.weight")
 
 
-def _read_authors(found: Published, target: TargetCard) -> Reading:
+def _read_authors(found: Published, target: TargetCard, ends: Ends) -> Reading:
     found = found.without(*_PREFIXES)
     heads, blocks = found.number("medusa_num_heads"), found.number("medusa_num_layers", 1)
     vocab, hidden = found.need(f"0.{blocks}.weight").shape
@@ -52,7 +53,7 @@ def _read_authors(found: Published, target: TargetCard) -> Reading:
     return Reading(config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()})
 
 
-def _read_vllm(found: Published, target: TargetCard) -> Reading:
+def _read_vllm(found: Published, target: TargetCard, ends: Ends) -> Reading:
     found = found.without(*_PREFIXES)
     heads = _count(found, "heads", 5)
     blocks = _count(found, "layers", 1, "num_hidden_layers")

@@ -2,6 +2,7 @@
 
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.mlp_speculator import MLPSpeculatorConfig
+from foretell.model.ends import Ends
 from foretell.speculator.formats.base import Format, Reading, card
 from foretell.speculator.formats.files import Published
 
@@ -20,7 +21,7 @@ def _fits(found: Published) -> bool:
     return found.config.get("model_type") == "mlp_speculator" or any(a in ARCHITECTURES for a in found.architectures)
 
 
-def _read(found: Published, target: TargetCard) -> Reading:
+def _read(found: Published, target: TargetCard, ends: Ends) -> Reading:
     found = found.without("speculator.")
     hidden, vocab, stages = found.number("emb_dim"), found.number("vocab_size"), found.number("n_predict")
     inner = found.number("inner_dim", 0) or hidden

@@ -1,0 +1,224 @@
+"""EAGLE's layers as SafeAILab publishes them, and EAGLE-3 as the `speculators` library does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.eagle import EagleConfig
+from foretell.model.config import ModelConfig, Rope, from_hf
+from foretell.model.ends import Ends
+from foretell.speculator.formats.base import Format, Reading, card
+from foretell.speculator.formats.files import Published
+
+_SIDE = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
+"""Beginnings or endings of tensors that are read apart, or hold nothing of their own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor of ours comes from: published ones side by side, with the rows of each."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    rest: tuple[int, ...] = ()
+
+
+def parts(c: EagleConfig) -> dict[str, Part]:
+    """Our tensors by those of published layers (`midlayer` written `layers.0`)."""
+    d, e, eagle3 = c.target.hidden, c.head_dim, c.kind == "eagle3"
+    fc_inputs = len(c.tapped) * d if eagle3 else 2 * d
+    out = {"fc.weight": Part(("fc.weight",), (d,), (fc_inputs,))}
+    if c.fc_bias or (c.fc_bias is None and not eagle3):
+        out["fc.bias"] = Part(("fc.bias",), (d,))
+    for i in range(c.layers):
+        out |= _layer(c, f"layers.{i}.", d, e, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
+    if eagle3:
+        out["norm.weight"] = Part(("norm.weight",), (d,))
+    if c.norm_before_fc:
+        out["input_norm.weight"] = Part(("input_norm.weight",), (fc_inputs,))
+    for i in range(len(c.tapped) if c.fc_norm else 0):
+        out[f"fc_norm.{i}.weight"] = Part((f"fc_norm.{i}.weight",), (d,))
+    return out
+
+
+def _layer(c: EagleConfig, at: str, d: int, e: int, fusing: bool, normed: bool) -> dict[str, Part]:
+    rows = (c.heads * e, c.kv_heads * e, c.kv_heads * e)
+    norms = ["post_attention_layernorm"] + ["input_layernorm"] * normed + ["hidden_norm"] * fusing
+    out = {f"{at}{n}.weight": Part((f"{at}{n}.weight",), (d,)) for n in norms}
+    if c.qk_norm:
+        out |= {f"{at}self_attn.{n}.weight": Part((f"{at}self_attn.{n}.weight",), (e,)) for n in ("q_norm", "k_norm")}
+    for part, rest in (("weight", (2 * d if fusing else d,)), ("bias", ())):
+        if part == "weight" or c.qkv_bias:
+            names = tuple(f"{at}self_attn.{n}_proj.{part}" for n in "qkv")
+            out[f"{at}self_attn.qkv_proj.{part}"] = Part(names, rows, rest)
+    out[f"{at}self_attn.o_proj.weight"] = Part((f"{at}self_attn.o_proj.weight",), (d,), (rows[0],))
+    gate_up = tuple(f"{at}mlp.{n}_proj.weight" for n in ("gate", "up"))
+    out[f"{at}mlp.gate_up_proj.weight"] = Part(gate_up, (c.ffn, c.ffn), (d,))
+    return out | {f"{at}mlp.down_proj.weight": Part((f"{at}mlp.down_proj.weight",), (d,), (c.ffn,))}
+
+
+def _fits_speculators(found: Published) -> bool:
+    return found.config.get("speculators_model_type") is not None or "Eagle3Speculator" in found.architectures
+
+
+def _fits_eagle3(found: Published) -> bool:
+    named = any("Eagle3" in a for a in found.architectures)
+    return not _fits_speculators(found) and (named or found.has("midlayer.hidden_norm.weight"))
+
+
+def _fits_eagle1(found: Published) -> bool:
+    named = any(a in ("EAGLEModel", "EagleLlamaForCausalLM", "EAGLE") for a in found.architectures)
+    # Most were published under the name of a language model, which has a first norm and no `fc`.
+    bare = found.has("fc.weight") and found.has("layers.0.self_attn.q_proj.weight")
+    return not _fits_eagle3(found) and (named or found.config.get("model_type") == "eagle" or bare)
+
+
+def _read_eagle1(found: Published, target: TargetCard, ends: Ends) -> Reading:
+    found = found.without("model.")
+    raw = found.config.get("model")
+    return _read(found, raw if isinstance(raw, dict) else found.config, "eagle", {}, target, ends)
+
+
+def _read_eagle3(found: Published, target: TargetCard, ends: Ends) -> Reading:
+    found = _midlayer(found.without("model."))
+    nested = found.config.get("eagle_config") or {}
+    # Counted from a layer's output there, from the next one's input here and in the configurations of vLLM.
+    taps = [i + 1 for i in nested.get("eagle_aux_hidden_state_layer_ids") or ()]
+    return _read(found, found.config, "eagle3", _flags(found, taps), target, ends)
+
+
+def _read_speculators(found: Published, target: TargetCard, ends: Ends) -> Reading:
+    kind = found.config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ValueError(f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3")
+    layer = found.config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{found.folder / 'config.json'}: transformer_layer_config should describe the layer")
+    says = found.config.get("speculators_config")
+    verifier = says.get("verifier") if isinstance(says, dict) else None
+    name = str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
+    return _read(_midlayer(found), layer, "eagle3", _flags(found, ()), target, ends, name)
+
+
+def _midlayer(found: Published) -> Published:
+    renamed = {
+        n.replace("midlayer.", "layers.0.") if n.startswith("midlayer.") else n: p for n, p in found.names.items()
+    }
+    return replace(found, names=renamed)
+
+
+def _flags(found: Published, taps: Any) -> dict[str, Any]:
+    """What EAGLE-3's two layouts say alike."""
+    taps = found.config.get("eagle_aux_hidden_state_layer_ids") or taps
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return {"taps": tuple(taps), **{name: found.flag(name) for name in names}}
+
+
+def _read(
+    found: Published,
+    raw: Mapping[str, Any],
+    kind: Literal["eagle", "eagle3"],
+    flags: Mapping[str, Any],
+    target: TargetCard,
+    ends: Ends,
+    name: str = "",
+) -> Reading:
+    shape = _shape(found, raw, target.vocab)
+    said = found.find("t2d")
+    vocab = int(raw.get("vocab_size") or target.vocab) if said is None else len(said)
+    trained_for = card(found, target, shape.hidden, vocab, name)
+    tokens = _tokens(found, target.vocab)
+    own_embedding = _own_embedding(found, target, ends)
+    config = EagleConfig(
+        kind=kind,
+        target=trained_for,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        context=shape.context,
+        layers=shape.layers,
+        norm_eps=shape.norm_eps,
+        rope=shape.rope or Rope(),
+        qkv_bias=found.has("layers.0.self_attn.q_proj.bias"),
+        qk_norm=found.has("layers.0.self_attn.q_norm.weight"),
+        fc_bias=found.has("fc.bias"),
+        own_embedding=own_embedding is not None,
+        own_head=kind == "eagle3" and found.has("lm_head.weight"),
+        draft_vocab=None if tokens is None else len(tokens),
+        **flags,
+    )
+    tensors = {ours: _together(found, part) for ours, part in parts(config).items()}
+    _nothing_else(found, config)
+    if tokens is not None:
+        tensors["token_of"] = tokens
+    if config.own_head:
+        tensors["head"] = found.need("lm_head.weight", target.vocab if tokens is None else len(tokens), target.hidden)
+    if own_embedding is not None:
+        tensors["embedding"] = own_embedding
+    return Reading(config, tensors)
+
+
+def _shape(found: Published, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
+    """The layer as a decoder's configuration.
+
+    Raises:
+        ValueError: a key is missing, or the network here has no place for what it says.
+    """
+    shape = from_hf({"model_type": "llama", **raw, "vocab_size": vocab}, str(found.folder / "config.json"))
+    width = raw.get("target_hidden_size") or found.config.get("target_hidden_size")
+    if width is not None and width != shape.hidden:
+        raise ValueError(
+            f"{found.folder}: it drafts in a width of its own ({shape.hidden}; its target's is {width}), which is not supported"
+        )
+    if shape.activation != "silu":
+        raise ValueError(f"{found.folder}: its activation is {shape.activation}, and only silu is supported")
+    return shape
+
+
+def _together(found: Published, part: Part) -> torch.Tensor:
+    pieces = [found.need(n, rows, *part.rest) for n, rows in zip(part.names, part.rows, strict=True)]
+    return torch.cat(pieces)
+
+
+def _tokens(found: Published, vocab: int) -> torch.Tensor | None:
+    """Target token of every drafted one, from its distance to its own number; None where all are drafted."""
+    offsets = found.find("d2t")
+    if offsets is None or len(offsets) == vocab:
+        return None
+    tokens = torch.arange(len(offsets)) + offsets.long()
+    ascending = bool((tokens.diff() > 0).all())
+    if not ascending or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
+        raise ValueError(
+            f"{found.folder}: d2t does not name ascending tokens of a vocabulary of {vocab}; is it damaged?"
+        )
+    return tokens
+
+
+def _own_embedding(found: Published, target: TargetCard, ends: Ends) -> torch.Tensor | None:
+    """The embedding that the checkpoint brings, unless it is a copy of the target's."""
+    if not found.has("embed_tokens.weight"):
+        return None
+    own = found.need("embed_tokens.weight", target.vocab, target.hidden)
+    same = torch.equal(own.to(torch.bfloat16), ends.embedding.to("cpu", torch.bfloat16))
+    return None if same and ends.embedding_scale == 1 else own
+
+
+def _nothing_else(found: Published, config: EagleConfig) -> None:
+    """Refuse tensors that would have to be used and are not.
+
+    Raises:
+        ValueError: there is one.
+    """
+    used = {name for part in parts(config).values() for name in part.names}
+    for name in found.names:
+        if name not in used and not any(s in name for s in _SIDE):
+            raise ValueError(f"{found.folder}: it holds {name}, which a checkpoint of this configuration does not have")
+
+
+SPECULATORS = Format("speculators", _fits_speculators, _read_speculators)
+EAGLE3 = Format("eagle3", _fits_eagle3, _read_eagle3)
+EAGLE1 = Format("eagle", _fits_eagle1, _read_eagle1)
