@@ -26,6 +26,8 @@ class SpeculativeConfig(BaseModel):
     """Positions that lookahead iterates on, or a block of Jacobi decoding (this and the next two: names of TensorRT-LLM)."""
     max_ngram_size: Annotated[int, Field(ge=2, le=32)] | None = None
     max_verification_set_size: Annotated[int, Field(ge=0, le=64)] | None = None
+    look_ahead_groups: Annotated[int, Field(ge=0)] | None = None
+    """PaSS: nodes of a tree after which the target looks ahead; 0: it looks ahead in every other pass, as published."""
     datastore: str | None = None
     """Directory that `foretell datastore build` wrote."""
     rejection_sample_method: Literal["standard", "block"] = "standard"

@@ -233,7 +233,7 @@ class Engine:
         started = time.perf_counter()
         tree, ready = self._propose(unread)
         drafted = time.perf_counter()
-        scored = np.arange(tree.nodes) >= np.where(ready, tree.trunk - 1, tree.nodes)[:, None]
+        scored = tree.scored & (np.arange(tree.nodes) >= np.where(ready, tree.trunk - 1, tree.nodes)[:, None])
         output = self.runner.forward([r.row for r in unread], tree, scored=scored, taps=self.method.draft.taps)
         verified = time.perf_counter()
         context = self._context(list(unread))

@@ -4,7 +4,7 @@ The structure (tokens, parents, flags) is host data and lives in numpy; distribu
 array belongs to the `i`-th text of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,6 +39,10 @@ class TokenTree:
     """Distributions the drawn nodes were sampled from, after temperature, truncation and penalties."""
     distinct: bool = False
     """Siblings were drawn without replacement."""
+    silent: Bool[np.ndarray, "b n"] | None = None
+    """Probes whose scores nobody needs; None: there are none."""
+    inputs: Float[torch.Tensor, "e d"] | None = None
+    """What the first block sees for the token ids from the vocabulary's size on, which probes may carry; None: all ids are tokens."""
 
     @property
     def rows(self) -> int:
@@ -54,6 +58,11 @@ class TokenTree:
     def read(self) -> Bool[np.ndarray, "b n"]:
         """Nodes that the target reads."""
         return self.live | self.probe
+
+    @cached_property
+    def scored(self) -> Bool[np.ndarray, "b n"]:
+        """Nodes whose scores somebody may need."""
+        return self.read if self.silent is None else self.read & ~self.silent
 
     @cached_property
     def depth(self) -> Int[np.ndarray, "b n"]:
@@ -99,10 +108,16 @@ class TokenTree:
             return self
         return replace(self, live=self.live & (below <= room[:, None]))
 
-    def with_probes(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> "TokenTree":
+    def with_probes(
+        self,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        scored: Sequence[Collection[int]] | None = None,
+    ) -> "TokenTree":
         """The tree and nodes that the target reads and never accepts, from index `nodes` on, padded to the longest row.
 
-        `parents` are indices in the new tree; a probe may hang below the root, a draft or an earlier probe.
+        `parents` are indices in the new tree; a probe may hang below the root, a draft or an earlier probe. `scored`: indices in the new tree of the
+        probes whose scores are needed (None: of all).
         """
         first, most = self.nodes, max(len(t) for t in tokens)
         if most == 0:
@@ -113,7 +128,12 @@ class TokenTree:
             out.token[row, first:end] = token
             out.parent[row, first:end] = parent
             out.probe[row, first:end] = True
-        return out
+        if scored is None:
+            return out
+        silent = np.zeros_like(out.probe) if out.silent is None else out.silent.copy()
+        for row, (token, wanted) in enumerate(zip(tokens, scored, strict=True)):
+            silent[row, first : first + len(token)] = [node not in wanted for node in range(first, first + len(token))]
+        return replace(out, silent=silent)
 
     def select(self, rows: Int[np.ndarray, " b"]) -> "TokenTree":
         """The trees of these rows, in this order."""
@@ -126,6 +146,7 @@ class TokenTree:
             drawn_from=self.drawn_from[rows],
             trunk=self.trunk[rows],
             q=None if self.q is None else self.q[torch.from_numpy(rows).to(self.q.device)],
+            silent=None if self.silent is None else self.silent[rows],
         )
 
     def with_trunk(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
@@ -135,6 +156,7 @@ class TokenTree:
             return self
         n = int(sizes.max()) + self.nodes - 1
         out = _blank(self.rows, n)
+        silent = None if self.silent is None else np.zeros_like(out.probe)
         for row, decided in enumerate(unread):
             k, end = len(decided), len(decided) + self.nodes - 1
             out.token[row, :k] = decided
@@ -145,7 +167,9 @@ class TokenTree:
             out.live[row, k:end] = self.live[row, 1:]
             out.probe[row, k:end] = self.probe[row, 1:]
             out.drawn_from[row, k:end] = self.drawn_from[row, 1:]
-        return replace(out, trunk=sizes, q=self.q, distinct=self.distinct)
+            if silent is not None and self.silent is not None:
+                silent[row, k:end] = self.silent[row, 1:]
+        return replace(out, trunk=sizes, q=self.q, distinct=self.distinct, silent=silent, inputs=self.inputs)
 
 
 def _blank(rows: int, nodes: int) -> TokenTree:
@@ -178,7 +202,7 @@ def from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
 
 
 def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
-    """Stack trees of different texts into one batch, padding to the widest; `distinct` must agree."""
+    """Stack trees of different texts into one batch, padding to the widest; `distinct` and `inputs` must agree."""
     if len(trees) == 1:
         return trees[0]
     n = max(t.nodes for t in trees)
@@ -196,4 +220,13 @@ def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
         if q is not None and t.q is not None:
             q[rows, : t.q.shape[1]] = t.q
         at += t.rows
-    return replace(out, q=q, distinct=any(t.distinct for t in trees))
+    silent = None
+    if any(t.silent is not None for t in trees):
+        padded = [np.pad(_silent(t), ((0, 0), (0, n - t.nodes))) for t in trees]
+        silent = np.concatenate(padded)
+    inputs = next((t.inputs for t in trees if t.inputs is not None), None)
+    return replace(out, q=q, distinct=any(t.distinct for t in trees), silent=silent, inputs=inputs)
+
+
+def _silent(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
+    return np.zeros_like(tree.probe) if tree.silent is None else tree.silent

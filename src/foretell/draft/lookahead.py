@@ -160,13 +160,13 @@ class Lookahead(Retriever):
         mine.pooled += max(len(tokens) - self.ngram + 1, 0)
 
     def probe(self, tree: TokenTree, context: Context) -> TokenTree:
-        """Add the windows to be read in this pass."""
+        """Add the windows to be read in this pass; nothing but what stands below their last rows is scored."""
         tokens, parents = [], []
         for row, last, room in zip(context.rows, context.last, context.room.tolist(), strict=True):
             token, parent, self._rows[row].asked = self._rows[row].window.cells(last, tree.nodes, room)
             tokens.append(token)
             parents.append(parent)
-        return tree.with_probes(tokens, parents)
+        return tree.with_probes(tokens, parents, scored=[set(self._rows[row].asked) for row in context.rows])
 
     def keep(self, step: Step) -> None:
         """Move the windows on, pool the n-grams they completed, and learn how good candidates were."""

@@ -61,7 +61,8 @@ class Recycling(Retriever):
                         right = known.index(following) if following in known else self.width
                         for rank in range(self.width):
                             self._known_odds(row).learn(rank, rank == right)
-        scored = step.output.at >= 0
+        # Ids beyond the vocabulary stand for vectors, not for tokens.
+        scored = (step.output.at >= 0) & (step.tree.token < len(self.successors))
         if scored.any():
             following = best(step.output.logits, self.width)[1].cpu().numpy()
             self.successors[step.tree.token[scored]] = following[step.output.at[scored]]

@@ -91,11 +91,15 @@ class HFRunner(Runner):
         """Read nodes of a tree; see `Runner.forward`.
 
         Raises:
-            ValueError: the last block's output before the final norm is tapped: transformers does not report it.
+            ValueError: the last block's output before the final norm is tapped, which transformers does not report; or inputs that are no tokens.
         """
         if self.config.layers in taps:
             raise ValueError(
                 "transformers does not report the last block's output before the final norm: tap another layer"
+            )
+        if tree.inputs is not None:
+            raise ValueError(
+                "this method feeds the target vectors of its own, which needs the own decoder: use another method"
             )
         read = tree.read if read is None else read
         wanted = read if scored is None else read & scored

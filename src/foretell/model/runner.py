@@ -114,7 +114,7 @@ class DecoderRunner(Runner):
         read = tree.read if read is None else read
         self.cache.experts_read = []
         layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
-        features, x = self._blocks(self.network.embed(torch.from_numpy(tree.token[read])), layout, taps)
+        features, x = self._blocks(self._inputs(tree.token[read], tree.inputs), layout, taps)
         wanted = read if scored is None else read & scored
         at = np.where(wanted, np.cumsum(wanted.ravel()).reshape(wanted.shape) - 1, -1)
         chosen = index[wanted]
@@ -122,6 +122,18 @@ class DecoderRunner(Runner):
             x = x[torch.from_numpy(chosen).to(x.device)]
         logits = self.network.logits(self.network.final(x)) if len(chosen) else x.new_zeros(0, self.vocab)
         return Output(logits, at, features, index, experts=tuple(self.cache.experts_read))
+
+    def _inputs(
+        self, token: Int[np.ndarray, " t"], side: Float[torch.Tensor, "e d"] | None
+    ) -> Float[torch.Tensor, "t d"]:
+        """What the first block sees: embeddings of tokens, and of ids beyond the vocabulary the rows of the tree's own table."""
+        if side is None:
+            return self.network.embed(torch.from_numpy(token))
+        beyond = token >= self.vocab
+        x = self.network.embed(torch.from_numpy(np.where(beyond, 0, token)))
+        number = torch.from_numpy(token[beyond] - self.vocab)
+        x[torch.from_numpy(beyond).to(x.device)] = side[number.to(side.device)].to(x)
+        return x
 
     def _blocks(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
