@@ -7,7 +7,7 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("names", "model.config", "store"),
+    ("names", "model.config", "store", "divergence"),
     ("tree",),
     ("model.cache",),
     ("model.native",),
