@@ -10,9 +10,12 @@ from foretell.draft.network.pack import packed
 from foretell.method import AnyMethod, Method
 from foretell.shape import Beam, Chain, Fixed, Shape, optimal
 
-_FIRST = tuple(
-    tuple(int(rank) for rank in path)
-    for path in "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
+_FIRST = (
+    *((0,), (1,), (2,), (3,)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
 _DEPTH, _WIDTH, _NODES = 5, 4, 10

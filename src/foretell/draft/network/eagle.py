@@ -122,7 +122,7 @@ class EagleNetwork(Speculator):
         self,
         token: Int[torch.Tensor, "*t"],
         g: Float[torch.Tensor, "*t d"],
-        position: Int[torch.Tensor, "*t"],
+        position: Int[torch.Tensor, "..."],
         sight: Sight,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features: after the feature `g` of a rotary position and the token that follows it."""
@@ -135,7 +135,7 @@ class EagleNetwork(Speculator):
         features: Sequence[Float[torch.Tensor, "b s d"]],
         wanted: Sequence[Bool[torch.Tensor, "b t"]],
     ) -> tuple[Guess, ...]:
-        """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of token `j + 2 + i` is asked for.
+        """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of token `j + 2 + i` counts.
 
         Each step goes on from the outputs of the one before, as drafting does.
         """
@@ -150,7 +150,7 @@ class EagleNetwork(Speculator):
 
 
 class Eagle1(EagleNetwork):
-    """Token and feature are mixed into the layer's input; its output is a guess of the feature that the target's own head scores (arXiv 2401.15077)."""
+    """Token and feature are mixed into the layer's input; its output is a guess of the feature that the target's head scores (arXiv 2401.15077)."""
 
     kind = "eagle"
 

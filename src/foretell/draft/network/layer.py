@@ -176,10 +176,7 @@ class Unrolled(Sight):
         k, v = (part.transpose(1, 2).repeat_interleave(groups, 1) for part in (k, v))
         past = self._past.setdefault(layer, [])
         past.append((k, v))
-        if len(past) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = _diagonal(q, past)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) if len(past) == 1 else _diagonal(q, past)
         return out.transpose(1, 2).flatten(2)
 
 

@@ -1,0 +1,284 @@
+"""EAGLE's layer follows the target: shifts, keys that stay, trees level by level as training unrolls them, and drawn trees."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.accept import Match, Rejection
+from foretell.context import Step
+from foretell.draft import Eagle
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.draft.network.layer import Norm, Sight, rotate
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.ends import Ends
+from foretell.model.runner import DecoderRunner
+from foretell.sampling import Sampling
+from foretell.shape import Beam, Chain, Fixed
+from foretell.testing import TINY
+from foretell.tree import from_lists, root
+from helpers import VOCAB, chain_tree, context_of, engine_for, exact_law, generate, p_value, random_tokens, target, unchecked
+
+KINDS = ("eagle", "eagle3")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def ends(vocab: int = VOCAB) -> Ends:
+    return Ends(target(vocab).embedding.detach(), target(vocab).head.weight.detach())
+
+
+@cache
+def network_of(kind: str, vocab: int = VOCAB, layers: int = 1, drafted: int | None = 20) -> EagleNetwork:
+    """Random weights in float64."""
+    card = TargetCard(name="tiny", hidden=TINY.hidden, vocab=vocab, layers=2)
+    config = EagleConfig.model_validate(
+        {"kind": kind, "target": card, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256}
+        | {"draft_vocab": drafted, "layers": layers, "fc_norm": True, "taps": (0, 1, 3)}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        network = (Eagle1 if kind == "eagle" else Eagle3)(config, ends(vocab))
+        for parameter in network.parameters():
+            parameter.data = parameter.data.double() + 0.3 * torch.randn_like(parameter.data.double())
+    if drafted is not None:
+        network.choose(torch.arange(vocab)[1 : 1 + drafted])
+    return network.double()
+
+
+def features_of(network: EagleNetwork, text: Sequence[int], vocab: int = VOCAB) -> list[torch.Tensor]:
+    """The target's states over a text read at once, [1 s d] per tap."""
+    output = DecoderRunner(target(vocab)).forward([0], chain_tree(text), taps=network.taps)
+    return [f[None].clone() for f in output.features]
+
+
+class Plain(Sight):
+    """Attention of one text without a cache, written plainly: token `i` sees the tokens that `sees[i]` lists."""
+
+    def __init__(self, sees: Sequence[Sequence[int]]) -> None:
+        self._sees = sees
+        self.keys: list[torch.Tensor] = []
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.keys.append(k)
+        out = []
+        for i, seen in enumerate(self._sees):
+            heads = []
+            for h in range(q.shape[1]):
+                g = h // (q.shape[1] // k.shape[1])
+                score = torch.stack([(q[i, h] * k[j, g]).sum() for j in seen]) * q.shape[2] ** -0.5
+                heads.append((score.softmax(0)[:, None] * torch.stack([v[j, g] for j in seen])).sum(0))
+            out.append(torch.cat(heads))
+        return torch.stack(out)
+
+
+def read_plainly(network: EagleNetwork, text: Sequence[int], vocab: int = VOCAB) -> tuple[torch.Tensor, Plain]:
+    """Outputs and keys of a text, every feature with the token after it."""
+    states = torch.cat(features_of(network, text, vocab), -1)[0, :-1]
+    n = len(text) - 1
+    sight = Plain([range(i + 1) for i in range(n)])
+    g = network.fuse(states)
+    return network.advance(torch.tensor(text[1:]), g, torch.arange(n), sight), sight
+
+
+class Watch(Eagle):
+    """Notes what it scored after the roots."""
+
+    def __init__(self, network: EagleNetwork, most: int) -> None:
+        super().__init__(network, most)
+        self.roots: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def _root(self, tree, context):  # type: ignore[no-untyped-def]
+        out = super()._root(tree, context)
+        for i, text in enumerate(context.texts):
+            if context.room[i]:
+                self.roots[tuple(text.tokens.tolist())] = self.network.score(self.network.see(out[i, 0]))
+        return out
+
+
+@every_kind
+@pytest.mark.parametrize("most", [0, 100])
+def test_every_root_is_scored_as_by_a_fresh_reading_of_the_text(kind: str, most: int) -> None:
+    network = network_of(kind, layers=2)
+    drafter = Watch(network, most)
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=8, sampling=Sampling(1.0)) for n in (2, 21, 9, 1)]
+    with unchecked():
+        texts = generate(Method(drafter, Beam(3, 3, 6), Match()), requests, rows=3, chunk=8)
+    assert [len(t) for t in texts] == [8] * 4
+    assert len(drafter.roots) > 15
+    for text, scores in list(drafter.roots.items())[::5]:
+        out = read_plainly(network, text)[0][-1]
+        torch.testing.assert_close(scores, network.score(network.see(out)), atol=1e-5, rtol=0)
+
+
+@every_kind
+def test_keys_that_stay_are_those_of_a_fresh_reading(kind: str) -> None:
+    # Few tokens, all of which are drafted, so that paths of every length are accepted.
+    network, vocab = network_of(kind, 4, drafted=None), 4
+    drafter = Eagle(network, 5)
+    engine = engine_for(Method(drafter, Beam(3, 4, 40), Match()), rows=3, chunk=7, vocab=vocab)
+    texts = [random_tokens(n, vocab, seed=n) for n in (5, 17, 11)]
+    for i, p in enumerate(list(texts)):
+        engine.submit(Request(tuple(p), Sampling(temperature=float(i % 2), seed=i), max_new_tokens=99))
+    accepted = set[int]()
+    with unchecked():
+        for _ in range(12):
+            for update in engine.step():
+                texts[update.request - 1] = [*texts[update.request - 1], *update.tokens]
+                accepted.add(update.accepted)
+    assert len(accepted) > 2
+    for row, text in enumerate(texts):
+        known = drafter._known[row]
+        assert known.length + known.behind == len(text) - 1
+        assert known.length > len(text) - 6
+        keys = read_plainly(network, text, vocab)[1].keys[0]
+        kept = drafter._cache.k[0, row, :, : known.length].transpose(0, 1)
+        torch.testing.assert_close(kept, keys[: known.length], atol=1e-8, rtol=0)
+
+
+@every_kind
+def test_the_feature_of_a_position_goes_with_the_token_after_it(kind: str) -> None:
+    """An oracle: its feature is the position, its embedding the token, and its attention nothing."""
+    network, prompt, seen = network_of(kind), random_tokens(11, seed=4), list[tuple[int, int, int]]()
+    text = [*prompt, *[7] * 5]
+
+    class Oracle(type(network)):  # type: ignore[misc]
+        def advance(self, token, g, position, sight):  # type: ignore[no-untyped-def]
+            states = features_of(network, text)
+            fused = network.fuse(torch.cat(states, -1))[0]
+            for t, each, p in zip(token[0].tolist(), g[0], position[0].tolist(), strict=True):
+                nearest = int((fused - each).norm(dim=-1).argmin())
+                assert (fused[nearest] - each).norm() < 1e-9
+                seen.append((nearest, t, p))
+            return super().advance(token, g, position, sight)
+
+    oracle = Oracle(network.config, ends()).double()
+    oracle.load_state_dict(network.state_dict())
+    method = Method(Eagle(oracle), Chain(1, draw=False), Match())
+    engine = Engine(DecoderRunner(target()), method, rows=1, chunk=5)
+    engine.submit(Request(prompt, Sampling(bias={7: 1e9}), max_new_tokens=5))
+    while engine.busy:
+        engine.step()
+    assert len(seen) > 11
+    assert seen == [(j, text[j + 1], j) for j in range(len(seen))]
+
+
+def reader(network: EagleNetwork, text: Sequence[int]) -> Eagle:
+    """A drafter that has been told all about a text."""
+    drafter, tree = Eagle(network), chain_tree(text[:-1])
+    output = DecoderRunner(target()).forward([0], tree, taps=network.taps)
+    drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),)))
+    return drafter
+
+
+def after(network: EagleNetwork, text: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """Scores after the last token of a path of drafts, asked for one by one."""
+    drafter, tokens = reader(network, text), [text[-1], *path]
+    for end in range(1, len(tokens) + 1):
+        chain = from_lists([tokens[:end]], [list(range(-1, end - 1))])
+        logits, at = drafter.expand(chain, np.array([[end - 1]]), context_of(text))
+    return logits[at[0, -1]]
+
+
+@every_kind
+def test_drafting_level_by_level_is_the_unrolled_forward_on_the_same_tokens(kind: str) -> None:
+    network, text, path = network_of(kind, layers=2), random_tokens(15, seed=6), random_tokens(4, seed=7)
+    states = [torch.nn.functional.pad(f, (0, 0, 0, 4)) for f in features_of(network, text)]
+    wanted = torch.zeros(1, 18, dtype=torch.bool)
+    wanted[0, 13] = True
+    guesses = network(torch.tensor([[*text, *path]]), states, [wanted] * 5)
+    for depth, guess in enumerate(guesses):
+        expected = network.spread(guess.logits[0])
+        torch.testing.assert_close(after(network, text, path[:depth]), expected, atol=1e-5, rtol=0)
+
+
+class Recording(Eagle):
+    """Notes the scores after every path of drafts."""
+
+    def __init__(self, network: EagleNetwork) -> None:
+        super().__init__(network)
+        self.found: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+
+    def _scores(self, tree, frontier, context):  # type: ignore[no-untyped-def]
+        logits, at = super()._scores(tree, frontier, context)
+        for i, row in enumerate(context.rows):
+            for node in frontier[i].tolist():
+                if at[i, node] >= 0:
+                    path = tree.token[i, tree.ancestors(i, node)[1:]].tolist()
+                    self.found[row, tuple(path)] = self.network.spread(logits[at[i, node]])
+        return logits, at
+
+
+@every_kind
+def test_nodes_see_their_ancestors_only_whatever_the_rows_lengths(kind: str) -> None:
+    """Scores at every node of trees that grow together are those of its path alone."""
+    network, texts = network_of(kind, layers=2), [random_tokens(n, seed=n) for n in (9, 2, 17)]
+    drafter, runner, context = Recording(network), DecoderRunner(target()), context_of(*texts)
+    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
+    output = runner.forward(range(3), tree, taps=network.taps)
+    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
+    drafter.keep(Step(context, tree, output, paths, tuple((t[-1],) for t in texts)))
+    choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1))
+    Fixed(choices).grow(drafter, replace(context, room=np.array([99, 1, 3])))
+    assert [sum(row == i for row, _ in drafter.found) for i in range(3)] == [5, 3, 5]
+    for (row, path), scores in drafter.found.items():
+        torch.testing.assert_close(scores, after(network, texts[row], path), atol=1e-6, rtol=0)
+
+
+@every_kind
+def test_training_time_test_is_attention_recomputed_position_by_position(kind: str) -> None:
+    network, text, steps = network_of(kind), random_tokens(10, seed=8), 4
+    states = features_of(network, text)
+    everywhere = torch.ones(1, len(text) - 1, dtype=torch.bool)
+    guesses = network(torch.tensor([text]), states, [everywhere] * steps)
+    g0 = network.fuse(torch.cat(states, -1))[0]
+    for j in range(len(text) - 1 - steps):
+        # Position j on its own: it has read tokens 1 .. j + 1 with features, and goes on with what it says itself.
+        tokens, features, positions = text[1 : j + 2], list(g0[: j + 1]), list(range(j + 1))
+        for i in range(steps):
+            sight = Plain([range(n + 1) for n in range(len(tokens))])
+            out = network.advance(torch.tensor(tokens), torch.stack(features), torch.tensor(positions), sight)
+            expected = network.score(network.see(out[-1]))
+            torch.testing.assert_close(guesses[i].logits[j], expected, atol=1e-5, rtol=0)
+            tokens, features, positions = [*tokens, text[j + 2 + i]], [*features, out[-1]], [*positions, j + 1 + i]
+
+
+SHAPES = {"chain": Chain(3, draw=True), "tree": Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
+
+
+@every_kind
+@pytest.mark.parametrize("name", SHAPES)
+def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
+    network, sampling, start = network_of(kind, 4, drafted=3), Sampling(temperature=2.5), [1, 0, 2]
+    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(1200)]
+    with unchecked():
+        method = Method(Eagle(network), SHAPES[name], Rejection())
+        texts = generate(method, requests, rows=512, chunk=1 << 14, vocab=4)
+    where = np.ravel_multi_index(np.array(texts).T, (4,) * 3)
+    law = exact_law(target(4), start, 3, sampling)
+    assert p_value(np.bincount(where, minlength=64), law) > 1e-3
+
+
+def test_pieces_of_the_layer_are_what_they_say() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64)
+    norm = Norm(5, 1e-5).double()
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    turn = torch.tensor([[0.6]]), torch.tensor([[0.8]])
+    turned = rotate(torch.tensor([[1.0, 2.0]]), turn)
+    torch.testing.assert_close(turned, torch.tensor([[1 * 0.6 - 2 * 0.8, 2 * 0.6 + 1 * 0.8]]))
+
+
+def test_nothing_is_drafted_before_the_target_has_read_the_text() -> None:
+    drafter, context = Eagle(network_of("eagle3")), context_of([1, 2, 3], [4])
+    assert drafter.depths(context).tolist() == [0, 0]
+    output = DecoderRunner(target()).forward([0], chain_tree([1, 2]), taps=drafter.taps)
+    first = context.select([0])
+    drafter.keep(Step(first, chain_tree([1, 2]), output, ((0, 1),), ((3,),)))
+    assert drafter.depths(context).tolist() == [99, 0]
+    drafter.clear(0)
+    assert drafter.depths(context).tolist() == [0, 0]
