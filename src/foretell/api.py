@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from foretell.catalogue import Parts, build
+from foretell.catalogue.trained import read, trained
 from foretell.config import SpeculativeConfig
+from foretell.draft.network.base import Speculator
 from foretell.engine import Engine, Request, Statistics, Update
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
@@ -100,7 +102,22 @@ class Model:
         Raises:
             ValueError: unknown name, or a part that the method needs is missing or does not fit.
         """
-        parts = Parts(
+        parts = self._parts(drafts, references, speculator)
+        return build(name, parts, config)
+
+    def speculator(self, what: str | Path) -> Speculator:
+        """A trained speculator for this model: the directory it lies in, or the kind of one that ships.
+
+        Raises:
+            ValueError: there is none, it is damaged, or it is for another model.
+        """
+        parts = self._parts()
+        return read(parts, Path(what)) if Path(what).is_dir() else trained(parts, str(what))
+
+    def _parts(
+        self, drafts: Sequence["Model"] = (), references: Sequence[str] = (), speculator: Path | None = None
+    ) -> Parts:
+        return Parts(
             vocab=self.config.vocab,
             network=self._network,
             drafts=tuple(d.runner() for d in drafts),
@@ -111,7 +128,6 @@ class Model:
             source=self._source,
             speculator=speculator,
         )
-        return build(name, parts, config)
 
     def engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16) -> Engine:
         """An engine that serves this model with one method."""

@@ -1,5 +1,7 @@
 """The speculator of a method that needs a trained one: what the user named, or what ships."""
 
+from pathlib import Path
+
 from foretell.catalogue.parts import Parts, own
 from foretell.draft.network.base import Speculator, TargetCard
 from foretell.model.decoder import Decoder
@@ -20,10 +22,19 @@ def trained(parts: Parts, kind: str) -> Speculator:
         raise ValueError(
             f"no {kind} speculator ships for this target; train one with `foretell train {kind}`, or name one with --draft-model DIR"
         )
-    found = load_speculator(folder, card, ends_of(parts))
+    found = read(parts, folder)
     if found.kind != kind:
         raise ValueError(f"{folder}: a speculator of kind {found.kind}, and this method drafts with one of kind {kind}")
-    return found.eval().requires_grad_(False)
+    return found
+
+
+def read(parts: Parts, folder: Path) -> Speculator:
+    """The speculator in a directory, of whichever kind, in the dtype that the target runs in.
+
+    Raises:
+        ValueError: it is damaged or for another target, or the target is not on the own decoder.
+    """
+    return load_speculator(folder, target_card(parts), ends_of(parts)).eval().requires_grad_(False)
 
 
 def target_card(parts: Parts) -> TargetCard:

@@ -33,6 +33,7 @@ COMMANDS: Sequence[Command] = (
     Command("bench", "foretell.cli.bench", "Measure methods beside plain decoding and other runtimes."),
     Command("data", "foretell.cli.data", "Make training sets: the model answers its own prompts, or given ones."),
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
+    Command("export", "foretell.cli.export", "Write a trained speculator for other engines."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
     Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up before anything runs."),

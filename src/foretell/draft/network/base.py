@@ -91,6 +91,16 @@ class Speculator(nn.Module, ABC):
         else:
             self.head.data.copy_(rows)
 
+    @property
+    def output_matrix(self) -> Float[torch.Tensor, "w d"]:
+        """What scores the drafted tokens: its own matrix, or rows of the target's."""
+        return self.get_buffer("_borrowed_head") if self.head is None else self.head
+
+    @property
+    def softcap(self) -> float:
+        """The target's bound on logits; 0: none."""
+        return self._softcap
+
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
         """The target's embedding of tokens, as its first block sees it, in the dtype of the own weights."""
         x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.speculator.formats import eagle, medusa, mlp
-from foretell.speculator.formats.base import Format
+from foretell.speculator.formats import eagle, eagle_export, medusa, mlp
+from foretell.speculator.formats.base import Export, Format
 from foretell.speculator.formats.files import Published, published
 
 FORMATS: Sequence[Format] = (
@@ -16,6 +16,15 @@ FORMATS: Sequence[Format] = (
     eagle.EAGLE1,
 )
 """Every format that is read, the more particular ones first."""
+
+EXPORTS: Sequence[Export] = (
+    eagle_export.TO_SPECULATORS,
+    eagle_export.TO_EAGLE3,
+    eagle_export.TO_EAGLE1,
+    medusa.TO_VLLM,
+    mlp.TO_VLLM,
+)
+"""Every format that is written."""
 
 
 def recognised(folder: Path) -> tuple[Format, Published] | None:

@@ -1,13 +1,20 @@
-"""What a format of checkpoints is: how it is recognised, and how its names become ours."""
+"""What a format of checkpoints is: how it is recognised, how its names become ours, and how ours become its."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from foretell.draft.network.base import SpeculatorConfig, TargetCard
+from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.model.config import ModelConfig
 from foretell.model.ends import Ends
+from foretell.speculator.checkpoint import CONFIG, WEIGHTS
 from foretell.speculator.formats.files import Published
+from foretell.text import TextCodec
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,75 @@ class Format:
     read: Callable[[Published, TargetCard, Ends], Reading]
 
 
+@dataclass(frozen=True)
+class Verifier:
+    """The target, for those who read what is exported."""
+
+    name: str
+    """On the Hugging Face hub, or a path."""
+    config: ModelConfig
+    codec: TextCodec | None = None
+    """Its tokenizer, which a whole model goes with."""
+
+    @property
+    def architectures(self) -> list[str]:
+        """Its class in transformers."""
+        known = ARCHITECTURES.get(self.config.architecture)
+        return [] if known is None else [known]
+
+
+@dataclass(frozen=True)
+class Export:
+    """A line of the table of what is written."""
+
+    name: str
+    kind: str
+    """Of the speculators it is for."""
+    write: Callable[[Speculator, Verifier, Path], None]
+    """Write into a directory that is empty.
+
+    Raises:
+        ValueError: the format has no place for something that the network has.
+    """
+
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Classes of transformers by `model_type`."""
+
+
+def put(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write `config.json` and `model.safetensors`."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Tensors that share memory are refused by safetensors.
+    save_file({name: t.clone() for name, t in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def refuse_softcap(network: Speculator, format_name: str) -> None:
+    """Refuse what none of the published forms can say.
+
+    Raises:
+        ValueError: the target bounds its logits, and the network with it.
+    """
+    if network.softcap:
+        raise ValueError(f"the format {format_name} has no place for a bound on the logits, which this target has")
+
+
+def dtype_name(network: Speculator) -> str:
+    """As configurations write it."""
+    return str(network.dtype).removeprefix("torch.")
+
+
 def card(found: Published, target: TargetCard, hidden: int, vocab: int, name: str = "") -> TargetCard:
     """Which target a checkpoint says it is for; what it does not say is taken to fit.
 
@@ -42,6 +118,13 @@ def card(found: Published, target: TargetCard, hidden: int, vocab: int, name: st
             f"the target has width {target.hidden} and {target.vocab} tokens"
         )
     return target.model_copy(update={"name": said, "fingerprint": ""})
+
+
+def same(own: torch.Tensor, lent: torch.Tensor) -> bool:
+    """Whether a tensor that a checkpoint brings is a copy of one of the target's, which need not be held twice."""
+    if own.shape != lent.shape:
+        return False
+    return torch.equal(own.to(torch.bfloat16), lent.to("cpu", torch.bfloat16))
 
 
 def ascending(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,11 +10,14 @@ from foretell.draft.network.base import TargetCard
 from foretell.draft.network.eagle import EagleConfig
 from foretell.model.config import ModelConfig, Rope, from_hf
 from foretell.model.ends import Ends
-from foretell.speculator.formats.base import Format, Reading, card
+from foretell.speculator.formats.base import Format, Reading, card, same
 from foretell.speculator.formats.files import Published
 
 _SIDE = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
 """Beginnings or endings of tensors that are read apart, or hold nothing of their own."""
+
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,7 @@ def _midlayer(found: Published) -> Published:
 def _flags(found: Published, taps: Any) -> dict[str, Any]:
     """What EAGLE-3's two layouts say alike."""
     taps = found.config.get("eagle_aux_hidden_state_layer_ids") or taps
-    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return {"taps": tuple(taps), **{name: found.flag(name) for name in names}}
+    return {"taps": tuple(taps), **{name: found.flag(name) for name in FLAGS}}
 
 
 def _read(
@@ -132,6 +134,7 @@ def _read(
     trained_for = card(found, target, shape.hidden, vocab, name)
     tokens = _tokens(found, target.vocab)
     own_embedding = _own_embedding(found, target, ends)
+    own_head = _own_head(found, tokens, target, ends) if kind == "eagle3" else None
     config = EagleConfig(
         kind=kind,
         target=trained_for,
@@ -147,7 +150,7 @@ def _read(
         qk_norm=found.has("layers.0.self_attn.q_norm.weight"),
         fc_bias=found.has("fc.bias"),
         own_embedding=own_embedding is not None,
-        own_head=kind == "eagle3" and found.has("lm_head.weight"),
+        own_head=own_head is not None,
         draft_vocab=None if tokens is None else len(tokens),
         **flags,
     )
@@ -155,8 +158,8 @@ def _read(
     _nothing_else(found, config)
     if tokens is not None:
         tensors["token_of"] = tokens
-    if config.own_head:
-        tensors["head"] = found.need("lm_head.weight", target.vocab if tokens is None else len(tokens), target.hidden)
+    if own_head is not None:
+        tensors["head"] = own_head
     if own_embedding is not None:
         tensors["embedding"] = own_embedding
     return Reading(config, tensors)
@@ -203,8 +206,16 @@ def _own_embedding(found: Published, target: TargetCard, ends: Ends) -> torch.Te
     if not found.has("embed_tokens.weight"):
         return None
     own = found.need("embed_tokens.weight", target.vocab, target.hidden)
-    same = torch.equal(own.to(torch.bfloat16), ends.embedding.to("cpu", torch.bfloat16))
-    return None if same and ends.embedding_scale == 1 else own
+    return None if ends.embedding_scale == 1 and same(own, ends.embedding) else own
+
+
+def _own_head(found: Published, tokens: torch.Tensor | None, target: TargetCard, ends: Ends) -> torch.Tensor | None:
+    """The output matrix that the checkpoint brings, unless it holds rows of the target's."""
+    if not found.has("lm_head.weight"):
+        return None
+    lent = ends.head if tokens is None else ends.head[tokens.to(ends.head.device)]
+    own = found.need("lm_head.weight", len(lent), target.hidden)
+    return None if same(own, lent) else own
 
 
 def _nothing_else(found: Published, config: EagleConfig) -> None:

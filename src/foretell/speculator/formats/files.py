@@ -36,10 +36,8 @@ class Published:
             raise ValueError(f"{self.folder}: the checkpoint lacks {name}; is it complete?")
         tensor = self.find(name)
         assert tensor is not None
-        if shape and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{self.folder}: {name} has the shape {list(tensor.shape)}, and its configuration asks for {list(shape)}"
-            )
+        if shape:
+            check_shape(self, name, tensor, *shape)
         return tensor
 
     def find(self, name: str) -> torch.Tensor | None:
@@ -104,6 +102,18 @@ def published(folder: Path) -> Published:
     """
     files = sorted(folder.glob("*.safetensors"))
     return Published(folder, read_config(folder), {name: (file, name) for file in files for name in _names(file)})
+
+
+def check_shape(found: Published, name: str, tensor: torch.Tensor, *shape: int) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        ValueError: with both shapes.
+    """
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{found.folder}: {name} has the shape {list(tensor.shape)}, and its configuration asks for {list(shape)}"
+        )
 
 
 def absent(folder: Path) -> str:

@@ -1,12 +1,25 @@
 """Medusa's heads as FasterDecoding and as vLLM lay them out."""
 
+from pathlib import Path
+
 import torch
 
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.medusa import MedusaConfig
+from foretell.draft.network.base import Speculator, TargetCard
+from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.model.ends import Ends
-from foretell.speculator.formats.base import Format, Reading, ascending, card
-from foretell.speculator.formats.files import Published
+from foretell.speculator.formats.base import (
+    Export,
+    Format,
+    Reading,
+    Verifier,
+    ascending,
+    card,
+    dtype_name,
+    put,
+    refuse_softcap,
+    same,
+)
+from foretell.speculator.formats.files import Published, check_shape
 
 Names = dict[str, str]
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
@@ -47,7 +60,8 @@ def _fits_vllm(found: Published) -> bool:
 def _read_authors(found: Published, target: TargetCard, ends: Ends) -> Reading:
     found = found.without(*_PREFIXES)
     heads, blocks = found.number("medusa_num_heads"), found.number("medusa_num_layers", 1)
-    vocab, hidden = found.need(f"0.{blocks}.weight").shape
+    first = found.need(f"0.{blocks}.weight")
+    vocab, hidden = first.shape if first.ndim == 2 else (target.vocab, target.hidden)
     config = MedusaConfig(target=card(found, target, hidden, vocab), heads=heads, blocks=blocks, own_head=True)
     names = names_of_authors(heads, blocks)
     return Reading(config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()})
@@ -58,33 +72,40 @@ def _read_vllm(found: Published, target: TargetCard, ends: Ends) -> Reading:
     heads = _count(found, "heads", 5)
     blocks = _count(found, "layers", 1, "num_hidden_layers")
     hidden, vocab = found.number("hidden_size"), found.number("vocab_size", target.vocab)
+    trained_for = card(found, target, hidden, vocab)
     kept = found.number("truncated_vocab_size", vocab)
-    mapped = kept < vocab
-    tokens, order = ascending(found.need("token_map", kept)) if mapped else (None, slice(None))
-    shared = found.flag("original_lm_head")
-    tensors = {}
-    for ours, theirs in names_of_vllm(heads, blocks).items():
-        if not ours.startswith("own_heads"):
-            tensors[ours] = _tensor(found, ours, theirs, hidden, vocab)
-            continue
-        matrix = found.need(_shared_head(found) if shared else theirs)
-        if mapped and len(matrix) == vocab:
-            matrix = matrix[found.need("token_map")]
-        if tuple(matrix.shape) != (kept, hidden):
-            raise ValueError(
-                f"{found.folder}: {theirs} has the shape {list(matrix.shape)}, and its configuration asks for {[kept, hidden]}"
-            )
-        tensors[ours] = matrix[order] * found.real("logit_scale", 1.0)
+    token_map = found.need("token_map", kept) if kept < vocab else None
+    names = names_of_vllm(heads, blocks)
+    tensors = {o: _tensor(found, o, t, hidden, vocab) for o, t in names.items() if not o.startswith("own_heads")}
+    matrices = {o: _matrix(found, t, token_map, vocab, hidden) for o, t in names.items() if o.startswith("own_heads")}
+    tokens = None if token_map is None else ascending(token_map)[0]
     if tokens is not None:
         tensors["token_of"] = tokens
+    lent = ends.head if tokens is None else ends.head[tokens.to(ends.head.device)]
+    own = not all(same(m, lent) for m in matrices.values())
     config = MedusaConfig(
-        target=card(found, target, hidden, vocab),
+        target=trained_for,
         heads=heads,
         blocks=blocks,
-        own_head=True,
-        draft_vocab=kept if mapped else None,
+        own_head=own,
+        draft_vocab=None if tokens is None else kept,
     )
-    return Reading(config, tensors)
+    return Reading(config, tensors | (matrices if own else {}))
+
+
+def _matrix(found: Published, name: str, token_map: torch.Tensor | None, vocab: int, hidden: int) -> torch.Tensor:
+    """A head's output matrix over the drafted tokens in ascending order; one may serve all heads, and have rows for all tokens."""
+    if found.flag("original_lm_head"):
+        name = "lm_head.weight" if found.has("lm_head.weight") else "lm_heads.0.weight"
+    matrix = found.need(name)
+    if token_map is not None:
+        if len(matrix) == vocab:
+            matrix = matrix[token_map]
+        vocab = len(token_map)
+    check_shape(found, name, matrix, vocab, hidden)
+    matrix = matrix if token_map is None else matrix[ascending(token_map)[1]]
+    scale = found.real("logit_scale", 1.0)
+    return matrix if scale == 1 else matrix * scale
 
 
 def _count(found: Published, what: str, default: int, *first: str) -> int:
@@ -93,10 +114,6 @@ def _count(found: Published, what: str, default: int, *first: str) -> int:
         if key in found.config:
             return found.number(key)
     return default
-
-
-def _shared_head(found: Published) -> str:
-    return "lm_head.weight" if found.has("lm_head.weight") else "lm_heads.0.weight"
 
 
 def _tensor(found: Published, ours: str, theirs: str, hidden: int, vocab: int) -> torch.Tensor:
@@ -108,5 +125,40 @@ def _tensor(found: Published, ours: str, theirs: str, hidden: int, vocab: int) -
     return found.need(theirs, hidden, hidden)
 
 
+def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, Medusa)
+    refuse_softcap(network, "vllm-medusa")
+    config, state = network.config, network.state_dict()
+    own = bool(len(network.own_heads))
+    biased = any(bool(t.any()) for n, t in state.items() if n.startswith("residual.") and n.endswith(".bias"))
+    tensors = {}
+    for ours, theirs in names_of_vllm(config.heads, len(network.residual[0])).items():
+        if not ours.startswith("own_heads"):
+            if biased or not ours.endswith("bias"):
+                tensors[theirs] = state[ours]
+        elif own or ours == "own_heads.0":
+            tensors[theirs] = state[ours] if own else network.output_matrix.to(network.dtype)
+    if network.token_of is not None:
+        tensors["token_map"] = network.token_of
+    card = network.card
+    said = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": verifier.name,
+        "hidden_size": card.hidden,
+        "vocab_size": card.vocab,
+        "truncated_vocab_size": card.vocab if network.token_of is None else len(network.token_of),
+        "num_heads": config.heads,
+        "num_hidden_layers": len(network.residual[0]),
+        "medusa_fc_bias": biased,
+        "original_lm_head": not own,
+        "max_paths": 64,
+        "topk": 10,
+        "torch_dtype": dtype_name(network),
+    }
+    put(folder, said, tensors)
+
+
 AUTHORS = Format("medusa", _fits_authors, _read_authors)
 VLLM = Format("vllm-medusa", _fits_vllm, _read_vllm)
+TO_VLLM = Export("vllm-medusa", "medusa", _write_vllm)

@@ -1,9 +1,11 @@
 """IBM's multi-stage MLP speculators (`mlp_speculator`), as fms-extras publishes them and vLLM and TGI read them."""
 
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.mlp_speculator import MLPSpeculatorConfig
+from pathlib import Path
+
+from foretell.draft.network.base import Speculator, TargetCard
+from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.model.ends import Ends
-from foretell.speculator.formats.base import Format, Reading, card
+from foretell.speculator.formats.base import Export, Format, Reading, Verifier, card, dtype_name, put
 from foretell.speculator.formats.files import Published
 
 ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "MLPSpeculatorModel", "MLPSpeculator")
@@ -42,4 +44,25 @@ def _read(found: Published, target: TargetCard, ends: Ends) -> Reading:
     return Reading(config, tensors)
 
 
+def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, MLPSpeculator)
+    c = network.config
+    said = {
+        "model_type": "mlp_speculator",
+        "architectures": [ARCHITECTURES[0]],
+        "base_model_name_or_path": verifier.name,
+        "vocab_size": network.card.vocab,
+        "emb_dim": network.card.hidden,
+        "inner_dim": c.inner,
+        "n_predict": c.stages,
+        "top_k_tokens_per_head": [max(2, 5 - i) for i in range(c.stages)],
+        "n_candidates": 5,
+        "tie_weights": c.tied,
+        "scale_input": c.scale_input,
+        "torch_dtype": dtype_name(network),
+    }
+    put(folder, said, network.published())
+
+
 IBM = Format("mlp_speculator", _fits, _read)
+TO_VLLM = Export("vllm-mlp", "mlp_speculator", _write)

@@ -1,0 +1,43 @@
+"""`foretell export`: write a trained speculator for other engines."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretell.cli import options
+from foretell.cli.setup import waiting
+from foretell.load import EMBEDDED, load
+from foretell.speculator.export import check_free, find_export
+from foretell.speculator.export import export as write
+from foretell.speculator.formats.base import Verifier
+
+app = typer.Typer(pretty_exceptions_enable=False)
+_ON_THE_HUB = {EMBEDDED: "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+
+@app.command()
+def export(
+    speculator: Annotated[str, typer.Argument(help="Directory of a speculator, or the kind of one that ships.")],
+    format_name: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="speculators, eagle3, eagle, vllm-medusa, vllm-mlp or hf.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write, new or empty.")],
+    model: options.Model = options.DEFAULT_MODEL,
+    verifier: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What readers shall call the target. [default: its hub id or --model]"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16.")] = "bfloat16",
+) -> None:
+    """Write a trained speculator as vLLM, SGLang and the speculators library read it.
+
+    speculators and eagle3 are for EAGLE-3, eagle for EAGLE-1 and 2, hf for draft models; see docs/formats.md.
+    """
+    find_export(format_name)
+    check_free(out)
+    with waiting(f"loading {model}"):
+        target = load(model, dtype)
+        network = target.speculator(speculator)
+    write(network, Verifier(verifier or _ON_THE_HUB.get(model, model), target.config, target.codec), format_name, out)
+    typer.echo(f"{out}: {network.kind} speculator in the format {format_name}")

@@ -1,0 +1,58 @@
+"""A speculator written for other engines: whole, or not at all."""
+
+import os
+import shutil
+from pathlib import Path
+
+from foretell.draft.network.base import Speculator
+from foretell.names import unknown
+from foretell.speculator.formats import EXPORTS
+from foretell.speculator.formats.base import Export, Verifier
+
+
+def find_export(name: str) -> Export:
+    """The format of this name.
+
+    Raises:
+        ValueError: there is none; the nearest name is suggested.
+    """
+    found = next((e for e in EXPORTS if e.name == name), None)
+    if found is None:
+        raise unknown("format", name, [e.name for e in EXPORTS])
+    return found
+
+
+def export(network: Speculator, verifier: Verifier, format_name: str, out: Path) -> None:
+    """Write a speculator in a format into a directory that is new or empty.
+
+    It is written beside that directory and takes its place when it is whole, so that an interruption leaves nothing half-written there.
+
+    Raises:
+        ValueError: an unknown format, one that the speculator does not fit, or a directory with something in it.
+    """
+    format_ = find_export(format_name)
+    if network.kind != format_.kind:
+        fitting = ", ".join(e.name for e in EXPORTS if e.kind == network.kind) or "none"
+        raise ValueError(
+            f"the format {format_name} is for speculators of kind {format_.kind}, and this one is of kind {network.kind}; "
+            f"formats for that kind: {fitting}"
+        )
+    check_free(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.parent / f".{out.name}.{os.getpid()}.part"
+    try:
+        part.mkdir()
+        format_.write(network, verifier, part)
+        part.replace(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place that is taken.
+
+    Raises:
+        ValueError: there is a file, or a directory with something in it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: there is something already; name a directory that is new or empty with --out")

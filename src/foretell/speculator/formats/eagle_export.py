@@ -1,0 +1,177 @@
+"""EAGLE's layers written as SafeAILab, SGLang and the `speculators` library (and so vLLM) read them."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretell.draft.network.base import Speculator
+from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.model.config import Rope
+from foretell.speculator.formats.base import Export, Verifier, dtype_name, put, refuse_softcap
+from foretell.speculator.formats.eagle import FLAGS, parts
+
+
+def _weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
+    """Its tensors under the names of published layers, `layers.0` the first."""
+    state, out = network.state_dict(), dict[str, torch.Tensor]()
+    for ours, part in parts(network.config).items():
+        out |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
+    every = torch.arange(network.card.vocab, device=out["fc.weight"].device)
+    embedding = network.embed(every)
+    if always_embedding or network.embedding is not None or not _is_a_copy(network, embedding):
+        out["embed_tokens.weight"] = embedding
+    return out
+
+
+def _is_a_copy(network: EagleNetwork, embedding: torch.Tensor) -> bool:
+    """Whether readers would take the same from the target itself, which they do not scale."""
+    return torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
+
+
+def _vocabulary(network: EagleNetwork, always_maps: bool) -> dict[str, torch.Tensor]:
+    """The output matrix, and offsets and mask of a reduced vocabulary."""
+    out = {"lm_head.weight": network.output_matrix.to(network.dtype)}
+    if network.token_of is not None or always_maps:
+        tokens = torch.arange(network.card.vocab) if network.token_of is None else network.token_of.cpu()
+        out["d2t"] = tokens - torch.arange(len(tokens))
+        out["t2d"] = torch.zeros(network.card.vocab, dtype=torch.bool).index_fill(0, tokens, True)
+    return out
+
+
+def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
+    """The layer as transformers describes one."""
+    out: dict[str, Any] = {
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "hidden_size": c.target.hidden,
+        "intermediate_size": c.ffn,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.target.vocab,
+        "max_position_embeddings": c.context,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope.theta,
+        "rope_scaling": _rope_scaling(c.rope),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+    return out
+
+
+def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    keys = {
+        "default": (),
+        "linear": (),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    }[rope.kind]
+    if rope.kind == "default":
+        return None
+    scaling = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.original_context}
+    values = {k: v for k, v in asdict(rope).items() if k in keys and v is not None}
+    return scaling | values
+
+
+def _norms(c: EagleConfig) -> dict[str, bool]:
+    """Flags of EAGLE-3. Always all: an absent `norm_before_residual` is true to vLLM and false to `speculators`."""
+    return {name: c.model_dump()[name] for name in FLAGS}
+
+
+def _check(network: EagleNetwork, format_name: str) -> None:
+    """Refuse what the format has no place for.
+
+    Raises:
+        ValueError: it has such a thing.
+    """
+    refuse_softcap(network, format_name)
+    c = network.config
+    eagle3 = c.kind == "eagle3"
+    cannot = {
+        "biases of queries, keys and values": eagle3 and c.qkv_bias,
+        "a bias of the fused features": eagle3 and c.fc_bias is True,
+        "the target's state after its final norm": eagle3 and max(c.tapped) > c.target.layers,
+        "divisors of the rotary frequencies": bool(c.rope.divisors),
+        "rotary embedding of a part of the head": c.rope.fraction != 1,
+        "a reduced vocabulary": not eagle3 and c.draft_vocab is not None,
+        "an output matrix of its own": not eagle3 and c.own_head,
+    }
+    for what, found in cannot.items():
+        if found:
+            raise ValueError(f"the format {format_name} has no place for {what}, which this speculator has")
+
+
+def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, Eagle3)
+    _check(network, "speculators")
+    c = network.config
+    layer = _layer_config(c, dtype_name(network))
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    said = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.7.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": c.draft_vocab or c.target.vocab,
+        "target_hidden_size": None,
+        **_norms(c),
+        "eagle_aux_hidden_state_layer_ids": list(c.tapped),
+        "embed_requires_grad": False,
+        "torch_dtype": dtype_name(network),
+    }
+    put(folder, said, _weights(network) | _vocabulary(network, always_maps=False))
+
+
+def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, Eagle3)
+    _check(network, "eagle3")
+    c = network.config
+    if c.layers > 1:
+        raise ValueError(
+            f"the format eagle3 has one layer, and this speculator has {c.layers}; use --format speculators"
+        )
+    said = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer_config(c, dtype_name(network)),
+        "base_model_name_or_path": verifier.name,
+        "draft_vocab_size": c.draft_vocab or c.target.vocab,
+        **_norms(c),
+        # vLLM counts the input of a block, SGLang and SpecForge the output of the one before.
+        "eagle_aux_hidden_state_layer_ids": list(c.tapped),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.tapped],
+        },
+    }
+    weights = {n.replace("layers.0.", "midlayer."): t for n, t in _weights(network).items()}
+    put(folder, said, weights | _vocabulary(network, always_maps=True))
+
+
+def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, Eagle1)
+    _check(network, "eagle")
+    c = network.config
+    said = {
+        "architectures": verifier.architectures or ["LlamaForCausalLM"],
+        **_layer_config(c, dtype_name(network)),
+        "base_model_name_or_path": verifier.name,
+        "bias": network.fc.bias is not None,
+        "qkv_bias": c.qkv_bias,
+    }
+    put(folder, said, _weights(network, always_embedding=True))
+
+
+TO_SPECULATORS = Export("speculators", "eagle3", _write_speculators)
+TO_EAGLE3 = Export("eagle3", "eagle3", _write_eagle3)
+TO_EAGLE1 = Export("eagle", "eagle", _write_eagle1)

@@ -1,0 +1,246 @@
+"""What is exported reads back with the same logits, says what other loaders want, and is there whole or not at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import CARD, LAYERS, D, V, ends, matrix
+from safetensors.torch import load_file
+
+from foretell.draft.network.base import Speculator
+from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
+from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.draft.network.layer import Unrolled
+from foretell.draft.network.medusa import Medusa, MedusaConfig
+from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.model.config import ModelConfig, Rope
+from foretell.model.ends import Ends
+from foretell.speculator import export as room
+from foretell.speculator.export import export
+from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.load import load_speculator
+
+TARGET = ModelConfig("llama", vocab=V, hidden=D, layers=LAYERS, heads=2, kv_heads=1, head_dim=4, ffn=12, context=64)
+VERIFIER = Verifier("owner/target", TARGET)
+KEPT = torch.tensor([1, 4, 5, 9, 20])
+H = matrix(3, D, seed=9)
+
+
+def random(network: Speculator, tokens: torch.Tensor | None = KEPT) -> Speculator:
+    """With weights as after training, biases of heads apart."""
+    if network.token_of is not None and tokens is not None:
+        network.choose(tokens)
+    for i, parameter in enumerate(network.parameters()):
+        parameter.data = matrix(*parameter.shape, seed=200 + i)
+    return network
+
+
+def eagle3(**more: Any) -> Eagle3:
+    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 12, "context": 64, "taps": (1, 3, 5)}
+    config = EagleConfig(target=CARD, **(sizes | {"draft_vocab": len(KEPT)} | more))
+    network = random(Eagle3(config, ends()))
+    assert isinstance(network, Eagle3)
+    return network
+
+
+def back(network: Speculator, format_name: str, out: Path, lent: Ends | None = None) -> Speculator:
+    export(network, VERIFIER, format_name, out)
+    assert not [p for p in out.parent.iterdir() if p != out], "nothing is left beside it"
+    found = load_speculator(out, CARD, lent or ends())
+    assert found.kind == network.kind and found.card.name == "owner/target" and found.taps == network.taps
+    return found
+
+
+def eagle_logits(network: Speculator) -> torch.Tensor:
+    """Of two steps over a text."""
+    assert isinstance(network, EagleNetwork)
+    token = torch.tensor([[3, 1, 22, 0, 7]])
+    features = torch.cat([matrix(1, 4, D, seed=30 + i) for i in range(len(network.taps))], -1)
+    g, sight, out = network.fuse(features), Unrolled(), []
+    for i, text in enumerate((token[:, 1:], torch.tensor([[2, 2, 2, 2]]))):
+        g = network.advance(text, g, torch.arange(4)[None] + i, sight)
+        out.append(network.spread(network.score(network.see(g))))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("format_name", ["speculators", "eagle3"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"draft_vocab": None, "own_head": True},
+        {"own_head": True, "own_embedding": True, "norm_before_residual": True},
+        {"norm_before_fc": True, "norm_output": True, "taps": (2, 6)},
+        {"fc_norm": True, "qk_norm": True, "rope": Rope(theta=700.0, kind="llama3", factor=4.0, original_context=16)},
+    ],
+)
+def test_eagle3(tmp_path: Path, format_name: str, more: dict[str, Any]) -> None:
+    network = eagle3(**more)
+    found = back(network, format_name, tmp_path / "out")
+    assert torch.equal(eagle_logits(found), eagle_logits(network))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"} <= set(said)
+
+
+def test_eagle3_of_a_target_that_scales_its_embedding_takes_it_along(tmp_path: Path) -> None:
+    lent = Ends(ends().embedding, ends().head, embedding_scale=2.0)
+    network = random(Eagle3(eagle3().config, lent))
+    found = back(network, "speculators", tmp_path / "out", lent)
+    assert "embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(eagle_logits(found), eagle_logits(network))
+
+
+def test_the_documented_schema_of_speculators(tmp_path: Path) -> None:
+    network = eagle3()
+    export(network, VERIFIER, "speculators", tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["architectures"] == ["Eagle3Speculator"] and said["speculators_model_type"] == "eagle3"
+    assert "model_type" not in said and said["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    about = said["speculators_config"]
+    assert about["default_proposal_method"] in [m["proposal_type"] for m in about["proposal_methods"]]
+    assert about["proposal_methods"][0]["speculative_tokens"] >= 1
+    assert about["verifier"] == {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]}
+    layer, kept = said["transformer_layer_config"], len(KEPT)
+    assert layer["vocab_size"] == V and said["draft_vocab_size"] == kept
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == {
+        "fc.weight": (D, 3 * D),
+        "layers.0.input_layernorm.weight": (D,),
+        "layers.0.hidden_norm.weight": (D,),
+        "layers.0.post_attention_layernorm.weight": (D,),
+        "layers.0.self_attn.q_proj.weight": (16, 2 * D),
+        "layers.0.self_attn.k_proj.weight": (8, 2 * D),
+        "layers.0.self_attn.v_proj.weight": (8, 2 * D),
+        "layers.0.self_attn.o_proj.weight": (D, 16),
+        "layers.0.mlp.gate_proj.weight": (12, D),
+        "layers.0.mlp.up_proj.weight": (12, D),
+        "layers.0.mlp.down_proj.weight": (D, 12),
+        "norm.weight": (D,),
+        "lm_head.weight": (kept, D),
+        "d2t": (kept,),
+        "t2d": (V,),
+    }
+    assert tensors["d2t"].dtype == torch.int64 and torch.equal(tensors["d2t"] + torch.arange(kept), KEPT)
+    assert tensors["t2d"].dtype == torch.bool and torch.equal(tensors["t2d"].nonzero()[:, 0], KEPT)
+
+
+def test_the_classes_of_speculators_accept_it(tmp_path: Path) -> None:
+    library = pytest.importorskip("speculators")
+    export(eagle3(own_embedding=True), VERIFIER, "speculators", tmp_path / "out")
+    config = library.SpeculatorModelConfig.from_pretrained(tmp_path / "out")
+    assert type(config).__name__ == "Eagle3SpeculatorConfig" and config.target_vocab_size == V
+    model = library.Eagle3DraftModel(config)
+    missing, surplus = model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=False)
+    assert not surplus and all("verifier" in name for name in missing)
+
+
+def test_the_raw_layout_of_eagle3(tmp_path: Path) -> None:
+    export(eagle3(draft_vocab=None), VERIFIER, "eagle3", tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForCausalLMEagle3"] and said["draft_vocab_size"] == V
+    assert said["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "midlayer.hidden_norm.weight" in tensors and not tensors["d2t"].any() and tensors["t2d"].all()
+
+
+def test_eagle1(tmp_path: Path) -> None:
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "ffn": 12, "context": 64}
+    network = random(Eagle1(EagleConfig(kind="eagle", target=CARD, **sizes), ends()))
+    assert torch.equal(eagle_logits(back(network, "eagle", tmp_path / "out")), eagle_logits(network))
+
+
+@pytest.mark.parametrize("kept", [None, len(KEPT)])
+@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_medusa(tmp_path: Path, kept: int | None, own_head: bool, blocks: int, biased: bool) -> None:
+    network = random(
+        Medusa(MedusaConfig(target=CARD, heads=3, blocks=blocks, draft_vocab=kept, own_head=own_head), ends())
+    )
+    for name, parameter in network.named_parameters():
+        if name.endswith("bias") and not biased:
+            parameter.data.zero_()
+    found = back(network, "vllm-medusa", tmp_path / "out")
+    assert torch.equal(found.spread(found(H)), network.spread(network(H)))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["truncated_vocab_size"] == (kept or V) and said["medusa_fc_bias"] == biased
+    assert said["original_lm_head"] != own_head
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("token_map" in tensors) == (kept is not None) and any("bias" in n for n in tensors) == biased
+
+
+@pytest.mark.parametrize("kept", [None, len(KEPT)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_mlp_speculator_with_whole_matrices(tmp_path: Path, kept: int | None, tied: bool) -> None:
+    config = MLPSpeculatorConfig(target=CARD, stages=3, inner=6, tied=tied, scale_input=True, draft_vocab=kept)
+    network = random(MLPSpeculator(config, ends()))
+    found = back(network, "vllm-mlp", tmp_path / "out")
+    tokens = torch.tensor([[3, 0, 22], [1, 2, 3], [5, 5, 5]])
+    for mine, theirs in zip(mlp_logits(network, tokens), mlp_logits(found, tokens), strict=True):
+        drafted = slice(None) if network.token_of is None else network.token_of
+        torch.testing.assert_close(theirs[:, drafted], mine, rtol=1e-4, atol=1e-4)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["model_type"] == "mlp_speculator" and len(said["top_k_tokens_per_head"]) == said["n_predict"] == 3
+
+
+def mlp_logits(network: Speculator, tokens: torch.Tensor) -> list[torch.Tensor]:
+    assert isinstance(network, MLPSpeculator)
+    judge = network.judge
+    out: list[torch.Tensor] = network([H], tokens, lambda readings: [judge(r, i) for i, r in enumerate(readings)])
+    return out
+
+
+def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
+    medusa = Medusa(MedusaConfig(target=CARD), ends())
+    with pytest.raises(
+        ValueError, match=r"speculators is for speculators of kind eagle3, .* kind medusa; .* kind: vllm-medusa"
+    ):
+        export(medusa, VERIFIER, "speculators", tmp_path / "out")
+    with pytest.raises(ValueError, match="formats for that kind: none"):
+        export(Blockwise(BlockwiseConfig(target=CARD), ends()), VERIFIER, "vllm-medusa", tmp_path / "out")
+    with pytest.raises(ValueError, match="unknown format 'speculator': did you mean 'speculators'"):
+        export(medusa, VERIFIER, "speculator", tmp_path / "out")
+    for more, what in (
+        ({"qkv_bias": True}, "biases of queries"),
+        ({"taps": (2, LAYERS + 1)}, "after its final norm"),
+        ({"rope": Rope(fraction=0.5)}, "a part of the head"),
+    ):
+        with pytest.raises(ValueError, match=f"speculators has no place for .*{what}"):
+            export(eagle3(**more), VERIFIER, "speculators", tmp_path / "out")
+    with pytest.raises(ValueError, match="one layer, and this speculator has 2"):
+        export(eagle3(layers=2), VERIFIER, "eagle3", tmp_path / "out")
+    bounded = Ends(ends().embedding, ends().head, softcap=30.0)
+    with pytest.raises(ValueError, match="no place for a bound on the logits"):
+        export(Medusa(MedusaConfig(target=CARD), bounded), VERIFIER, "vllm-medusa", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def write(network: Speculator, verifier: Verifier, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(room, "EXPORTS", (Export("broken", "medusa", write),))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for out in (tmp_path / "new", empty):
+        with pytest.raises(type(error)):
+            export(Medusa(MedusaConfig(target=CARD), ends()), VERIFIER, "broken", out)
+    assert list(tmp_path.rglob("*")) == [empty]
+
+
+def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
+    medusa = Medusa(MedusaConfig(target=CARD), ends())
+    (tmp_path / "notes.txt").write_text("mine")
+    for out in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ValueError, match="there is something already; name a directory that is new or empty"):
+            export(medusa, VERIFIER, "vllm-medusa", out)
+    (tmp_path / "empty").mkdir()
+    export(medusa, VERIFIER, "vllm-medusa", tmp_path / "empty")
+    export(medusa, VERIFIER, "vllm-medusa", tmp_path / "deep" / "new")
+    assert (tmp_path / "empty" / "config.json").is_file() and (tmp_path / "notes.txt").read_text() == "mine"
