@@ -11,6 +11,7 @@ from foretell.accept import Match
 from foretell.catalogue.stages import stages_method
 from foretell.config import SpeculativeConfig
 from foretell.draft import Stages
+from foretell.draft.base import Predictor
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.engine import Engine, Request
@@ -136,6 +137,16 @@ class Watched(Stages):
     def __init__(self, network: MLPSpeculator) -> None:
         super().__init__(network)
         self.said: list[tuple[TokenTree, list[list[int]], torch.Tensor, np.ndarray]] = []
+
+    def best(self, tree: Any, frontier: Any, context: Any, count: int) -> Any:
+        narrow, wide = (
+            super().best(tree, frontier, context, count),
+            Predictor.best(self, tree, frontier, context, count),
+        )
+        np.testing.assert_array_equal(narrow.at, wide.at)
+        np.testing.assert_array_equal(narrow.token, wide.token)
+        np.testing.assert_allclose(narrow.probability, wide.probability, rtol=1e-5)
+        return narrow
 
     def expand(self, tree: Any, frontier: Any, context: Any) -> Any:
         logits, at = super().expand(tree, frontier, context)

@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
-from foretell.draft.base import Predictor
+from foretell.draft.base import Predictor, Ranked, ranked
 from foretell.draft.network.mlp_speculator import MLPSpeculator
 from foretell.tree import TokenTree
 
@@ -18,6 +18,7 @@ class Stages(Predictor):
 
     def __init__(self, network: MLPSpeculator) -> None:
         self.network, self.taps = network, network.taps
+        self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._start: dict[int, tuple[int, torch.Tensor]] = {}
         """Per row the length of the text whose last token a state produced, and that state, as the first stage takes it."""
         self._states = torch.zeros(0, 0)
@@ -33,10 +34,21 @@ class Stages(Predictor):
     def _ready(self, row: int, length: int) -> bool:
         return row in self._start and self._start[row][0] == length
 
+    def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
+        """The `count` likeliest tokens after the frontier; the tokens that it does not draft are not looked at."""
+        return ranked(*self._scores(tree, frontier, context), count, self._token_of)
+
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores after the frontier, one matrix product per stage over all texts; none for nodes as deep as there are stages or room."""
+        """Scores after the frontier; none for nodes as deep as there are stages or room."""
+        logits, at = self._scores(tree, frontier, context)
+        return self.network.spread(logits), at
+
+    def _scores(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+        """Scores of the drafted tokens: one matrix product per stage over all texts."""
         if tree.nodes == 1:
             return self._first(tree, context)
         row = np.arange(tree.rows)[:, None]
@@ -56,27 +68,31 @@ class Stages(Predictor):
             self._at[which, node] = number
             found.append(logits)
         if not found:
-            return torch.zeros(0, self.network.card.vocab), at
+            return self._none(), at
         return found[0] if len(found) == 1 else torch.cat(found), at
 
-    def _first(self, tree: TokenTree, context: Context) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b 1"]]:
+    def _first(self, tree: TokenTree, context: Context) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b 1"]]:
         """Scores after the roots, from the target's states; where one is not known, there are none."""
         ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
         self._at = np.where(ready, np.cumsum(ready) - 1, -1)[:, None]
         self._states = torch.zeros(0, 0)
         if not any(ready):
-            return torch.zeros(0, self.network.card.vocab), self._at
+            return self._none(), self._at
         start = torch.cat([self._start[row][1] for row, yes in zip(context.rows, ready, strict=True) if yes])
         return self._score(start, tree.token[ready, 0], 0)[0], self._at
 
     def _score(
-        self, state: Float[torch.Tensor, "k w"], token: Int[np.ndarray, " k"], stage: int
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, " k"]]:
+        self, state: Float[torch.Tensor, "k e"], token: Int[np.ndarray, " k"], stage: int
+    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, " k"]]:
         """Scores after nodes with these parents' states and these tokens; the places of their own states, which are remembered."""
         new = self.network.step(state, torch.from_numpy(token).to(state.device), stage)
         number = np.arange(len(new)) + len(self._states)
         self._states = torch.cat([self._states, new]) if len(self._states) else new
-        return self.network.spread(self.network.score_stage(new, stage)), number
+        return self.network.score_stage(new, stage), number
+
+    def _none(self) -> Float[torch.Tensor, "0 w"]:
+        """No scores."""
+        return torch.zeros(0, self.network.card.vocab if self._token_of is None else len(self._token_of))
 
     def keep(self, step: Step) -> None:
         """Remember the state that produced each text's newest token."""
