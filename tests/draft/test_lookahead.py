@@ -9,8 +9,9 @@ import pytest
 from foretell.accept import Match, Rejection
 from foretell.draft import Jacobi, Lookahead, Suffix, Together
 from foretell.draft.lookahead import Pool, Window
-from foretell.engine import Request
+from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import TINY
@@ -86,6 +87,23 @@ def test_the_published_window_moves_by_one_and_bans_the_end_of_sequence() -> Non
     above, below = window.rows
     assert window.advance([70, 80, 90], banned={80}) == [(above[i], below[i], 70 + 10 * i) for i in range(3)]
     assert window.rows[0] == below and window.rows[1][::2] == [70, 90] and window.rows[1][1] != 80
+
+
+def test_only_what_stands_below_the_last_rows_is_scored() -> None:
+    rows = list[tuple[int, int, int]]()
+
+    class Counting(DecoderRunner):
+        def forward(self, *args, **options):  # type: ignore[no-untyped-def]
+            output, tree = super().forward(*args, **options), args[1]
+            rows.append(
+                (len(output.logits), int(tree.live.sum() - tree.trunk.sum()) + tree.rows, int(tree.probe.sum()))
+            )
+            return output
+
+    engine = Engine(Counting(target()), Method(Lookahead(5, 4, 5), Trie(8), Match()), rows=1)
+    run(engine, [Request(random_tokens(9, seed=2), max_new_tokens=40)])
+    for scored, drafted, probes in rows[4:-10]:
+        assert probes == 14 and scored == drafted + 5
 
 
 def test_the_pool_holds_the_most_recent() -> None:

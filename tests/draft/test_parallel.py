@@ -10,17 +10,17 @@ import torch
 
 from foretell.accept import Match, Rejection
 from foretell.bench.contender import Watched
-from foretell.catalogue.trained import ends_of, target_card
 from foretell.catalogue.parts import Parts
+from foretell.catalogue.trained import ends_of, target_card
 from foretell.draft import Hybrid, Nothing, ParallelSampling, Predictor, Recycling
 from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
+from foretell.model.branches import run_branches
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.native import available
 from foretell.model.native.decoder import NativeDecoder
-from foretell.model.branches import run_branches
 from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Branch, Chain, Fallback, Frugal, Root, Shape
@@ -136,9 +136,7 @@ def test_a_branch_of_real_tokens_is_the_text_itself(config: ModelConfig) -> None
 
 def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
     prompt = random_tokens(5, seed=1)
-    texts, runner = watched(
-        Method(drafter(groups=0), Chain(3, draw=False), Match()), [Request(prompt, max_new_tokens=40)]
-    )
+    _, runner = watched(Method(drafter(groups=0), Chain(3, draw=False), Match()), [Request(prompt, max_new_tokens=40)])
     trees = [(int(t.live[0].sum() - t.trunk[0]), int(t.probe[0].sum())) for t, _ in runner.passes]
     whole = len(trees) - 8
     assert whole > 10 and trees[:whole] == [((0, 3), (3, 0))[i % 2] for i in range(whole)]
