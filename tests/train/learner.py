@@ -1,22 +1,45 @@
 """Shared by the tests of training: a tiny target on disk, sets of its own answers, and commands as users give them."""
 
-from collections.abc import Sequence
+import os
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+from accelerate import Accelerator
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+
+from command import tiny
 from foretell.api import Model
 from foretell.datastore import fingerprint
+from foretell.engine import Request
 from foretell.load import load
 from foretell.train.dataset import Collection, Manifest, Record
+from foretell.train.loop import Trainer, Watcher
 from foretell.train.settings import Portion, Settings
+from foretell.train.task import Task, dtype_of, features, prepare, understood
+from helpers import unchecked
 
 
 @cache
 def target(path: str, dtype: str = "float32") -> Model:
     """A tiny model, loaded once."""
-    return load(path, dtype)
+    with patch.dict(os.environ, FORETELL_NATIVE="0"):
+        return load(path, dtype)
+
+
+@cache
+def shared() -> Path:
+    """Answers of the tiny target of the command tests; tests that write to a set make their own."""
+    return answers(Path(_folder().name), target(str(tiny())))
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
 
 
 def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: int = 40, prompt: int = 8) -> Path:
@@ -32,7 +55,7 @@ def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: 
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 256, prompt + int(rng.integers(0, 4))).tolist() for _ in range(texts)]
     engine = model.engine("autoregressive", rows=texts)
-    numbers = [engine.submit(_request(p, tokens - int(rng.integers(0, 12)))) for p in prompts]
+    numbers = [engine.submit(Request(tuple(p), max_new_tokens=tokens - int(rng.integers(0, 12)))) for p in prompts]
     found: dict[int, list[int]] = {n: [] for n in numbers}
     for update in engine.run():
         found[update.request] += update.tokens
@@ -43,17 +66,37 @@ def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: 
     return folder
 
 
-def _request(prompt: Sequence[int], tokens: int):  # type: ignore[no-untyped-def]
-    from foretell.engine import Request
-
-    return Request(tuple(prompt), max_new_tokens=tokens)
-
-
-def settings(model: str | Path, data: Path, out: Path, **changed: object) -> Settings:
-    """A training of seconds."""
+def settings(out: Path, data: Path | None = None, **changed: object) -> Settings:
+    """A training of seconds on the tiny target."""
     values: dict[str, object] = {
-        "recipe": "mlp_speculator", "model": str(model), "data": (Portion(folder=str(data), weight=1.0),), "out": str(out), "steps": 12,
-        "batch_tokens": 256, "sequence": 64, "warmup": 2, "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3,
-        "measure_tokens": 12, "lr": 3e-3,
+        "recipe": "mlp_speculator", "options": {"inner": "32"}, "model": str(tiny()), "out": str(out),
+        "data": (Portion(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256, "sequence": 64, "warmup": 2,
+        "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3, "measure_tokens": 8, "lr": 3e-3,
     }  # fmt: skip
     return Settings.model_validate(values | changed)
+
+
+def task(wanted: Settings) -> Task:
+    """Data and recipe, ready to train."""
+    return prepare(wanted, target(wanted.model), understood(wanted))
+
+
+def trainer(wanted: Settings | Task) -> Trainer:
+    """A training in this process."""
+    ready = wanted if isinstance(wanted, Task) else task(wanted)
+    Path(ready.settings.out).mkdir(parents=True, exist_ok=True)
+    states = features(ready, ready.model.source.decoder(dtype_of(ready.settings)))
+    return Trainer(ready, Accelerator(cpu=True, mixed_precision="no"), states, Watcher())
+
+
+def trained(wanted: Settings | Task) -> Trainer:
+    """A training run to its end, or on to it."""
+    out = trainer(wanted)
+    with unchecked():
+        out.run()
+    return out
+
+
+def losses(done: Trainer) -> list[float]:
+    """The loss of every step."""
+    return [r.loss for r in done.rows]

@@ -1,0 +1,112 @@
+"""The target's states: those of a pass with a cache, however batches are padded; kept on disk without ever being wrong."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.model.runner import DecoderRunner
+from foretell.testing import TINY, tiny_decoder
+from foretell.train.features import Cached, Features, Piece, Shelf, Streamed, padded, read
+from helpers import chain_tree, random_tokens
+
+TAPS = (0, 1, 2, 3)
+
+
+def pieces(lengths: Sequence[int], seed: int = 0) -> list[Piece]:
+    made = [np.array(random_tokens(n, 7, seed=seed + i), np.int32) for i, n in enumerate(lengths)]
+    return [Piece(0, i, t, 0, len(t)) for i, t in enumerate(made)]
+
+
+class Counting(Streamed):
+    """Counts the texts that it reads."""
+
+    texts = 0
+
+    def read(self, texts: Sequence[np.ndarray], wide: int) -> tuple[torch.Tensor, ...]:
+        self.texts += len(texts)
+        return super().read(texts, wide)
+
+
+def streamed(taps: tuple[int, ...] = TAPS) -> Counting:
+    return Counting(tiny_decoder(dtype=torch.bfloat16), taps)
+
+
+def cached(
+    folder: Path, chosen: Sequence[Piece], taps: tuple[int, ...] = TAPS, room: int = 1 << 20
+) -> tuple[Cached, Counting]:
+    source = streamed(taps)
+    lengths = np.array([len(p.text) for p in chosen])
+    return Cached(source, [Shelf(folder, "abc", taps, lengths, TINY.hidden, room)]), source
+
+
+def same(a: Features, b: Features, chosen: Sequence[Piece], wide: int = 32) -> None:
+    for ours, theirs in zip(a.of(chosen, wide), b.of(chosen, wide), strict=True):
+        for i, p in enumerate(chosen):
+            length = p.end - p.begin
+            torch.testing.assert_close(ours[i, :length], theirs[i, :length], atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("taps", [(0,), (1, 3), (3, 0, 2), TAPS])
+def test_states_are_those_of_a_runner(taps: tuple[int, ...]) -> None:
+    decoder, texts = tiny_decoder(), [random_tokens(9, 7), random_tokens(5, 7, seed=1)]
+    found = read(decoder, padded([np.array(t) for t in texts], 16), taps)
+    for i, text in enumerate(texts):
+        expected = DecoderRunner(decoder).forward([0], chain_tree(text), taps=taps).features
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours[i, : len(text)], theirs)
+
+
+def test_a_document_is_read_once_and_then_looked_up(tmp_path: Path) -> None:
+    chosen = pieces([9, 20, 14])
+    store, source = cached(tmp_path, chosen)
+    same(store, streamed(), chosen)
+    same(store, streamed(), chosen[::-1])
+    assert source.texts == 3
+    again, source = cached(tmp_path, chosen, taps=(2, 3))
+    same(again, streamed((2, 3)), chosen)
+    assert source.texts == 0, "another training that taps less needs no pass"
+
+
+def test_a_piece_has_the_states_of_its_document(tmp_path: Path) -> None:
+    whole = pieces([20])[0]
+    store, _ = cached(tmp_path, [whole])
+    part = Piece(0, 0, whole.text, 6, 15)
+    states, all_states = store.of([part], 16), streamed().of([whole], 32)
+    for ours, theirs in zip(states, all_states, strict=True):
+        torch.testing.assert_close(ours[0, :9], theirs[0, 6:15], atol=0.03, rtol=0.03)
+
+
+def test_what_does_not_fit_is_read_every_time(tmp_path: Path) -> None:
+    chosen = pieces([9, 20, 14])
+    store, source = cached(tmp_path, chosen, room=30 * TINY.hidden * 2 * len(TAPS))
+    same(store, streamed(), chosen)
+    same(store, streamed(), chosen)
+    assert source.texts == 4
+    assert (tmp_path / "abc-3.bf16").stat().st_size == 29 * TINY.hidden * 2
+
+
+def test_new_texts_under_old_numbers_are_read_anew(tmp_path: Path) -> None:
+    old, new = pieces([9, 20, 14]), pieces([9, 20, 14], seed=50)
+    same(cached(tmp_path, old)[0], streamed(), old)
+    same(cached(tmp_path, new)[0], streamed(), new)
+    grown = [*new, Piece(0, 3, new[0].text[::-1].copy(), 0, 9)]
+    store, source = cached(tmp_path, grown)
+    same(store, streamed(), grown)
+    assert source.texts == 1
+
+
+def test_rows_without_their_mark_do_not_count(tmp_path: Path) -> None:
+    """A kill between rows and mark."""
+    chosen = pieces([9, 20])
+    same(cached(tmp_path, chosen)[0], streamed(), chosen)
+    marks = tmp_path / "abc-2.done"
+    marks.write_bytes(marks.read_bytes()[:4] + bytes(4))
+    with (tmp_path / "abc-2.bf16").open("r+b") as file:
+        file.seek(12 * TINY.hidden * 2)
+        file.write(b"\xff" * 100)
+    store, source = cached(tmp_path, chosen)
+    same(store, streamed(), chosen)
+    assert source.texts == 1

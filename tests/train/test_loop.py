@@ -1,0 +1,200 @@
+"""The one loop: it learns, resumes as if nothing had happened, stops by what it measures, and never loses a good checkpoint."""
+
+import csv
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from learner import answers, losses, settings, shared, target, task, trained, trainer
+from safetensors.torch import load_file
+
+from command import ENVIRONMENT
+from foretell.speculator.checkpoint import load_own
+from foretell.train import checkpoint, loop
+from foretell.train.card import card
+from foretell.train.measure import Measured
+from foretell.train.recipe.base import Loss
+from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from foretell.train.settings import Settings
+
+
+def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> None:
+    done = trainer(settings(tmp_path, steps=45, measure_every=15, lr=1e-2, draft_vocab=0))
+    done.run()
+    assert losses(done)[-1] < 0.8 * losses(done)[0]
+    assert done.best > 1.3 and done.last is not None and done.last.accepted[0] > 0.2
+    found = load_own(tmp_path, done.task.model.source.ends(torch.float32))
+    assert type(found) is type(done.task.recipe.network)
+    rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
+    assert [int(r["step"]) for r in rows] == list(range(1, 46))
+    assert sum(r["tokens_per_pass"] != "" for r in rows) == 3 and float(rows[-1]["top-1 1"]) > 0
+    text = card(done, "foretell train …")
+    assert "foretell train …" in text and done.task.fingerprint in text and f"**{done.best:.3f}**" in text
+
+
+@pytest.mark.parametrize("accumulate, ema", [(1, 0.0), (2, 0.9)])
+def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_stopped(
+    tmp_path: Path, accumulate: int, ema: float
+) -> None:
+    def wanted(name: str) -> Settings:
+        return settings(tmp_path / name, features="stream", accumulate=accumulate, ema=ema, batch_tokens=128)
+
+    whole = trained(wanted("whole"))
+    part = trainer(wanted("part"))
+    with pytest.raises(KeyboardInterrupt):
+        part.run(lambda: part.step == 5)
+    rest = trained(wanted("part"))
+    assert losses(rest) == losses(whole)
+    assert [r.tokens_per_pass for r in rest.rows] == [r.tokens_per_pass for r in whole.rows]
+    for name, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
+        torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors")[name], tensor, rtol=0, atol=0)
+
+
+def test_a_killed_training_goes_on(tmp_path: Path) -> None:
+    wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
+    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from foretell.train.settings import Settings; "
+               "import torch; torch.set_num_threads(1); run(Settings.model_validate_json(sys.argv[1]), '')"]  # fmt: skip
+    process = subprocess.Popen(
+        [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE
+    )
+    store = checkpoint.Store(tmp_path / "killed")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        newest = store.newest()
+        if newest is not None and int(newest.name[5:]) >= 8:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    stand = store.stand()
+    assert process.returncode == -signal.SIGKILL and stand is not None and 8 <= stand.step < 200
+    # The rest of two hundred steps is not needed to see whether it goes on alike: some steps of both are.
+    resumed, whole = trainer(wanted), trainer(wanted.model_copy(update={"out": str(tmp_path / "whole")}))
+    for one in (resumed, whole):
+        with pytest.raises(KeyboardInterrupt):
+            one.run(lambda one=one: one.step >= stand.step + 5)  # type: ignore[misc]
+    assert losses(resumed) == losses(whole)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
+    """Measurements with these results."""
+    told = iter(values)
+    monkeypatch.setattr(loop, "measure", lambda *_: Measured(next(told), (0.5,), 3, 36))
+
+
+def test_training_stops_by_what_is_measured_and_not_by_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [1.5, 1.9, 1.8, 1.7, 2.5])
+    done = trained(settings(tmp_path / "a", steps=40, measure_every=2, patience=2))
+    assert (done.step, done.best, done.best_step, done.stopped) == (8, 1.9, 4, True)
+    assert losses(done)[-1] < losses(done)[3]
+    assert trained(done.task.settings).step == 8, "run again, it is still over"
+
+
+def test_the_result_is_the_best_and_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [2.0, 1.0])
+    trained(settings(tmp_path / "a", steps=8, measure_every=4, schedule="constant"))
+    scripted(monkeypatch, [2.0])
+    trained(settings(tmp_path / "b", steps=4, measure_every=4, schedule="constant"))
+    a, b = (load_file(tmp_path / n / "model.safetensors") for n in "ab")
+    assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+def test_a_loss_that_is_no_number_ends_training_and_leaves_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = trainer(settings(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        good.run(lambda: good.step == 4)
+    before, real = good._store.newest(), MLPSpeculatorRecipe.loss
+
+    def broken(self: MLPSpeculatorRecipe, network: torch.nn.Module, batch: object) -> Loss:
+        found = real(self, network, batch)  # type: ignore[arg-type]
+        return Loss(found.total * float("nan"), found.figures)
+
+    monkeypatch.setattr(MLPSpeculatorRecipe, "loss", broken)
+    with pytest.raises(
+        ValueError,
+        match=r"loss is nan at step 5 \(texts [\d, ]+.* of .*\): the checkpoint of step 4 stays; try a lower --lr",
+    ):
+        trained(settings(tmp_path))
+    monkeypatch.undo()
+    assert good._store.newest() == before
+    assert losses(trained(settings(tmp_path))) == losses(trained(settings(tmp_path / "other")))
+
+
+def test_no_space_for_a_checkpoint_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer(settings(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        one.run(lambda: one.step == 4)
+    real = checkpoint._write
+
+    def full(path: Path, data: bytes) -> None:
+        real(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    with pytest.raises(ValueError, match=r"no space left for a checkpoint in .*: that of step 4 stays"):
+        trained(settings(tmp_path))
+    monkeypatch.undo()
+    stand = checkpoint.Store(tmp_path).stand()
+    assert stand is not None and stand.step == 4
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-000000004"]
+    assert losses(trained(settings(tmp_path))) == losses(trained(settings(tmp_path / "other")))
+
+
+def test_a_checkpoint_of_another_training_is_not_touched(tmp_path: Path) -> None:
+    data = answers(tmp_path / "answers", target(task(settings(tmp_path)).settings.model))
+    wanted = settings(tmp_path / "out", data, steps=2)
+    trained(wanted)
+    for changed, sentence in (
+        ({"lr": 1e-2}, "--lr was 0.003 there and is 0.01 here"),
+        ({"options": {"inner": "16"}}, '--set was {"inner": "32"} there'),
+        ({"steps": 3}, "--steps was 2 there and is 3 here"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            trained(wanted.model_copy(update=changed))
+    answers(data / "more", target(wanted.model), texts=30)
+    for file in ("00000.safetensors", "settings.json"):
+        (data / "more" / file).rename(data / file)
+    with pytest.raises(ValueError, match="trained on 21 texts, and the data has 27 now"):
+        trained(wanted)
+    newest = checkpoint.Store(tmp_path / "out").newest()
+    assert newest is not None
+    (newest / "tensors-0.safetensors").write_bytes(b"damaged")
+    answers(tmp_path / "again", target(wanted.model))
+    for file in ("00000.safetensors", "settings.json"):
+        (tmp_path / "again" / file).rename(data / file)
+    with pytest.raises(ValueError, match=r"tensors-0.safetensors: damaged .*; delete"):
+        trained(wanted)
+
+
+def test_keeping_states_changes_rounding_only(tmp_path: Path) -> None:
+    kept = trained(settings(tmp_path / "a", features="cache"))
+    read = trained(settings(tmp_path / "b", features="stream"))
+    assert losses(kept) == pytest.approx(losses(read), rel=1e-2)
+    assert any((shared() / "features").glob("*.bf16"))
+    with pytest.raises(ValueError, match="more than --cache-gib 0"):
+        trainer(settings(tmp_path / "c", features="cache", cache_gib=0))
+
+
+def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Path) -> None:
+    first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2))
+    second = trained(settings(tmp_path / "b", steps=2, begin=str(tmp_path / "a"), lr=1e-5, draft_vocab=32))
+    assert losses(second)[0] < 0.95 * losses(first)[0]
+    assert second.best >= first.best - 0.1
+
+
+def test_bfloat16_follows_float32(tmp_path: Path) -> None:
+    narrow = trained(settings(tmp_path / "a", precision="bf16"))
+    wide = trained(settings(tmp_path / "b"))
+    assert losses(narrow) == pytest.approx(losses(wide), rel=0.03)
+    weights = narrow.task.recipe.network.state_dict().values()
+    assert all(w.dtype != torch.bfloat16 for w in weights)

@@ -1,0 +1,134 @@
+"""`foretell train` from the command line: what it writes, what it refuses, and two processes that learn as one."""
+
+import csv
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from learner import answers, shared, target
+
+from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
+from foretell.speculator.checkpoint import read_config
+
+SMALL = (
+    "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3", "--measure-tokens", "8",
+    "--precision", "no", "--draft-vocab", "64", "--set", "inner=32", "--warmup", "2",
+)  # fmt: skip
+
+
+def arguments(out: Path, *more: str | Path, name: str = "mlp_speculator", data: Path | None = None) -> list[str | Path]:
+    return ["train", name, "--model", tiny(), "--data", data or shared(), "--out", out, *SMALL, *more]
+
+
+def asked(out: Path, *more: str | Path, name: str = "mlp_speculator", data: Path | None = None) -> str:
+    return refused(*arguments(out, *more, name=name, data=data))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained speculator."""
+    out = tmp_path_factory.mktemp("made") / "speculator"
+    result = foretell(*arguments(out))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert re.search(r"\d\.\d+ tokens per pass at step \d of 4", result.stderr)
+    return out
+
+
+def test_everything_is_written(made: Path) -> None:
+    assert {p.name for p in made.iterdir()} == {
+        "README.md", "checkpoint", "config.json", "curve.csv", "curve.png", "model.safetensors"
+    }  # fmt: skip
+    assert read_config(made)["target"]["fingerprint"]
+    assert (made / "curve.png").read_bytes().startswith(b"\x89PNG")
+    text = (made / "README.md").read_text()
+    assert "texts, " in text and "tokens to learn" in text and "Seed | 0" in text
+
+
+def test_what_was_trained_decodes(made: Path) -> None:
+    result = foretell("generate", "hello", "--model", tiny(), "--method", "mlp_speculator", "--draft-model", made, "--max-new-tokens", "8",
+                      "--dtype", "float32")  # fmt: skip
+    plain = foretell("generate", "hello", "--model", tiny(), "--max-new-tokens", "8", "--dtype", "float32")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.stdout == plain.stdout
+
+
+def test_the_same_command_again_has_nothing_to_do(made: Path) -> None:
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert foretell(*arguments(made)).exit_code == 0
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+    assert "--lr was 0.001 there and is 0.01 here" in asked(made, "--lr", "0.01")
+
+
+def test_names_and_values(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "did you mean 'mlp_speculator'" in asked(out, name="mlp_speculater")
+    assert "did you mean 'cosine'" in asked(out, "--schedule", "cosin")
+    assert "unknown precision 'fp16'" in asked(out, "--precision", "fp16")
+    assert "did you mean 'cache'" in asked(out, "--features", "cach")
+    assert "did you mean 'inner'" in asked(out, "--set", "iner=3")
+    assert "write KEY=VALUE" in asked(out, "--set", "inner")
+    assert "--lr 0.0: " in asked(out, "--lr", "0")
+    assert "--sequence 2: " in asked(out, "--sequence", "2")
+    assert "how often an epoch shows" in refused(
+        "train", "medusa", "--data", "answers=often", "--out", out, "--model", tiny()
+    )
+    assert "no training set here" in asked(out, data=tmp_path)
+    assert not out.exists()
+
+
+def test_data_of_another_model(tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", seed=4)
+    foreign = answers(tmp_path / "foreign", target(str(other)))
+    assert "wrote these answers, and the target is" in asked(tmp_path / "out", data=foreign)
+    larger = save_tiny(tmp_path / "larger", vocab=300)
+    strange = answers(tmp_path / "strange", target(str(larger)))
+    assert "its tokens are of another tokenizer" in asked(tmp_path / "out", data=strange)
+
+
+def test_too_little_data(tmp_path: Path) -> None:
+    few = answers(tmp_path / "few", target(str(tiny())), texts=7)
+    assert "too little data: 4 texts" in asked(tmp_path / "out", data=few)
+    assert "too few to hold back 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
+
+
+def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "a speculator of kind 'mlp_speculator', and medusa trains 'medusa'" in refused(
+        "train", "medusa", "--model", tiny(), "--data", shared(), "--out", out, *SMALL[:-4], "--from", made
+    )
+    assert "give the --set it was trained with" in asked(out, "--from", made, "--set", "inner=16")
+    assert "no config.json here" in asked(out, "--from", tmp_path)
+    other = save_tiny(tmp_path / "other", seed=4)
+    foreign = answers(tmp_path / "foreign", target(str(other)))
+    assert "(fingerprint" in refused(
+        "train", "mlp_speculator", "--model", other, "--data", foreign, "--out", out, *SMALL, "--from", made
+    )
+
+
+def test_two_processes_learn_as_one(made: Path, tmp_path: Path) -> None:
+    """Under `accelerate launch`, with gradients exchanged by gloo."""
+    data = tmp_path / "answers"
+    shutil.copytree(shared(), data)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(a) for a in arguments(tmp_path / "out", data=data)]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]  # fmt: skip
+    result = subprocess.run(
+        [*launch, "-m", "foretell", *command],
+        env=os.environ | dict(ENVIRONMENT),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    one, two = (list(csv.DictReader((p / "curve.csv").read_text().splitlines())) for p in (made, tmp_path / "out"))
+    for name in ("loss", "tokens", "top-1 1"):
+        assert [float(r[name]) for r in two] == pytest.approx([float(r[name]) for r in one], rel=1e-3)
+    assert two[-1]["tokens_per_pass"] == one[-1]["tokens_per_pass"]
