@@ -22,7 +22,18 @@ from foretell.sampling import Sampling
 from foretell.shape import Beam, Chain, Fixed
 from foretell.testing import TINY
 from foretell.tree import from_lists, root
-from helpers import VOCAB, chain_tree, context_of, engine_for, exact_law, generate, p_value, random_tokens, target, unchecked
+from helpers import (
+    VOCAB,
+    chain_tree,
+    context_of,
+    engine_for,
+    exact_law,
+    generate,
+    p_value,
+    random_tokens,
+    target,
+    unchecked,
+)
 
 KINDS = ("eagle", "eagle3")
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,203 @@
+"""EAGLE's layers learn: their losses, where they begin, and a tiny set to near-perfect acceptance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from foretell.accept import Match
+from foretell.draft import Eagle, Nothing
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.eagle import Eagle1, Eagle3
+from foretell.engine import Engine, Request
+from foretell.method import Method
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Chain, Root
+from foretell.speculator.checkpoint import load_own
+from foretell.testing import TINY, tiny_decoder
+from foretell.train.batch import Batch
+from foretell.train.objective.regression import feature_distance, noisy
+from foretell.train.objective.unrolled import agreement, labels, soft_cross_entropy, unrolled
+from foretell.train.recipe.base import Setup
+from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, some
+from foretell.train.start import start
+from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
+
+CONFIG = replace(TINY, vocab=64, layers=3)
+CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+RECIPES: dict[str, type[EagleRecipe]] = {"eagle": Eagle1Recipe, "eagle3": Eagle3Recipe}
+every_kind = pytest.mark.parametrize("kind", RECIPES)
+
+
+def made_target() -> Decoder:
+    return tiny_decoder(CONFIG, dtype=torch.float32)
+
+
+def ends_of(network: Decoder) -> Ends:
+    return Ends(network.embedding.detach(), network.head.weight.detach())
+
+
+def recipe_of(kind: str, network: Decoder, kept: torch.Tensor | None = None, **options: str) -> EagleRecipe:
+    return RECIPES[kind].of(Setup(CARD, network.config, ends_of(network), kept=kept, options=options))
+
+
+def batch_of(network: Decoder, texts: list[list[int]], start: int, taps: tuple[int, ...]) -> Batch:
+    """Texts of equal length, with the target's states."""
+    runner = DecoderRunner(network)
+    outputs = [runner.forward([i], chain_tree(t), taps=taps) for i, t in enumerate(texts)]
+    token = torch.tensor(texts)
+    answer = torch.zeros_like(token, dtype=torch.bool)
+    answer[:, start:] = True
+    features = tuple(torch.stack([o.features[k] for o in outputs]).clone() for k in range(len(taps)))
+    return Batch(token, answer, torch.ones_like(answer), features)
+
+
+def test_cross_entropies_are_those_of_the_definition() -> None:
+    guess, target = torch.randn(5, 7), 3 * torch.randn(5, 7)
+    p, log_q = target.softmax(-1), guess.log_softmax(-1)
+    soft = sum(-(p[k] * log_q[k]).sum() for k in range(5)) / 5
+    hard = sum(-log_q[k, p[k].argmax()] for k in range(5)) / 5
+    torch.testing.assert_close(soft_cross_entropy(guess, target), soft)
+    torch.testing.assert_close(soft_cross_entropy(guess, target, 1.0), hard)
+    torch.testing.assert_close(soft_cross_entropy(guess, target, 0.25), 0.75 * soft + 0.25 * hard)
+    steps = [(guess, target), (target, guess), (guess[:0], target[:0])]
+    expected = soft + 0.5 * soft_cross_entropy(target, guess)
+    torch.testing.assert_close(unrolled(steps, 0.5), expected)
+    assert agreement(guess, guess) == 1.0
+    assert agreement(guess, -guess) < 1
+    assert agreement(guess[:0], guess[:0]) == 0
+
+
+def test_regression_is_smooth_and_noise_is_bounded() -> None:
+    guess, feature = torch.tensor([[0.5, 3.0]]), torch.tensor([[0.0, 0.0]])
+    assert float(feature_distance(guess, feature)) == pytest.approx((0.5 * 0.25 + 2.5) / 2)
+    assert float(feature_distance(guess[:0], feature[:0])) == 0
+    noise = noisy(torch.zeros(1000), 0.1)
+    assert noise.abs().max() <= 0.1 < noise.abs().max() + 0.01
+    assert noisy(feature, 0.0) is feature
+
+
+@pytest.mark.parametrize("chunk", [2, 1000])
+def test_labels_are_the_targets_opinion_where_its_best_token_can_be_drafted(chunk: int) -> None:
+    network, kept = made_target(), torch.arange(0, 64, 2)
+    texts = [random_tokens(9, 64, seed=i) for i in range(3)]
+    batch = batch_of(network, texts, 4, (4,))
+    found = labels(batch.features[0], batch.answer, ends_of(network), kept, chunk)
+    full = F.linear(batch.features[0], network.head.weight)
+    good = 0
+    for b in range(3):
+        for p in range(8):
+            best = int(full[b, p].argmax())
+            if p + 1 < 4 or best % 2:
+                assert found.row[b, p] == -1
+            else:
+                torch.testing.assert_close(found.logits[found.row[b, p]], full[b, p, kept])
+                good += 1
+    assert found.covered == pytest.approx(good / 15)
+    where, target = found.after(3)
+    expected = [full[b, j + 3, kept] for b in range(3) for j in range(8) if j + 3 < 8 and found.row[b, j + 3] >= 0]
+    assert where.sum() == len(expected)
+    torch.testing.assert_close(target, torch.stack(expected))
+    assert not found.after(8)[0].any()
+
+
+@every_kind
+def test_the_loss_is_that_of_every_position_on_its_own(kind: str) -> None:
+    network, kept, steps = made_target(), torch.arange(0, 64, 2), 3
+    recipe = recipe_of(kind, network, kept, steps=str(steps), **({"noise": "0"} if kind == "eagle" else {}))
+    texts = [random_tokens(10, 64, seed=i) for i in range(2)]
+    batch = batch_of(network, texts, 4, recipe.taps)
+    loss = recipe.loss(recipe.network, batch)
+    seen = batch.features[-1]
+    full = F.linear(seen, network.head.weight)
+    everywhere = torch.ones(2, 9, dtype=torch.bool)
+    guesses = recipe.network(batch.token, batch.features[: len(recipe.network.taps)], [everywhere] * steps)
+    total = torch.zeros(())
+    for i, guess in enumerate(guesses):
+        entropies, distances = [], []
+        for b in range(2):
+            for j in range(9 - 1 - i):
+                if j + 2 + i < 4:
+                    continue
+                state, logits = guess.state.view(2, 9, -1)[b, j], guess.logits.view(2, 9, -1)[b, j]
+                distances.append(F.smooth_l1_loss(state, seen[b, j + 1 + i]))
+                if int(full[b, j + 1 + i].argmax()) % 2 == 0:
+                    p = full[b, j + 1 + i, kept].softmax(-1)
+                    entropies.append(-(p * logits.log_softmax(-1)).sum())
+        entropy = torch.stack(entropies).mean()
+        total = total + 0.8**i * (torch.stack(distances).mean() + 0.1 * entropy if kind == "eagle" else entropy)
+    torch.testing.assert_close(loss.total, total)
+    loss.total.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in recipe.network.parameters())
+
+
+def test_no_more_positions_than_asked_for_count() -> None:
+    answer = torch.rand(4, 50) < 0.7
+    drawn = some(answer, 20, torch.Generator().manual_seed(1))
+    assert drawn.sum() == 20
+    assert not (drawn & ~answer).any()
+    assert some(answer, 500, torch.Generator()) is answer
+
+
+@every_kind
+def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
+    network = made_target()
+    recipe = recipe_of(kind, network)
+    start(recipe.network, network, 0)
+    text = random_tokens(8, 64)
+    batch = batch_of(network, [text], 0, recipe.network.taps)
+    fused = recipe.network.fuse(torch.cat(batch.features, -1))
+    assert isinstance(recipe.network, Eagle1 | Eagle3)
+    near = F.cosine_similarity(fused, batch.features[-1], dim=-1).min()
+    assert near > 0.95
+    layer, block = recipe.network.layers[0], network.blocks[-1]
+    assert torch.equal(layer.mlp.gate_up_proj.weight, block.mlp.gate_up.weight)
+    assert torch.equal(layer.self_attn.qkv_proj.weight[:, -16:], block.qkv.weight)
+
+
+@every_kind
+def test_options_are_checked(kind: str) -> None:
+    with pytest.raises(ValueError, match="step"):
+        recipe_of(kind, made_target(), stepz="3")
+    if kind == "eagle3":
+        for wrong in ("1,2,9", "a"):
+            with pytest.raises(ValueError, match="--set taps"):
+                recipe_of(kind, made_target(), taps=wrong)
+        assert recipe_of(kind, made_target(), taps="0,4").taps == (0, 4)
+        assert recipe_of(kind, made_target(), taps="0,2").taps == (0, 2, 4)
+
+
+@every_kind
+def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    network = made_target()
+    prompts = [random_tokens(6, 64, seed=i) for i in range(4)]
+    plain = Engine(DecoderRunner(network), Method(Nothing(), Root(), Match()), rows=4)
+    texts = [
+        p + tokens_of(u)
+        for p, u in zip(prompts, run(plain, [Request(p, max_new_tokens=24) for p in prompts]), strict=True)
+    ]
+    kept = torch.tensor(sorted({t for text in texts for t in text[6:]}))
+    options = {"noise": "0", "steps": "3", "classify": "1"} if kind == "eagle" else {"steps": "4", "hard": "0.5"}
+    recipe = recipe_of(kind, network, kept, ffn="64", **options)
+    start(recipe.network, network, 0)
+    batch = batch_of(network, texts, 6, recipe.taps)
+    optimizer = torch.optim.AdamW(recipe.network.parameters(), lr=6e-3)
+    with unchecked():
+        for _ in range(120):
+            optimizer.zero_grad()
+            recipe.loss(recipe.network, batch).total.backward()
+            optimizer.step()
+    recipe.save(tmp_path)
+    trained = load_own(tmp_path, ends_of(network))
+    assert isinstance(trained, Eagle1 | Eagle3)
+    engine = Engine(DecoderRunner(network), Method(Eagle(trained.float()), Chain(4, draw=False), Match()), rows=4)
+    updates = run(engine, [Request(p, max_new_tokens=24) for p in prompts])
+    assert [p + tokens_of(u) for p, u in zip(prompts, updates, strict=True)] == texts
+    drafted = sum(s.drafted for s in engine.statistics.values())
+    accepted = sum(sum(s.accepted_per_position) for s in engine.statistics.values())
+    assert accepted >= 0.9 * drafted
+    assert drafted > 40
