@@ -52,6 +52,8 @@ def record(entry: "Entry") -> dict[str, object]:
         "lossless": entry.lossless,
         "same_seed": entry.same_seed,
         "needs": entry.needs,
+        "speculator": entry.speculator or None,
+        "ships_for": ships_for(entry),
         "training": entry.training,
         "paper": entry.paper,
         "aliases": list(entry.aliases),
@@ -71,10 +73,24 @@ def cells(entry: "Entry") -> tuple[str, ...]:
         entry.accept,
         lossless,
         same_seed,
-        entry.needs or "-",
+        _needs(entry),
         entry.training,
         entry.paper,
     )
+
+
+def ships_for(entry: "Entry") -> list[str]:
+    """The models that its speculator comes with."""
+    from foretell.speculator.shipped import shipped
+
+    return [s.target for s in shipped() if entry.speculator and s.kind == entry.speculator]
+
+
+def _needs(entry: "Entry") -> str:
+    if not entry.speculator:
+        return entry.needs or "-"
+    ready = ships_for(entry)
+    return f"speculator (ships for {', '.join(ready)})" if ready else "speculator (train one)"
 
 
 def markdown_lines(entries: "Iterable[Entry]") -> list[str]:
@@ -112,7 +128,7 @@ def paragraphs(entries: "Iterable[Entry]") -> "RenderableType":
             else "lossless, same law"
         )
         extras = (
-            [f"needs {needs}"] * bool(entry.needs)
+            [f"needs {needs}"] * (needs != "-")
             + [f"training {training}"] * (training != "none")
             + [paper] * (paper != "-")
         )

@@ -55,12 +55,19 @@ class Source(ABC):
 
 
 class Remembered(Source):
-    """A source that gives the same copy to whoever asks for the same change again."""
+    """A source that gives the same copy to whoever asks for the same change again, and the same ends."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.config, source._weights, source._device)
         self._source = source
         self._known: dict[object, Network] = {}
+        self._ends: dict[torch.dtype, Ends] = {}
+
+    def ends(self, dtype: torch.dtype = torch.bfloat16) -> Ends:
+        """Embedding and head, read at most once."""
+        if dtype not in self._ends:
+            self._ends[dtype] = self._source.ends(dtype)
+        return self._ends[dtype]
 
     @property
     def dtype(self) -> torch.dtype:
