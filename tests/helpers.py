@@ -17,10 +17,11 @@ from scipy.stats import chisquare
 
 from foretell.accept import Block, Match, Rejection, Typical
 from foretell.catalogue import BUILT_IN, Entry, Parts
+from foretell.catalogue.drafts import drafter_of
 from foretell.catalogue.trained import ends_of, target_card
 from foretell.config import SpeculativeConfig
 from foretell.context import Context, Text
-from foretell.draft import DraftModel, Lookup, Mix
+from foretell.draft import DraftModel, Lookup, Mix, Predictor
 from foretell.draft.network import NETWORKS
 from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod, Method
@@ -47,6 +48,7 @@ VOCAB = 29
 """Vocabulary of the tests that compare texts; the law tests have a smaller one."""
 SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "blockwise": {"heads": 3, "inner": 24},
+    "draft_model": {"model": replace(TINY, layers=1)},
     "eagle": {"kind": "eagle", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
     "eagle3": {"kind": "eagle3", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
     "medusa": {"heads": 3},
@@ -115,7 +117,7 @@ def _of_catalogue(entry: Entry) -> Variant:
             references,
             codec=letter_codec(vocab),
             draft_codecs=(letter_codec(vocab, 2),),
-            speculator=speculator(entry.speculator, vocab) if entry.speculator else None,
+            speculators=(speculator(entry.speculator, vocab),) if entry.speculator else (),
         )
         return entry.build(parts, SpeculativeConfig())
 
@@ -130,6 +132,11 @@ def small_model(vocab: int) -> DraftModel:
 def good_model(vocab: int) -> DraftModel:
     """A drafter that is often right: the target's first layer."""
     return DraftModel(DecoderRunner(target(vocab).cut(1)))
+
+
+def trained_model(vocab: int) -> Predictor:
+    """A drafter with random weights, over three quarters of the vocabulary."""
+    return drafter_of(Parts(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
 
 
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -148,6 +155,7 @@ _BY_HAND = (
         lambda v: Method(Mix([small_model(v), good_model(v)], [1, 2]), Branch((2, 2)), Rejection()),
         same_seed=False,
     ),
+    Variant("trained_draft", lambda v: Method(trained_model(v), Chain(4), Rejection()), same_seed=False),
     Variant("fixed_picked", lambda v: Method(good_model(v), Fixed(_CHOICES), Match())),
     Variant("fixed_drawn", lambda v: Method(good_model(v), Fixed(_CHOICES, draw=True), Rejection()), same_seed=False),
     Variant(

@@ -93,16 +93,16 @@ class Model:
         *,
         drafts: Sequence["Model"] = (),
         references: Sequence[str] = (),
-        speculator: Path | None = None,
+        speculators: Sequence[Path] = (),
     ) -> AnyMethod:
         """A method of the catalogue for this model, with fresh memory.
 
-        `speculator`: directory of a trained one; methods that need one take what ships for this model where none is named.
+        `speculators`: directories of trained ones; methods that need one take what ships for this model where none is named.
 
         Raises:
             ValueError: unknown name, or a part that the method needs is missing or does not fit.
         """
-        parts = self._parts(drafts, references, speculator)
+        parts = self._parts(drafts, references, speculators)
         return build(name, parts, config)
 
     def speculator(self, what: str | Path) -> Speculator:
@@ -115,7 +115,7 @@ class Model:
         return read(parts, Path(what)) if Path(what).is_dir() else trained(parts, str(what))
 
     def _parts(
-        self, drafts: Sequence["Model"] = (), references: Sequence[str] = (), speculator: Path | None = None
+        self, drafts: Sequence["Model"] = (), references: Sequence[str] = (), speculators: Sequence[Path] = ()
     ) -> Parts:
         return Parts(
             vocab=self.config.vocab,
@@ -126,7 +126,7 @@ class Model:
             codec=self.codec,
             draft_codecs=tuple(d.codec for d in drafts),
             source=self._source,
-            speculator=speculator,
+            speculators=tuple(speculators),
         )
 
     def engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16) -> Engine:

@@ -69,6 +69,12 @@ class SpeculativeConfig(BaseModel):
     """BiLD: the small model hands over where its best token has less than this probability."""
     rollback_threshold: Annotated[float, Field(ge=0)] = 5.0
     """Lossy, BiLD: a small model's token less likely than this many nats under the target is rolled back."""
+    online_update_interval: Annotated[int, Field(ge=0)] = 8
+    """Online distillation: requests between two steps of learning; 0: none."""
+    online_buffer: Annotated[int, Field(ge=1)] = 2048
+    """Online distillation: most corrections kept to learn from."""
+    online_learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Online distillation: of AdamW, constant."""
     posterior_threshold: Annotated[float, Field(gt=0, le=1)] = 0.09
     """Epsilon of typical acceptance."""
     posterior_alpha: Annotated[float, Field(gt=0)] | None = None

@@ -25,7 +25,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def parts(source: TinySource | None, folder: Path | None = None) -> Parts:
-    return Parts(vocab=TINY.vocab, network=TARGET, source=source, speculator=folder)
+    return Parts(vocab=TINY.vocab, network=TARGET, source=source, speculators=() if folder is None else (folder,))
 
 
 def write(folder: Path, source: TinySource, fingerprint: str | None = None) -> Path:

@@ -1,8 +1,9 @@
 """Builders of lossy methods."""
 
 from foretell.accept import Lenient, Near, Rollback, Topmost, Typical
+from foretell.catalogue.drafts import drafter_of, named_drafts_only
 from foretell.catalogue.heads import speculator
-from foretell.catalogue.parts import Parts, chain_of, drafter_of
+from foretell.catalogue.parts import Parts, chain_of
 from foretell.config import SpeculativeConfig
 from foretell.draft import Heads
 from foretell.method import AnyMethod, Method
@@ -19,7 +20,7 @@ def lenience(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 def blockwise_tolerant(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """Among the target's best tokens, or near its best; heads draft where a speculator is named."""
     chain = Chain(config.num_speculative_tokens or 5, draw=False)
-    draft = drafter_of(parts) if parts.speculator is None else Heads(speculator(parts, "blockwise"))
+    draft = drafter_of(parts) if named_drafts_only(parts) else Heads(speculator(parts, "blockwise"))
     if config.accept_distance is not None:
         return Method(draft, chain, Near(config.accept_distance, minimum=config.minimum_block))
     return Method(draft, chain, Topmost(config.accept_top_k, minimum=config.minimum_block))

@@ -7,7 +7,6 @@ from foretell.accept import Acceptor, Block, Rejection
 from foretell.config import SpeculativeConfig
 from foretell.draft import (
     DraftModel,
-    Mix,
     Predictor,
     Recycling,
     Suffix,
@@ -47,32 +46,22 @@ class Parts:
     """The tokenizers of `drafts`."""
     source: Source | None = None
     """The target's checkpoint. Not needed for changed copies where `network` is a plain decoder."""
-    speculator: Path | None = None
-    """Directory of a trained speculator; None: what ships for this target."""
+    speculators: tuple[Path, ...] = ()
+    """Directories of trained speculators; none: what ships for this target."""
 
+    @property
+    def speculator(self) -> Path | None:
+        """The trained speculator that was named; None: none was.
 
-def drafter_of(parts: Parts) -> Predictor:
-    """The draft model, or several mixed."""
-    models = [DraftModel(r) for r in small_models(parts)]
-    return models[0] if len(models) == 1 else Mix(models)
-
-
-def small_models(parts: Parts) -> tuple[Runner, ...]:
-    """The draft models.
-
-    Raises:
-        ValueError: there is none, or one has another vocabulary than the target.
-    """
-    if not parts.drafts:
-        raise ValueError(
-            "this method needs a draft model: name one with --draft-model, or use layer_skip, which needs none"
-        )
-    for runner in parts.drafts:
-        if runner.vocab != parts.vocab:
+        Raises:
+            ValueError: several were.
+        """
+        if len(self.speculators) > 1:
+            names = ", ".join(map(str, self.speculators))
             raise ValueError(
-                f"the draft model's vocabulary has {runner.vocab} tokens, the target's {parts.vocab}; use a draft model with the target's tokenizer"
+                f"several trained speculators were named ({names}), and this method drafts with one; name one"
             )
-    return parts.drafts
+        return self.speculators[0] if self.speculators else None
 
 
 def early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:

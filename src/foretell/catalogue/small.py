@@ -1,15 +1,19 @@
 """Builders of methods that draft with a smaller model."""
 
 from foretell.accept import Block, Match, Rejection, Transport
-from foretell.catalogue.parts import Parts, chain_of, copies, drafter_of, early_exit, frugal_of, small_models, test_of
+from foretell.catalogue.drafts import KIND, drafter_of, find_small, mixed, small_models
+from foretell.catalogue.parts import Parts, chain_of, copies, early_exit, frugal_of, test_of
+from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import (
     Cascade,
     DraftModel,
     Hybrid,
     Lookup,
+    Online,
     Translated,
 )
+from foretell.draft.network.draft_model import DraftModel as DraftNetwork
 from foretell.method import AnyMethod, Method
 from foretell.shape import (
     Beam,
@@ -76,7 +80,8 @@ def cascade(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def hybrid_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """Copies first; a model where they find nothing."""
-    model = drafter_of(parts) if parts.drafts else early_exit(parts, config)
+    small = find_small(parts)
+    model = mixed(small) if small else early_exit(parts, config)
     confidence = 0.4 if config.confidence_threshold is None else config.confidence_threshold
     chain = Chain(config.num_speculative_tokens or 5, draw=False, confidence=confidence)
     return Method(Hybrid(copies(parts), model), Fallback(frugal_of(config), chain), Match())
@@ -96,3 +101,12 @@ def llmcad(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """A tree paced by confidence."""
     budget = config.num_draft_tokens or config.num_speculative_tokens or 16
     return Method(drafter_of(parts), Paced(budget, threshold=config.confidence_threshold or 0.01), Match())
+
+
+def online(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+    """A trained draft that keeps learning; matched, so that no answer depends on how far it has come."""
+    network = trained(parts, KIND)
+    assert isinstance(network, DraftNetwork)
+    draft = Online(network, config.online_update_interval, config.online_buffer, config.online_learning_rate)
+    length = 5 if config.num_speculative_tokens is None else config.num_speculative_tokens
+    return Method(draft, Chain(length, draw=False, confidence=config.confidence_threshold or 0.0), Match())

@@ -33,12 +33,12 @@ class Ready:
     config: SpeculativeConfig
     drafts: tuple[Model, ...]
     references: tuple[str, ...]
-    speculator: Path | None = None
+    speculators: tuple[Path, ...] = ()
 
     def method(self, name: str) -> AnyMethod:
         """The method of this name, afresh."""
         return self.model.method(
-            name, self.config, drafts=self.drafts, references=self.references, speculator=self.speculator
+            name, self.config, drafts=self.drafts, references=self.references, speculators=self.speculators
         )
 
 
@@ -78,10 +78,8 @@ def prepare(
     with waiting(f"loading {model}"):
         target = load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         trained = [d for d in wish.drafts if is_speculator(d)]
-        if len(trained) > 1:
-            raise ValueError(f"several trained speculators were named ({', '.join(trained)}); name one")
         drafts = tuple(load(d, dtype, device) for d in wish.drafts if d not in trained)
-    return Ready(target, wish.config, drafts, texts, Path(trained[0]) if trained else None)
+    return Ready(target, wish.config, drafts, texts, tuple(Path(d).expanduser() for d in trained))
 
 
 def read_text(path: Path) -> str:

@@ -10,6 +10,7 @@ from foretell.draft.lookahead import Lookahead
 from foretell.draft.lookup import Lookup
 from foretell.draft.mix import Mix
 from foretell.draft.model import DraftModel
+from foretell.draft.online import Online
 from foretell.draft.parallel import ParallelSampling
 from foretell.draft.phrases import PhraseRetrieval
 from foretell.draft.recycling import Recycling
@@ -32,6 +33,7 @@ __all__ = [
     "Lookup",
     "Mix",
     "Nothing",
+    "Online",
     "ParallelSampling",
     "PhraseRetrieval",
     "Predictor",

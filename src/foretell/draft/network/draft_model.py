@@ -59,10 +59,10 @@ class DraftModel(Speculator):
 
     def __init__(self, config: DraftModelConfig, ends: Ends) -> None:
         super().__init__(config, ends)
-        self.model = config.model
-        fresh = _Fresh()
+        self.model = replace(config.model, vocab=ends.vocab)
         self.blocks = nn.ModuleList(
-            build_block(config.model, i, fresh, torch.float32, torch.device("cpu")) for i in range(config.model.layers)
+            build_block(config.model, i, _Blank(), torch.float32, torch.device("cpu"))
+            for i in range(config.model.layers)
         )
         self.norm = Norm(torch.ones(config.model.hidden), config.model.norm_eps)
         self.requires_grad_(True)
@@ -77,6 +77,12 @@ class DraftModel(Speculator):
     def taps(self) -> tuple[int, ...]:
         """What the target's head sees: the teacher in training; drafting needs none."""
         return (self.card.layers + 1,)
+
+    def start_afresh(self) -> None:
+        """Draw small Gaussian matrices from torch's own generator, for a draft that is cut from nothing."""
+        for parameter in self.blocks.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.02)
 
     def start_from(self, target: Decoder, blocks: Sequence[int]) -> None:
         """Take over some of the target's blocks, in this order, and its last norm."""
@@ -127,10 +133,10 @@ class DraftModel(Speculator):
         return DecoderRunner(self.network(precision))
 
 
-class _Fresh(Weights):
-    """Weights before training: small Gaussian matrices, norms of one, biases of zero, from torch's own generator."""
+class _Blank(Weights):
+    """Matrices and biases of zero, norms of one: what a checkpoint or the target then fills."""
 
-    source = "fresh weights"
+    source = "blank weights"
 
     def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
         """Nothing is optional."""
@@ -138,8 +144,6 @@ class _Fresh(Weights):
 
     def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
         """A tensor of this shape."""
-        if len(shape) > 1:
-            return torch.randn(*shape) * 0.02
         return torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
 
     def release(self) -> None:

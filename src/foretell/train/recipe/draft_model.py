@@ -89,13 +89,15 @@ class DraftModelRecipe(Recipe):
             model=kept_config(setup.config, blocks),
             blocks=() if setup.source is None else blocks,
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(setup.seed)
-            network = DraftModel(config, setup.ends)
+        network = DraftModel(config, setup.ends)
         if setup.kept is not None:
             network.choose(setup.kept)
         if setup.source is not None:
             network.start_from(setup.source.decoder(torch.float32), blocks)
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(setup.seed)
+                network.start_afresh()
         return cls(network, config, options, setup)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
