@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from pydantic import ValidationError
 from rich.console import Console
@@ -132,7 +133,9 @@ def _accelerator() -> "Accelerator":
         raise ValueError("training needs accelerate; run: pip install 'foretell[train]'") from error
     # Some recipes leave parameters out of some steps; the target's embedding is a buffer that never changes.
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
-    return Accelerator(mixed_precision="no", kwargs_handlers=[kwargs])
+    # Said outright, because several processes without a GPU find each other only then.
+    cpu = not torch.cuda.is_available()
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[kwargs])
 
 
 def _settings(**values: object) -> Settings:
