@@ -1,0 +1,154 @@
+"""A decoder written as an ordinary Hugging Face directory: a tuned target, or a draft model for other engines."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from foretell.model.config import Activation, ModelConfig, Rope
+from foretell.model.decoder import Block, Decoder, FeedForward
+from foretell.model.linear import Linear
+from foretell.text import TextCodec
+
+_ACTIVATIONS: dict[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+}
+
+
+def write_hf(
+    folder: Path, decoder: Decoder, codec: TextCodec | None = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write `config.json`, `model.safetensors` and, with a codec, the tokenizer; files of the same names are replaced, each atomically.
+
+    Raises:
+        ValueError: the network is not of the Llama architecture, whose form this is.
+    """
+    config = llama_config(decoder.config, dtype)
+    tensors = {name: t.detach().to("cpu", dtype).clone() for name, t in llama_tensors(decoder).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "model.safetensors.part"
+    save_file(tensors, part, metadata={"format": "pt"})
+    os.replace(part, folder / "model.safetensors")
+    _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if codec is not None:
+        _write_codec(folder, codec)
+
+
+def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The configuration of a Llama model as transformers writes it.
+
+    Raises:
+        ValueError: the network has a part that this form cannot say.
+    """
+    odd = {
+        "experts": c.experts is not None,
+        "norms of queries and keys": c.qk_norm,
+        "norms after its sub-layers": c.post_norms or c.norm_offset != 0,
+        "a sliding window": c.window > 0,
+        "soft caps": c.attention_softcap > 0 or c.logit_softcap > 0,
+        "a scaled embedding": c.embedding_scale != 1,
+        "biases on some attention matrices only": c.qkv_bias != c.output_bias,
+        "an attention scale of its own": c.scale != c.head_dim**-0.5,
+        "no gate in its feed-forward": not c.gated,
+    }
+    found = next((what for what, yes in odd.items() if yes), None)
+    if found is not None:
+        raise ValueError(
+            f"only networks of the Llama architecture can be written as a Hugging Face directory, and this {c.architecture} has {found}"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": c.vocab,
+        "hidden_size": c.hidden,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ffn,
+        "max_position_embeddings": c.context,
+        "rms_norm_eps": c.norm_eps,
+        "hidden_act": _ACTIVATIONS[c.activation],
+        "attention_bias": c.qkv_bias,
+        "mlp_bias": c.mlp_bias,
+        "tie_word_embeddings": c.tied,
+        "bos_token_id": c.bos,
+        "eos_token_id": list(c.eos) if len(c.eos) != 1 else c.eos[0],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **_rope(c),
+    }
+
+
+def _rope(c: ModelConfig) -> dict[str, Any]:
+    rope = c.rope
+    if rope is None or rope.divisors or rope.fraction != 1 or rope.kind not in ("default", "linear", "llama3"):
+        kind = (
+            "no rotary positions" if rope is None else f"rotary positions of the kind {rope.kind}, divided one by one"
+        )
+        raise ValueError(f"only plain, linear and llama3 rotary positions can be written, and this model has {kind}")
+    return {"rope_theta": rope.theta, "rope_scaling": _scaling(rope)}
+
+
+def _scaling(rope: Rope) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    if rope.kind == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_context,
+    }
+
+
+def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """The weights under the names of Hugging Face, fused matrices taken apart."""
+    c = decoder.config
+    out = {"model.embed_tokens.weight": decoder.embedding, "model.norm.weight": decoder.norm.weight}
+    if not c.tied:
+        out["lm_head.weight"] = decoder.head.weight
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    for i, block in enumerate(decoder.blocks):
+        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        at = f"model.layers.{i}."
+        out[at + "input_layernorm.weight"] = block.attention_norm.weight
+        out[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight
+        for name, linear, sizes in (
+            ("self_attn.{}_proj", block.qkv, {"q": q, "k": kv, "v": kv}),
+            ("self_attn.{}_proj", block.output, {"o": c.hidden}),
+            ("mlp.{}_proj", block.mlp.gate_up, {"gate": c.ffn, "up": c.ffn}),
+            ("mlp.{}_proj", block.mlp.down, {"down": c.hidden}),
+        ):
+            out.update(_apart(at + name, linear, sizes))
+    return out
+
+
+def _apart(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """The matrices, and biases if there are any, that a fused layer was made of."""
+    parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
+    return {
+        f"{name.format(letter)}.{kind}": rows
+        for kind, fused in parts.items()
+        for letter, rows in zip(sizes, fused.split(list(sizes.values())), strict=True)
+    }
+
+
+def _write_codec(folder: Path, codec: TextCodec) -> None:
+    _write(folder / "tokenizer.json", codec.tokenizer.to_str())
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": codec.bos, "eos_token": codec.eos}
+    said["chat_template"] = codec.chat_template
+    _write(folder / "tokenizer_config.json", json.dumps({k: v for k, v in said.items() if v}, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, "utf-8")
+    os.replace(part, path)
