@@ -1,6 +1,7 @@
 """What is exported reads back with the same logits, says what other loaders want, and is there whole or not at all."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ from safetensors.torch import load_file
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
+from foretell.draft.network.draft_model import DraftModel, DraftModelConfig
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.draft.network.layer import Unrolled
 from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.load import load
 from foretell.model.config import ModelConfig, Rope
 from foretell.model.ends import Ends
 from foretell.speculator import export as room
 from foretell.speculator.export import export
 from foretell.speculator.formats.base import Export, Verifier
 from foretell.speculator.load import load_speculator
+from foretell.testing import letter_codec
+from helpers import all_logits
 
 TARGET = ModelConfig("llama", vocab=V, hidden=D, layers=LAYERS, heads=2, kv_heads=1, head_dim=4, ffn=12, context=64)
 VERIFIER = Verifier("owner/target", TARGET)
@@ -192,6 +197,33 @@ def mlp_logits(network: Speculator, tokens: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None:
+    rope = Rope(theta=700.0, kind="llama3", factor=4.0, original_context=16)
+    model = replace(TARGET, layers=2, rope=rope)
+    lent = Ends(ends().embedding, ends().embedding if tied else ends().head)
+    network = random(DraftModel(DraftModelConfig(target=CARD, model=model, draft_vocab=len(KEPT)), lent))
+    assert isinstance(network, DraftModel)
+    codec = letter_codec(V)
+    export(network, replace(VERIFIER, codec=codec), "hf", tmp_path / "out")
+
+    tokens = [3, 1, 22, 0, 7]
+    wanted = (network.states(torch.tensor([tokens])) @ lent.head.T)[0].detach()
+    drafted = network.score(network.states(torch.tensor([tokens])))[0].detach()
+    torch.testing.assert_close(wanted[:, KEPT], drafted)
+    mine = load(str(tmp_path / "out"), "float32")
+    assert mine.config.tied == tied and mine.codec.encode("abc") == codec.encode("abc")
+    torch.testing.assert_close(torch.tensor(all_logits(mine.network, tokens)).float(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_an_ordinary_model_says_so(tmp_path: Path) -> None:
+    model = replace(TARGET, layers=2, window=8, window_layers=(0,))
+    network = DraftModel(DraftModelConfig(target=CARD, model=model), ends())
+    with pytest.raises(ValueError, match=r"only networks of the Llama architecture .* a sliding window"):
+        export(network, VERIFIER, "hf", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
     medusa = Medusa(MedusaConfig(target=CARD), ends())
     with pytest.raises(
@@ -207,7 +239,7 @@ def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
         ({"taps": (2, LAYERS + 1)}, "after its final norm"),
         ({"rope": Rope(fraction=0.5)}, "a part of the head"),
     ):
-        with pytest.raises(ValueError, match=f"speculators has no place for .*{what}"):
+        with pytest.raises(ValueError, match=f"ha(s|ve) no place for .*{what}"):
             export(eagle3(**more), VERIFIER, "speculators", tmp_path / "out")
     with pytest.raises(ValueError, match="one layer, and this speculator has 2"):
         export(eagle3(layers=2), VERIFIER, "eagle3", tmp_path / "out")

@@ -97,6 +97,15 @@ class Speculator(nn.Module, ABC):
         return self.get_buffer("_borrowed_head") if self.head is None else self.head
 
     @property
+    def whole_matrix(self) -> Float[torch.Tensor, "v d"]:
+        """What scores the target's whole vocabulary: the target's own matrix, with the own rows in their places."""
+        if self.head is None or self.token_of is None:
+            return self._target_head if self.head is None else self.head
+        whole = self._target_head.to(self.head.device, self.head.dtype, copy=True)
+        whole[self.token_of] = self.head.detach()
+        return whole
+
+    @property
     def softcap(self) -> float:
         """The target's bound on logits; 0: none."""
         return self._softcap

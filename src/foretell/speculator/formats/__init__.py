@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.speculator.formats import eagle, eagle_export, medusa, mlp
+from foretell.speculator.formats import draft_model, eagle, eagle_export, medusa, mlp
 from foretell.speculator.formats.base import Export, Format
 from foretell.speculator.formats.files import Published, published
 
@@ -23,6 +23,7 @@ EXPORTS: Sequence[Export] = (
     eagle_export.TO_EAGLE1,
     medusa.TO_VLLM,
     mlp.TO_VLLM,
+    draft_model.HF,
 )
 """Every format that is written."""
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
-from foretell.model.config import ModelConfig
+from foretell.model.config import ModelConfig, Rope
 from foretell.model.ends import Ends
 from foretell.speculator.checkpoint import CONFIG, WEIGHTS
 from foretell.speculator.formats.files import Published
@@ -98,6 +98,21 @@ def refuse_softcap(network: Speculator, format_name: str) -> None:
     """
     if network.softcap:
         raise ValueError(f"the format {format_name} has no place for a bound on the logits, which this target has")
+
+
+def rope_keys(rope: Rope) -> dict[str, Any]:
+    """Rotary embedding as configurations of transformers write it.
+
+    Raises:
+        ValueError: they have no place for it.
+    """
+    if rope.divisors or rope.fraction != 1:
+        what = "divisors of the rotary frequencies" if rope.divisors else "rotary embedding of a part of the head"
+        raise ValueError(f"configurations of Hugging Face have no place for {what}, which this speculator has")
+    more = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
+    scaling = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.original_context}
+    scaling |= {k: v for k, v in asdict(rope).items() if k in more.get(rope.kind, ()) and v is not None}
+    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
 
 
 def dtype_name(network: Speculator) -> str:

@@ -1,6 +1,5 @@
 """EAGLE's layers written as SafeAILab, SGLang and the `speculators` library (and so vLLM) read them."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,7 @@ import torch
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.model.config import Rope
-from foretell.speculator.formats.base import Export, Verifier, dtype_name, put, refuse_softcap
+from foretell.speculator.formats.base import Export, Verifier, dtype_name, put, refuse_softcap, rope_keys
 from foretell.speculator.formats.eagle import FLAGS, parts
 
 
@@ -53,8 +51,7 @@ def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": c.target.vocab,
         "max_position_embeddings": c.context,
         "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope.theta,
-        "rope_scaling": _rope_scaling(c.rope),
+        **rope_keys(c.rope),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -62,20 +59,6 @@ def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     return out
-
-
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    keys = {
-        "default": (),
-        "linear": (),
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
-    }[rope.kind]
-    if rope.kind == "default":
-        return None
-    scaling = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.original_context}
-    values = {k: v for k, v in asdict(rope).items() if k in keys and v is not None}
-    return scaling | values
 
 
 def _norms(c: EagleConfig) -> dict[str, bool]:
@@ -96,8 +79,6 @@ def _check(network: EagleNetwork, format_name: str) -> None:
         "biases of queries, keys and values": eagle3 and c.qkv_bias,
         "a bias of the fused features": eagle3 and c.fc_bias is True,
         "the target's state after its final norm": eagle3 and max(c.tapped) > c.target.layers,
-        "divisors of the rotary frequencies": bool(c.rope.divisors),
-        "rotary embedding of a part of the head": c.rope.fraction != 1,
         "a reduced vocabulary": not eagle3 and c.draft_vocab is not None,
         "an output matrix of its own": not eagle3 and c.own_head,
     }

@@ -1,0 +1,26 @@
+"""Draft models written as Hugging Face models."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from foretell.draft.network.base import Speculator
+from foretell.draft.network.draft_model import DraftModel
+from foretell.model.decoder import Decoder
+from foretell.model.linear import Linear
+from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.hf_writer import write_hf
+
+
+def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, DraftModel)
+    drafts = network.decoder(network.dtype)
+    # Engines want a score for every token: those that a reduced vocabulary lacks get the target's.
+    head = network.whole_matrix.detach().to(network.dtype)
+    config = replace(drafts.config, tied=torch.equal(head, drafts.embedding))
+    whole = Decoder(config, drafts.embedding, list(drafts.blocks), drafts.norm, Linear(head))  # type: ignore[arg-type]
+    write_hf(folder, whole, verifier.codec, network.dtype)
+
+
+HF = Export("hf", "draft_model", _write)
