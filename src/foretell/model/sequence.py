@@ -69,4 +69,5 @@ def _attend(
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     score = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
-    return widen(score.masked_fill(~seen, float("-inf"))).softmax(-1).to(v.dtype) @ v
+    out: torch.Tensor = widen(score.masked_fill(~seen, float("-inf"))).softmax(-1).to(v.dtype) @ v
+    return out
