@@ -16,6 +16,8 @@ MIN_P = 0.05
 """Of sampled questions and answers: at temperature 1 a small model's tail is mostly noise."""
 _SHORTEST = 5
 """A question of fewer tokens asks nothing."""
+_PATIENCE = 64
+"""Prompts after which one should have been usable."""
 
 
 class Prompts:
@@ -79,6 +81,9 @@ def answers(
     """Fill `collection` until it has `wanted` tokens to be learned, or no prompt is left; yields new tokens decoded, step by step.
 
     Text `n` depends on the seed and `n` alone, so an interrupted run goes on where it was.
+
+    Raises:
+        ValueError: the model writes nothing that can be asked.
     """
     engine = Engine(model.runner(), model.method(), rows=rows)
     work = _Work(model, prompts, manifest, collection, engine)
@@ -91,6 +96,10 @@ def answers(
         for update in engine.step():
             new += len(update.tokens)
             work.hear(update.request, update.tokens, update.finish_reason)
+        if len(collection.numbers) >= _PATIENCE and not collection.learnable:
+            raise ValueError(
+                f"{model.name} wrote {len(collection.numbers)} prompts and no usable question; give prompts with --prompts FILE"
+            )
         yield new
         if collection.learnable >= wanted:
             return

@@ -1,0 +1,163 @@
+"""Training sets: what is made is what the model says, and a kill at any moment loses nothing that was finished."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from command import refused, tiny
+from foretell.api import Model
+from foretell.sampling import Sampling
+from foretell.store import LINES
+from foretell.testing import TINY, letter_codec, tiny_decoder
+from foretell.train import dataset
+from foretell.train.dataset import Collection, Dataset, Manifest, Record
+from foretell.train.generate import Prompts, answers, pieces
+
+LETTERS = replace(TINY, vocab=26, hidden=16)
+ENDS = tuple(range(23, 26))
+"""Letters that end a turn: a random model would hardly ever write a single one."""
+MANIFEST = Manifest(
+    model="tiny",
+    fingerprint="f",
+    tokenizer="t",
+    vocab=26,
+    kind="self",
+    greedy_share=0.5,
+    max_question=40,
+    max_answer=12,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    codec = replace(
+        letter_codec(26), chat_template="a{{ messages[0].content }}z{% if add_generation_prompt %}y{% endif %}"
+    )
+    return Model("tiny", LETTERS, codec, tiny_decoder(LETTERS, sharpness=0.2), "float64", eos=ENDS)
+
+
+def fill(model: Model, folder: Path, tokens: int, steps: int | None = None) -> None:
+    with Collection(folder, MANIFEST) as collection:
+        prompts = Prompts(model, MANIFEST, None)
+        for _ in islice(answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens), steps):
+            pass
+
+
+def texts(folder: Path) -> set[tuple[int, ...]]:
+    return {tuple(d.tokens.tolist()) for d in Dataset.open(folder)}
+
+
+def test_greedy_answers_are_the_models_own(model: Model, tmp_path: Path) -> None:
+    fill(model, tmp_path / "set", 50)
+    data = Dataset.open(tmp_path / "set")
+    assert data.learnable >= 50
+    greedy = [d for d in data if d.greedy]
+    assert greedy and len(greedy) < len(data)
+    for document in greedy[:5]:
+        prompt = document.tokens[: document.start].tolist()
+        engine = model.engine()
+        engine.submit(model.request("a", Sampling(), max_new_tokens=1))
+        request = replace(model.request("a", max_new_tokens=12), prompt=prompt)
+        number = engine.submit(request)
+        said = [t for u in engine.run() if u.request == number for t in u.tokens]
+        assert document.tokens[document.start :].tolist() == said
+
+
+def test_prompts_are_whole_turns_of_the_template(model: Model, tmp_path: Path) -> None:
+    fill(model, tmp_path / "set", 50)
+    for document in Dataset.open(tmp_path / "set"):
+        prompt = model.codec.decode(document.tokens[: document.start].tolist())
+        assert prompt.startswith("a") and prompt.endswith("zy") and not set(prompt[-6:-2]) & set("xyz")
+
+
+def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Path) -> None:
+    fill(model, tmp_path / "whole", 50)
+    fill(model, tmp_path / "broken", 50, steps=60)
+    before = texts(tmp_path / "broken")
+    lines = tmp_path / "broken" / LINES
+    with lines.open("a") as file:
+        file.write('{"number": 99, "tok')
+    fill(model, tmp_path / "broken", 50)
+    after = texts(tmp_path / "broken")
+    assert before and before <= after
+    common = texts(tmp_path / "whole") & after
+    assert len(common) >= 0.8 * min(len(after), len(texts(tmp_path / "whole")))
+
+
+def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "SHARD", 3)
+    records = [Record(number=n, tokens=list(range(n + 2)), start=1, greedy=n % 2 == 0) for n in range(7)]
+    with Collection(tmp_path, MANIFEST) as collection:
+        for record in [*records, Record(number=50, tokens=[], start=0)]:
+            collection.add(record)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    data = Dataset.open(tmp_path)
+    assert [d.tokens.tolist() for d in data] == [r.tokens for r in records]
+    assert [(d.start, d.greedy) for d in data] == [(1, r.greedy) for r in records]
+    with Collection(tmp_path, MANIFEST) as again:
+        assert again.numbers == {*range(7), 50} and again.learnable == data.learnable
+
+
+def test_a_kill_between_shard_and_journal_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "SHARD", 2)
+    with Collection(tmp_path, MANIFEST) as collection:
+        collection.add(Record(number=0, tokens=[1, 2], start=1))
+        journal = (tmp_path / LINES).read_text()
+        collection.add(Record(number=1, tokens=[3, 4], start=1))
+    (tmp_path / LINES).write_text(journal)
+    assert len(Dataset.open(tmp_path)) == 2
+    with Collection(tmp_path, MANIFEST) as again:
+        assert again.learnable == 2
+    assert len(Dataset.open(tmp_path)) == 2
+
+
+def test_held_out_texts_stay_held_out_when_the_set_grows(tmp_path: Path) -> None:
+    def data(count: int) -> Dataset:
+        documents = [dataset.Document(np.array([n, n + 1, n * n], np.int32), 1) for n in range(count)]
+        return Dataset(tmp_path, MANIFEST, documents)
+
+    small, large = data(40), data(80)
+    train, held = small.split(8)
+    assert sorted(train + held) == list(range(40)) and len(held) == 8
+    grown = {tuple(large[i].tokens) for i in large.split(16)[1]}
+    # Of the fewest hashes among twice as many texts, about half were among the fewest before.
+    assert len(grown & {tuple(small[i].tokens) for i in held}) >= 4
+    with pytest.raises(ValueError, match="too few"):
+        data(10).split(8)
+
+
+def test_plain_text_is_cut_into_pieces(model: Model, tmp_path: Path) -> None:
+    manifest = MANIFEST.model_copy(update={"kind": "text"})
+    with Collection(tmp_path, manifest) as collection:
+        for _ in pieces(model, iter(["abcdefgh", "xyz"]), collection, length=5, wanted=100):
+            pass
+        collection.seal()
+    found = [model.codec.decode(d.tokens.tolist()) for d in Dataset.open(tmp_path)]
+    assert found == ["abcde", "fgh", "xyz"] and all(d.start == 0 for d in Dataset.open(tmp_path))
+
+
+def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    assert "--self" in refused("data", "generate", "--tokens", "10", "--out", out)
+    assert "foretell data generate" in refused("data", "show", tmp_path)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"promt": "hello"}) + "\n")
+    prompts = ("--prompts", tmp_path / "p.jsonl", "--model", tiny())
+    assert "did you mean" in refused("data", "generate", *prompts, "--tokens", "10", "--out", out)
+
+
+def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> None:
+    endless = Model("tiny", LETTERS, model.codec, model.network, "float64", eos=())
+    with pytest.raises(ValueError, match="no usable question"), Collection(tmp_path, MANIFEST) as collection:
+        for _ in answers(endless, Prompts(endless, MANIFEST, None), MANIFEST, collection, rows=16, wanted=50):
+            pass
+
+
+def test_another_setting_does_not_mix_into_a_set(tmp_path: Path) -> None:
+    with Collection(tmp_path, MANIFEST) as collection:
+        collection.add(Record(number=0, tokens=[1, 2], start=1))
+    with pytest.raises(ValueError, match="another seed"):
+        Collection(tmp_path, MANIFEST.model_copy(update={"seed": 3}))
