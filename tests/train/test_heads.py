@@ -87,7 +87,7 @@ def test_losses_are_means_over_what_is_known() -> None:
 
 def test_ranks_count_what_is_preferred() -> None:
     logits = torch.tensor([[[0.1, 3.0, 2.0]], [[0.1, 3.0, 2.0]], [[0.1, 3.0, 2.0]]])
-    assert ranks(logits, torch.tensor([[1], [0], [-1]])).tolist() == [[0], [2], [3]]
+    assert ranks(logits, torch.tensor([[1], [0], [-1]])).tolist() == [[0], [2], [1 << 30]]
 
 
 def test_the_noted_paths_make_the_tree_that_accepts_most() -> None:

@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
-from foretell.draft.base import Predictor
+from foretell.draft.base import Predictor, Ranked, ranked
 from foretell.draft.network.heads import HeadsNetwork
 from foretell.tree import TokenTree
 
@@ -22,7 +22,8 @@ class Heads(Predictor):
         self.taps = network.taps
         self._states: dict[int, tuple[int, torch.Tensor]] = {}
         """Per row the length of the text whose last token a state produced, and that state."""
-        self._logits = torch.zeros(0, 0)
+        self._logits = torch.zeros(0, 0, 0)
+        self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
 
     def depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """As many tokens as there are heads, for texts whose last token was produced by a known state."""
@@ -36,19 +37,35 @@ class Heads(Predictor):
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
         """The scores of head `d` for nodes at depth `d`; texts without a state have none."""
+        logits, at = self._scores(tree, frontier, context)
+        return self.network.spread(logits), at
+
+    def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
+        """The same, without a look at the tokens that it does not draft."""
+        logits, at = self._scores(tree, frontier, context)
+        return ranked(logits, at, count, self._token_of)
+
+    def _scores(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+        """Scores over the drafted tokens, of no more heads than the frontier needs; all are computed when a tree begins."""
         ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
         if tree.nodes == 1:
-            self._logits = self._score([row for row, yes in zip(context.rows, ready, strict=True) if yes])
-        first = np.where(ready, np.cumsum(ready) - 1, 0)[:, None] * self.network.heads
-        scored = np.array(ready)[:, None] & (tree.depth < self.network.heads)
-        return self._logits, np.where(scored, first + tree.depth, -1)
+            self._logits = self._all([row for row, yes in zip(context.rows, ready, strict=True) if yes])
+        depth = np.take_along_axis(tree.depth, frontier, 1)
+        least, most = int(depth.min()), min(int(depth.max()), self.network.heads - 1)
+        scored = np.array(ready)[:, None] & (tree.depth >= least) & (tree.depth <= most)
+        at = (tree.depth - least) * sum(ready) + np.cumsum(ready)[:, None] - 1
+        return self._logits[least : most + 1].flatten(0, 1), np.where(scored, at, -1)
 
-    def _score(self, rows: list[int]) -> Float[torch.Tensor, "k v"]:
-        """All heads for these rows, head after head."""
+    def _all(self, rows: list[int]) -> Float[torch.Tensor, "h k w"]:
+        """The scores of all heads for these rows."""
         if not rows:
-            return torch.zeros(0, self.network.card.vocab)
+            return torch.zeros(
+                self.network.heads, 0, self.network.card.vocab if self._token_of is None else len(self._token_of)
+            )
         h = torch.stack([self._states[row][1] for row in rows])
-        return self.network.spread(self.network(h)).flatten(0, 1)
+        return self.network(h).transpose(0, 1).contiguous()
 
     def keep(self, step: Step) -> None:
         """Remember the state that produced each text's newest token."""

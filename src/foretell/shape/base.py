@@ -58,11 +58,12 @@ class Growth:
         self.tree = replace(root(context.last), distinct=distinct)
         self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
-        self._depth = 0
+        self.depth = 0
+        """Levels below the roots so far."""
 
     def grows(self, row: int, node: int) -> bool:
         """Whether this node of the frontier may have children: it is live, and its text has room for them."""
-        return bool(self.tree.live[row, node] and self._depth < self.context.room[row])
+        return bool(self.tree.live[row, node] and self.depth < self.context.room[row])
 
     def laws(self, draft: Predictor) -> Laws:
         """The drafter's distributions after the frontier."""
@@ -96,7 +97,7 @@ class Growth:
             drawn_from=np.concatenate([t.drawn_from, np.full_like(token, -1) if drawn_from is None else drawn_from], 1),
         )
         self.frontier = np.arange(first, first + token.shape[1]) + np.zeros_like(token)
-        self._depth += 1
+        self.depth += 1
 
     def done(self) -> TokenTree:
         """The finished tree, with the distributions its drawn nodes came from."""
@@ -109,6 +110,23 @@ class Growth:
             for i, q in enumerate(laws):
                 packed[row, i] = q
         return replace(self.tree, q=packed)
+
+
+def picked(growth: Growth, best: Ranked, ranks: Sequence[Sequence[int]]) -> None:
+    """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not grow or has no such token."""
+    which, rank = (
+        np.repeat(np.arange(len(ranks)), [len(r) for r in ranks]),
+        np.array([r for part in ranks for r in part]),
+    )
+    parent, row = growth.frontier[:, which], np.arange(len(growth.frontier))[:, None]
+    at, most = best.at[row, parent], best.token.shape[1]
+    live = growth.tree.live[row, parent] & (growth.depth < growth.context.room)[:, None] & (at >= 0) & (rank < most)
+    token = np.zeros_like(parent)
+    if live.any():
+        place = np.maximum(at, 0), np.minimum(rank, most - 1)[None]
+        live &= best.probability[place] > 0
+        token[live] = best.token[place][live]
+    growth.add(parent, token, live)
 
 
 def level(growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from foretell.context import Context
 from foretell.draft.base import Predictor
 from foretell.laws import Laws
-from foretell.shape.base import Growth, Shape, level
+from foretell.shape.base import Growth, Shape, level, picked
 from foretell.tree import TokenTree
 
 
@@ -61,6 +61,8 @@ class Chain(Shape[Predictor]):
 def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw: bool) -> TokenTree:
     """A chain per text, each at its own pace."""
     growth = Growth(replace(context, room=np.minimum(context.room, [p.length for p in paces])))
+    if not draw and all(s.plain for s in context.sampling):
+        return _picked_chains(draft, growth, paces)
     going = list(range(len(paces)))
     while going := [row for row in going if growth.grows(row, int(growth.frontier[row, 0]))]:
         laws, parents = growth.laws(draft), growth.frontier[:, 0].tolist()
@@ -74,6 +76,20 @@ def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw:
             for row in going
             if _sure(laws, row, parents[row], paces[row].confidence, int(growth.tree.token[row, node]))
         ]
+    return growth.done()
+
+
+def _picked_chains(draft: Predictor, growth: Growth, paces: Sequence[Pace]) -> TokenTree:
+    """The same where nothing but the drafter's own best tokens is needed."""
+    going = np.array([growth.grows(row, 0) for row in range(len(paces))])
+    while going.any():
+        best, row = growth.best(draft, 1), np.arange(len(paces))
+        at = best.at[row, growth.frontier[:, 0]]
+        chance = best.probability[at, 0] if len(best.probability) else np.zeros(len(paces))
+        going &= (at >= 0) & (chance >= [p.fallback for p in paces])
+        picked(growth, best, [(0,)])
+        growth.tree.live[:, -1] &= going
+        going &= (chance >= [p.confidence for p in paces]) & (growth.depth < growth.context.room)
     return growth.done()
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from foretell.context import Context
 from foretell.draft.base import Predictor
-from foretell.shape.base import Growth, Shape, level
+from foretell.shape.base import Growth, Shape, level, picked
 from foretell.tree import TokenTree
 
 Path = tuple[int, ...]
@@ -47,5 +47,8 @@ class Fixed(Shape[Predictor]):
         growth = Growth(context, distinct=self.draw)
         for inner, ranks in self._levels[: int(context.room.max())]:
             growth.frontier = growth.frontier[:, inner]
-            level(growth, growth.laws(draft), ranks, self.draw)
+            if self.draw:
+                level(growth, growth.laws(draft), ranks, draw=True)
+            else:
+                picked(growth, growth.best(draft, 1 + max(map(max, ranks))), ranks)
         return growth.done()

@@ -206,7 +206,13 @@ class Trainer:
             task.shadow.trained.load_state_dict(state)
             method = task.shadow.method(task.shadow.network)
             with torch.inference_mode():
-                found = measure(task.model.runner(), method, task.prompts, task.settings.measure_tokens, task.model.eos)
+                found = measure(
+                    task.shadow.runner() or task.model.runner(),
+                    method,
+                    task.prompts,
+                    task.settings.measure_tokens,
+                    task.model.eos,
+                )
             self.last, value = found, found.tokens_per_pass
             if value > self.best:
                 task.shadow.save(self.out)

@@ -133,7 +133,7 @@ def _setup(settings: Settings, model: Model, fingerprint: str, data: Sequence[Da
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     begun = load_own(Path(settings.begin), ends).token_of if settings.begin else None
     kept = begun if settings.begin else frequent(data, rows, c.vocab, settings.draft_vocab)
-    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options)
+    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec)
 
 
 def dtype_of(settings: Settings) -> torch.dtype:

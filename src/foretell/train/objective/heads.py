@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
+_MISSED = 1 << 30
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -71,6 +73,6 @@ def soft_cross_entropies(
 
 @torch.no_grad()
 def ranks(logits: Float[torch.Tensor, "n k w"], token: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
-    """How many tokens each head prefers to the right one; as many as there are tokens where the right one is not drafted."""
+    """How many tokens each head prefers to the right one; more than there are where the right one is not drafted."""
     right = logits.gather(-1, token.clamp_min(0)[..., None])
-    return torch.where(token >= 0, (logits > right).sum(-1), logits.shape[-1])
+    return torch.where(token >= 0, (logits > right).sum(-1), _MISSED)

@@ -15,9 +15,11 @@ from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
 from foretell.model.ends import Ends
+from foretell.model.runner import Runner
 from foretell.model.source import Source
 from foretell.names import unknown
 from foretell.speculator.checkpoint import save
+from foretell.text import TextCodec
 from foretell.train.batch import Batch
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -39,6 +41,8 @@ class Setup:
     seed: int = 0
     options: Mapping[str, str] = field(default_factory=dict)
     """Sizes and weights as the user wrote them: `--set inner=1024` is `{"inner": "1024"}`."""
+    codec: TextCodec | None = None
+    """Of the target, for recipes that write a target of their own."""
 
     def parse(self, kind: type[Options]) -> Options:
         """The options as the recipe's own model, whose fields have defaults.
@@ -90,6 +94,10 @@ class Recipe(ABC):
     def save(self, folder: Path) -> None:
         """Write the network as it is now, ready to be decoded with."""
         save(folder, self.network, self.config)
+
+    def runner(self) -> Runner | None:
+        """The target that it is measured on, bound to a fresh cache, where the recipe changes it; None: the target as it is."""
+        return None
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -1,20 +1,18 @@
-"""Heads of blockwise parallel decoding on a frozen target."""
+"""Heads of blockwise parallel decoding, on a frozen target or fine-tuned together with it."""
 
 from typing import Literal, Self
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.train.recipe.base import Setup
-from foretell.train.recipe.heads import HeadsRecipe, initial
+from foretell.train.recipe.heads import HeadsRecipe, TuningOptions, initial
 
 
-class BlockwiseOptions(BaseModel):
+class BlockwiseOptions(TuningOptions):
     """What `--set` may say."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     heads: int = Field(4, ge=1)
     """Heads beside the target's own, which scores: k - 1 of the paper."""
@@ -34,7 +32,7 @@ class BlockwiseRecipe(HeadsRecipe):
     name = "blockwise"
 
     def __init__(self, setup: Setup, network: Blockwise, options: BlockwiseOptions) -> None:
-        super().__init__(setup, network, options.positions, options.learn == "soft")
+        super().__init__(setup, network, options.positions, options.learn == "soft", options)
         self._one = options.draw == "one"
 
     @classmethod
@@ -58,3 +56,8 @@ class BlockwiseRecipe(HeadsRecipe):
         if not self._one:
             return losses.mean()
         return losses[int(torch.randint(len(losses), ()))]
+
+    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+        """The mean over all heads of the paper, the target's own being the first."""
+        k = self.network.heads
+        return (k * heads + language) / (k + 1)

@@ -1,10 +1,14 @@
 """What the recipes of Medusa's and of blockwise heads share: positions, tokens to guess, figures, and the tree that is earned on the way."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.heads import heads_method
@@ -12,13 +16,29 @@ from foretell.config import SpeculativeConfig
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.heads import HeadsConfig, HeadsNetwork
 from foretell.method import AnyMethod
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts
+from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.train.batch import Batch
 from foretell.train.objective.heads import Targets, cross_entropies, ranks, soft_cross_entropies, targets
 from foretell.train.recipe.base import Loss, Recipe, Setup
+from foretell.train.tuned import Tuned
 
 _NOTED = 8
 """Batches from one note of the tree to the next."""
+
+
+class TuningOptions(BaseModel):
+    """What `--set` may say of tuning the target together with its heads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tune: Literal["no", "text", "self"] = "no"
+    """Change the target too: to say the tokens of the text, or to keep its own distributions (self-distillation)."""
+    rank: int = Field(32, ge=1)
+    """Of the changes to its matrices."""
+    joint_from: float = Field(0.5, ge=0, le=1)
+    """Part of the training after which the target learns too."""
 
 
 class HeadsRecipe(Recipe):
@@ -27,7 +47,7 @@ class HeadsRecipe(Recipe):
     network: HeadsNetwork
     config: HeadsConfig
 
-    def __init__(self, setup: Setup, network: HeadsNetwork, positions: int, soft: bool) -> None:
+    def __init__(self, setup: Setup, network: HeadsNetwork, positions: int, soft: bool, tuning: TuningOptions) -> None:
         self.network, self.config = network, network.config
         self._positions, self._soft = positions, soft
         self._number = _numbers(setup)
@@ -36,16 +56,69 @@ class HeadsRecipe(Recipe):
         )
         self._cap = setup.ends.softcap
         self._counts, self._batches = PathCounts(), 0
+        self._codec, self._source, self._tuning, self._joint = setup.codec, setup.source, tuning, False
+        self._head = setup.ends.head
+        self._tuned = None if tuning.tune == "no" else _tuned(setup, network, tuning.rank)
 
     @abstractmethod
     def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """What is minimised, from the loss of every head."""
 
+    @abstractmethod
+    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+        """What is minimised where the target is tuned too, from the heads' total and the target's own loss."""
+
+    @property
+    def trained(self) -> nn.Module:
+        """The heads, and the changes to the target where it is tuned."""
+        return self.network if self._tuned is None else self._tuned
+
+    def groups(self) -> Sequence[dict[str, object]]:
+        """The target's changes learn at a quarter of the heads' rate (Medusa-2)."""
+        heads = {"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}
+        if self._tuned is None:
+            return [heads]
+        return [heads, {"params": list(self._tuned.changes.parameters()), "lr_scale": 0.25}]
+
+    def stage(self, progress: float) -> None:
+        """First the heads alone, then both."""
+        self._joint = self._tuned is not None and progress >= self._tuning.joint_from
+
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """Cross-entropies of the heads at drawn positions."""
-        wanted = self.wanted(batch)
-        h = batch.features[0]
-        return self.judged(network(h[wanted.row, wanted.place]), wanted, h)
+        """Cross-entropies of the heads at drawn positions; in the joint stage also the target's own."""
+        wanted, h = self.wanted(batch), batch.features[0]
+        if self._tuned is None:
+            return self.judged(network(h[wanted.row, wanted.place]), wanted, h)
+        few = torch.randperm(len(wanted.row))[: self._positions // 4].to(wanted.row.device)
+        logits, own = network(batch.token, h, wanted.row, wanted.place, few, self._joint)
+        judged = self.judged(logits, wanted, h)
+        if not self._joint:
+            return judged
+        row, place = wanted.row[few], wanted.place[few]
+        learned = batch.answer[row, place + 1]
+        if self._tuning.tune == "self":
+            with torch.no_grad():
+                told = torch.softmax(self._capped(F.linear(h[row, place], self._head.to(h))), -1)
+            each = (torch.xlogy(told, told) - told * F.log_softmax(own.float(), -1)).sum(-1)
+        else:
+            each = F.cross_entropy(own.float(), batch.token[row, place + 1], reduction="none")
+        language = (each * learned).sum() / learned.sum().clamp_min(1)
+        figures = judged.figures | {"target loss": float(language.detach())}
+        return Loss(self.joint(judged.total, language), figures)
+
+    def runner(self) -> Runner | None:
+        """The tuned target."""
+        if self._tuned is None:
+            return None
+        assert self._source is not None
+        return DecoderRunner(self._source.copy(self._tuned.added))
+
+    def save(self, folder: Path) -> None:
+        """Write the heads, and beside them in `target/` the tuned target they belong to."""
+        super().save(folder)
+        if self._tuned is not None:
+            assert self._source is not None
+            write_hf(folder / "target", self._tuned.added(self._source.decoder(torch.float32)), self._codec)
 
     def wanted(self, batch: Batch) -> Targets:
         """The positions, and what is to be guessed there."""
@@ -67,9 +140,9 @@ class HeadsRecipe(Recipe):
     def _watch(self, found: Int[torch.Tensor, "n k"], wanted: Targets) -> None:
         """Count which paths came true, and note the best tree now and then: it is measured, saved and averaged with the weights."""
         self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
+        self._batches += 1
         if self._batches % _NOTED == 0:
             self.network.earn(*self._counts.best())
-        self._batches += 1
 
     def _losses(self, logits: torch.Tensor, wanted: Targets, h: torch.Tensor) -> Float[torch.Tensor, " k"]:
         if not self._soft:
@@ -78,14 +151,26 @@ class HeadsRecipe(Recipe):
             # The state one position before a token gave the target's distribution over it.
             ahead = wanted.place[:, None] + torch.arange(1, self.network.heads + 1, device=h.device)
             before = h[wanted.row[:, None], ahead.clamp_max(h.shape[1] - 1)]
-            teacher = F.linear(before, self._teacher.to(before)).float()
-            teacher = torch.tanh(teacher / self._cap) * self._cap if self._cap else teacher
+            teacher = self._capped(F.linear(before, self._teacher.to(before)))
         return soft_cross_entropies(logits, teacher, wanted.token >= 0)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.float()
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def method(self, network: Speculator) -> AnyMethod:
         """The earned tree, matched."""
         assert isinstance(network, HeadsNetwork)
         return heads_method(network, SpeculativeConfig())
+
+
+def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
+    if setup.source is None:
+        raise ValueError("--set tune needs a target of the own decoder, whose weights can be read again")
+    llama_config(setup.config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setup.seed)
+        return Tuned(network, setup.source.decoder(torch.float32), rank)
 
 
 def _numbers(setup: Setup) -> Int[torch.Tensor, " v"] | None:

@@ -1,21 +1,19 @@
-"""Medusa's heads on a frozen target (Medusa-1)."""
+"""Medusa's heads, on a frozen target (Medusa-1) or together with it (Medusa-2)."""
 
 from typing import Literal, Self
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.train.objective.heads import weights
 from foretell.train.recipe.base import Setup
-from foretell.train.recipe.heads import HeadsRecipe, initial
+from foretell.train.recipe.heads import HeadsRecipe, TuningOptions, initial
 
 
-class MedusaOptions(BaseModel):
+class MedusaOptions(TuningOptions):
     """What `--set` may say."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     heads: int = Field(4, ge=1)
     blocks: int = Field(1, ge=1)
@@ -28,6 +26,8 @@ class MedusaOptions(BaseModel):
     """Positions of a batch that the loss is computed at, drawn at random."""
     learn: Literal["hard", "soft"] = "hard"
     """From the tokens of the text, or from the target's distributions over them (distillation)."""
+    heads_weight: float = Field(0.2, gt=0)
+    """Of the heads' loss beside the target's own, where that is tuned."""
 
 
 class MedusaRecipe(HeadsRecipe):
@@ -36,7 +36,8 @@ class MedusaRecipe(HeadsRecipe):
     name = "medusa"
 
     def __init__(self, setup: Setup, network: Medusa, options: MedusaOptions) -> None:
-        super().__init__(setup, network, options.positions, options.learn == "soft")
+        super().__init__(setup, network, options.positions, options.learn == "soft", options)
+        self._heads_weight = options.heads_weight
         self._weights = torch.tensor(weights(options.heads, options.decay))
 
     @classmethod
@@ -57,3 +58,7 @@ class MedusaRecipe(HeadsRecipe):
     def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The weighted sum."""
         return (losses * self._weights.to(losses)).sum()
+
+    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+        """The target's loss and a part of the heads' (2.2.2)."""
+        return language + self._heads_weight * heads

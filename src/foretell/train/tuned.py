@@ -1,0 +1,102 @@
+"""A target that learns together with its heads: low-rank changes to its matrices, which can be added to them afterwards."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import nn
+
+from foretell.draft.network.heads import HeadsNetwork
+from foretell.model.decoder import Block, Decoder, FeedForward
+from foretell.model.linear import Linear
+from foretell.model.sequence import run_blocks
+
+
+class LowRank(nn.Module):
+    """`weight x + 2 up down x` (LoRA, Hu et al., arXiv 2106.09685); `up` starts at zero, so nothing changes at first."""
+
+    def __init__(self, linear: Linear, rank: int) -> None:
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.down = nn.Parameter(torch.randn(rank, inputs) * inputs**-0.5)
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+
+    @property
+    def change(self) -> Float[torch.Tensor, "o i"]:
+        """What is to be added to the weight."""
+        return 2 * self.up @ self.down
+
+    def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
+        """The change's part of the output."""
+        return 2 * F.linear(F.linear(x, self.down), self.up)
+
+
+class _Changed(nn.Module):
+    """A layer of the target and its change."""
+
+    def __init__(self, linear: Linear, change: LowRank) -> None:
+        super().__init__()
+        self.linear, self.change = linear, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both together."""
+        out: torch.Tensor = self.linear(x) + self.change(x)
+        return out
+
+
+class Tuned(nn.Module):
+    """Heads and the changes to their target, which is itself no part of the module: what is trained, averaged and checkpointed stays small."""
+
+    def __init__(self, network: HeadsNetwork, decoder: Decoder, rank: int) -> None:
+        super().__init__()
+        self.network = network
+        self.changes = nn.ModuleList(LowRank(linear, rank) for _, _, linear in _linears(decoder))
+        for change, (module, name, linear) in zip(self.changes, list(_linears(decoder)), strict=True):
+            assert isinstance(change, LowRank)
+            setattr(module, name, _Changed(linear, change))
+        self._decoder = [decoder]
+
+    def forward(
+        self,
+        token: Int[torch.Tensor, "b s"],
+        h: Float[torch.Tensor, "b s d"],
+        row: Int[torch.Tensor, " n"],
+        place: Int[torch.Tensor, " n"],
+        few: Int[torch.Tensor, " m"],
+        joint: bool,
+    ) -> tuple[Float[torch.Tensor, "n k w"], Float[torch.Tensor, "_ v"]]:
+        """Logits of the heads at some positions, and the tuned target's own at a `few` of these.
+
+        Not `joint`: from `h`, the states of the target as it was, and none of its own.
+        """
+        if not joint:
+            # Processes that train together expect every parameter to take part.
+            idle = sum(p.sum() for p in self.changes.parameters()) * 0
+            return self.network(h[row, place]) + idle, h.new_zeros(0, self.network.card.vocab)
+        decoder = self._decoder[0].to(token.device)
+        x = run_blocks(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
+        states = decoder.final(x[row, place])
+        return self.network(states), decoder.logits(states[few])
+
+    @torch.no_grad()
+    def added(self, decoder: Decoder) -> Decoder:
+        """Another decoder of the same weights, changed for good."""
+        for change, (_, _, linear) in zip(self.changes, list(_linears(decoder)), strict=True):
+            assert isinstance(change, LowRank)
+            linear.weight.data = (linear.weight.float() + change.change.to(linear.weight.device)).to(
+                linear.weight.dtype
+            )
+        return decoder
+
+
+def _linears(decoder: Decoder) -> Iterator[tuple[nn.Module, str, Linear]]:
+    """Every matrix of the blocks, with the module that holds it and its name there."""
+    for block in decoder.blocks:
+        assert isinstance(block, Block)
+        if not isinstance(block.mlp, FeedForward):
+            raise ValueError("a target with experts cannot be tuned here; train its heads alone")
+        yield block, "qkv", block.qkv
+        yield block, "output", block.output
+        yield block.mlp, "gate_up", block.mlp.gate_up
+        yield block.mlp, "down", block.mlp.down

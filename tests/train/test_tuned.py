@@ -1,0 +1,136 @@
+"""Heads and target trained together (Medusa-2, fine-tuned blockwise): changes start as none, add up, and leave a model that works with its heads."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretell import load
+from foretell.catalogue import Parts, build
+from foretell.catalogue.heads import heads_method
+from foretell.config import SpeculativeConfig
+from foretell.draft.network.base import TargetCard
+from foretell.draft.network.heads import HeadsNetwork
+from foretell.engine import Engine, Request
+from foretell.model.compress import Change
+from foretell.model.config import ModelConfig
+from foretell.model.runner import DecoderRunner, Network
+from foretell.model.source import Source
+from foretell.speculator.checkpoint import load_own
+from foretell.testing import TINY, RandomWeights, letter_codec
+from foretell.train.batch import Batch
+from foretell.train.features import read
+from foretell.train.recipe import RECIPES
+from foretell.train.recipe.base import Setup
+from foretell.train.recipe.heads import HeadsRecipe
+from foretell.train.tuned import Tuned
+from helpers import all_logits, random_tokens, run, tokens_of
+
+WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)
+
+
+class Toy(Source):
+    """Random weights that can be read again."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, RandomWeights(sharpness=0.1), torch.device("cpu"))
+
+    def copy(self, change: Change, dtype: str | None = None) -> Network:
+        return change(self.decoder(torch.float32))
+
+
+def recipe_of(name: str, source: Source | None, config: ModelConfig = WIDE, **options: str) -> HeadsRecipe:
+    ends = Toy(config).ends(torch.float32)
+    card = TargetCard(name="toy", hidden=config.hidden, vocab=config.vocab, layers=config.layers)
+    recipe = RECIPES[name].of(Setup(card, config, ends, source, None, 0, options, letter_codec(config.vocab)))
+    assert isinstance(recipe, HeadsRecipe)
+    return recipe
+
+
+def batch() -> Batch:
+    """A text that the target did not write."""
+    token = torch.tensor([random_tokens(24, 23, seed=i) for i in range(4)])
+    known = torch.ones_like(token, dtype=torch.bool)
+    return Batch(token, known, known, read(Toy(WIDE).decoder(torch.float32), token, (WIDE.layers + 1,)))
+
+
+def learn(recipe: HeadsRecipe, data: Batch, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(
+        [{"params": g["params"], "lr": 1e-2 * float(str(g["lr_scale"]))} for g in recipe.groups()]
+    )
+    losses = []
+    for step in range(steps):
+        recipe.stage(step / steps)
+        loss = recipe.loss(recipe.trained, data)
+        optimizer.zero_grad()
+        loss.total.backward()
+        optimizer.step()
+        losses.append(loss.figures.get("target loss", -1.0))
+    return losses
+
+
+def test_nothing_is_changed_at_first_and_only_the_joint_stage_changes_anything() -> None:
+    data, recipe = batch(), recipe_of("medusa", Toy(WIDE), tune="self", rank="4")
+    tuned = recipe.trained
+    assert isinstance(tuned, Tuned)
+    recipe.stage(0.4)
+    recipe.loss(tuned, data).total.backward()
+    assert all(p.grad is None or not p.grad.any() for p in tuned.changes.parameters())
+    assert any(p.grad is not None and p.grad.any() for p in tuned.network.parameters())
+    recipe.stage(0.5)
+    loss = recipe.loss(tuned, data)
+    assert loss.figures["target loss"] == pytest.approx(0, abs=1e-5)
+    loss.total.backward()
+    assert any(p.grad is not None and p.grad.any() for p in tuned.changes.parameters())
+    assert not any("decoder" in name for name in tuned.state_dict())
+
+
+def test_added_changes_compute_what_was_trained() -> None:
+    data, recipe = batch(), recipe_of("blockwise", Toy(WIDE), tune="text", rank="4", joint_from="0")
+    learn(recipe, data, 8)
+    tuned = recipe.trained
+    assert isinstance(tuned, Tuned)
+    row, place = torch.arange(24) * 0, torch.arange(24)
+    with torch.no_grad():
+        logits, own = tuned(data.token[:1], data.features[0][:1], row, place, place, True)
+    added = tuned.added(Toy(WIDE).decoder(torch.float32))
+    torch.testing.assert_close(own.double().numpy(), all_logits(added, data.token[0].tolist()), rtol=1e-3, atol=1e-3)
+    states = read(added, data.token[:1], recipe.taps)[0][0]
+    torch.testing.assert_close(logits, recipe.network(states), rtol=1e-3, atol=1e-3)
+    before = all_logits(Toy(WIDE).decoder(torch.float32), data.token[0].tolist())
+    assert abs(before - own.double().numpy()).max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["medusa", "blockwise"])
+def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_path: Path) -> None:
+    data = batch()
+    recipe = recipe_of(name, Toy(WIDE), tune="text", rank="8", joint_from="0.2", heads="3")
+    losses = learn(recipe, data, 80)
+    assert losses[0] == -1
+    assert losses[-1] < losses[20] - 1
+    recipe.save(tmp_path)
+    model = load(str(tmp_path / "target"), dtype="float32")
+    network = load_own(tmp_path, model.source.ends(torch.float32))
+    assert isinstance(network, HeadsNetwork)
+    texts = []
+    for method in (build("autoregressive", Parts(23, None)), heads_method(network, SpeculativeConfig())):
+        engine = Engine(model.runner(), method)
+        requests = [Request(tuple(data.token[i, :4].tolist()), max_new_tokens=21) for i in range(4)]
+        texts.append([tokens_of(u) for u in run(engine, requests)])
+    assert texts[0] == texts[1]
+    assert max(s.tokens_per_pass for s in engine.statistics.values()) > 1.5
+    measured = recipe.runner()
+    assert isinstance(measured, DecoderRunner)
+    torch.testing.assert_close(
+        all_logits(measured.network, texts[0][0]), all_logits(model.network, texts[0][0]), rtol=0.05, atol=0.1
+    )
+
+
+def test_what_cannot_be_tuned_is_refused() -> None:
+    with pytest.raises(ValueError, match="own decoder"):
+        recipe_of("medusa", None, tune="self")
+    odd = replace(WIDE, qk_norm=True)
+    with pytest.raises(ValueError, match="Llama architecture"):
+        recipe_of("medusa", Toy(odd), odd, tune="self")
