@@ -46,7 +46,7 @@ def network_of(seed: int = 0, **values: Any) -> MLPSpeculator:
 
 def scored(network: MLPSpeculator, features: list[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
     """The training forward's logits, stage by stage."""
-    return network(features, given, lambda readings: [network.judge(r, i) for i, r in enumerate(readings)])
+    return network.forward(features, given, lambda readings: [network.judge(r, i) for i, r in enumerate(readings)])
 
 
 @pytest.mark.parametrize(("stages", "expected"), [(3, 0.890899), (4, 0.917004), (5, 0.933033), (7, 0.951695)])
@@ -64,15 +64,19 @@ def test_a_scaled_input_has_variance_one_half() -> None:
     torch.testing.assert_close(network_of().start([z]), z)
 
 
+def shapes(modules: torch.nn.ModuleList) -> list[tuple[int, ...]]:
+    return [tuple(m.get_parameter("weight").shape) for m in modules]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_tied_stages_share_all_but_the_first_projection(tied: bool, own: bool) -> None:
     network = network_of(tied=tied, own_embedding=own)
     shared, projections = (1, 2) if tied else (4, 4)
     wide = CONFIG.vocab if own else CONFIG.hidden
-    assert [tuple(p.weight.shape) for p in network.project] == [(40, 16)] + [(40, 40)] * (projections - 1)
-    assert [tuple(t.weight.shape) for t in network.token] == [(wide, 40) if own else (40, wide)] * shared
-    assert [tuple(o.weight.shape) for o in network.output] == [(wide, 40)] * shared
+    assert shapes(network.project) == [(40, 16)] + [(40, 40)] * (projections - 1)
+    assert shapes(network.token) == [(wide, 40) if own else (40, wide)] * shared
+    assert shapes(network.output) == [(wide, 40)] * shared
     assert len(network.norm) == shared
 
 
@@ -122,9 +126,9 @@ def test_untrained_stages_hand_the_targets_state_on() -> None:
     network = MLPSpeculator(MLPSpeculatorConfig(target=CARD, inner=64), Ends(target.embedding, target.head.weight))
     with torch.no_grad():
         for token, project, output in zip(network.token, network.project, network.output, strict=True):
-            token.weight.zero_()
-            for module in (project, output):
-                module.weight[module.weight.abs() < 0.3 * module.weight.abs().max()] = 0
+            token.get_parameter("weight").zero_()
+            for weight in (project.get_parameter("weight"), output.get_parameter("weight")):
+                weight[weight.abs() < 0.3 * weight.abs().max()] = 0
         z = torch.randn(20, CONFIG.hidden)
         for logits in scored(network, [z], torch.zeros(20, 4, dtype=torch.long)):
             together = torch.stack([logits, z @ target.head.weight.T])

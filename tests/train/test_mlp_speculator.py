@@ -30,7 +30,7 @@ def made_target() -> Decoder:
     return tiny_decoder(CONFIG, dtype=torch.float32)
 
 
-def recipe_of(network: Decoder, kept: int | None = None, **options: str) -> MLPSpeculatorRecipe:
+def recipe_of(network: Decoder, options: dict[str, str], kept: int | None = None) -> MLPSpeculatorRecipe:
     ends = Ends(network.embedding.detach(), network.head.weight.detach())
     card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
@@ -62,7 +62,7 @@ def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: int) -> None:
     network = made_target()
-    recipe = recipe_of(network, kept=20, inner="40")
+    recipe = recipe_of(network, {"inner": "40"}, kept=20)
     net, batch = recipe.network, random_batch(recipe)
     state = batch.features[0]
     expected = [torch.zeros(())] * 4
@@ -83,7 +83,7 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
                 expected[stage] = expected[stage] + soft * -(law * log).sum() + (1 - soft) * hard
                 counts[stage] += 1
     wanted = torch.stack([e / c for e, c in zip(expected, counts, strict=True)])
-    (wanted * torch.tensor([1, 0.5, 0.25, 0.125])).sum().backward()
+    (wanted * torch.tensor([1, 0.5, 0.25, 0.125])).sum().backward()  # type: ignore[no-untyped-call]
     slopes = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
     place = recipe._place
@@ -121,7 +121,7 @@ def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str
     prompts = [random_tokens(5, CONFIG.vocab, seed=i) for i in range(3)]
     plain = Engine(DecoderRunner(network), PLAIN, rows=3)
     texts = [p + tokens_of(u) for p, u in zip(prompts, run(plain, requests(prompts)), strict=True)]
-    recipe = recipe_of(network, inner="64", **options)
+    recipe = recipe_of(network, {"inner": "64", **options})
     batch = batch_of(network, texts, 5, recipe.taps)
     optimizer = torch.optim.AdamW(recipe.network.parameters(), 6e-3, weight_decay=0)
     first = recipe.loss(recipe.network, batch).total.item()

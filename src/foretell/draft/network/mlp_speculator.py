@@ -26,8 +26,8 @@ class MLPSpeculatorConfig(SpeculatorConfig):
     """Sizes of a multi-stage MLP speculator."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
-    stages: int = Field(4, ge=1, le=16)
-    inner: int = Field(1280, ge=1)
+    stages: int = Field(default=4, ge=1, le=16)
+    inner: int = Field(default=1024, ge=1)
     """Width of the state that goes from stage to stage."""
     tied: bool = False
     """All stages share their weights, but for the first projection, whose input has another width."""

@@ -25,8 +25,8 @@ class MLPSpeculatorOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    stages: int = Field(4, ge=1, le=16)
-    inner: int = Field(1280, ge=1)
+    stages: int = Field(default=4, ge=1, le=16)
+    inner: int = Field(default=1024, ge=1)
     """Width of the state."""
     tied: bool = False
     """All stages share their weights."""
@@ -52,6 +52,8 @@ class MLPSpeculatorRecipe(Recipe):
     """
 
     name = "mlp_speculator"
+    network: MLPSpeculator
+    config: MLPSpeculatorConfig
 
     def __init__(self, network: MLPSpeculator, ends: Ends, options: MLPSpeculatorOptions) -> None:
         self.network, self.config, self.options = network, network.config, options
