@@ -18,6 +18,7 @@ from scipy.stats import chisquare
 from foretell.accept import Block, Match, Rejection, Typical
 from foretell.catalogue import BUILT_IN, Entry, Parts
 from foretell.catalogue.drafts import drafter_of
+from foretell.catalogue.parallel import look_ahead_embeddings
 from foretell.catalogue.trained import ends_of, target_card
 from foretell.config import SpeculativeConfig
 from foretell.context import Context, Text
@@ -129,6 +130,12 @@ def small_model(vocab: int) -> DraftModel:
     return DraftModel(DecoderRunner(sibling(vocab)))
 
 
+def looking_ahead(vocab: int, groups: int) -> AnyMethod:
+    """PaSS with so many groups of vectors per pass."""
+    parts = Parts(vocab, target(vocab), speculators=(speculator("pass", vocab),))
+    return look_ahead_embeddings(parts, SpeculativeConfig(look_ahead_groups=groups))
+
+
 def good_model(vocab: int) -> DraftModel:
     """A drafter that is often right: the target's first layer."""
     return DraftModel(DecoderRunner(target(vocab).cut(1)))
@@ -161,6 +168,8 @@ _BY_HAND = (
     Variant(
         "optimal_drawn", lambda v: Method(small_model(v), optimal(8, _RATES, draw=True), Rejection()), same_seed=False
     ),
+    Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
+    Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=Branch((2, 2))), same_seed=False),
     Variant("beam", lambda v: Method(good_model(v), Beam(3, 3, 7), Match())),
     Variant("beam_rejected", lambda v: Method(good_model(v), Beam(3, 3, 7), Rejection())),
     Variant("first_copy", lambda v: Method(Lookup(2, 1, 4, choice="first"), Trie(4), Match())),

@@ -24,15 +24,18 @@ from foretell.model.native.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Branch, Chain, Fallback, Frugal, Root, Shape
-from foretell.testing import TINY, tiny_decoder
+from foretell.testing import TINY, tiny_decoder, tiny_mixture
 from foretell.tree import TokenTree, concatenate
 from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, run, target, tokens_of
-from model.test_sequence import FAMILIES
 
 REQUESTS = [
     Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 12 + n // 2, eos=(3,))
     for n, t in ((3, 0.0), (37, 1.0), (1, 0.7))
 ]
+WINDOWED = replace(
+    TINY, architecture="gemma2", post_norms=True, qk_norm=True, window=3, window_layers=(0,), attention_softcap=5.0
+)
+FAMILIES = [TINY, replace(TINY, architecture="mistral", window=4, window_layers=(0, 1)), WINDOWED, tiny_mixture()]
 TEXTS = cache(lambda: [naive(target(), r) for r in REQUESTS])
 SHAPES: dict[str, Shape[Predictor]] = {
     "chain": Chain(3, draw=False),
@@ -80,7 +83,7 @@ def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int |
     engine = engine_for(Method(guesser, Branch((2, 1), draw=False), Match()), chunk=7)
     texts = {engine.submit(replace(r, eos=())): list(r.prompt) for r in REQUESTS}
     checked = 0
-    while engine.busy:
+    while engine.busy and checked < 30:
         for update in engine.step():
             texts[update.request] += update.tokens
         rows = {r.number: r.row for r in engine._running}
@@ -200,7 +203,7 @@ def test_a_chance_of_ending_belongs_to_every_node_and_they_sum_to_one() -> None:
         assert set(out) == set(nodes) and min(out.values()) > -1e-6
         return out
 
-    guesser._chances = spy  # type: ignore[method-assign,assignment]
+    guesser._chances = spy  # type: ignore[method-assign]
     generate(Method(guesser, Branch((3, 2), draw=False), Match()), REQUESTS)
     assert len(seen) > 5 and seen == pytest.approx([1.0] * len(seen))
 

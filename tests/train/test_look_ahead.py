@@ -123,7 +123,7 @@ def steps(recipe: LookAheadRecipe, batch: Batch, count: int) -> list[float]:
     for _ in range(count):
         loss = recipe.loss(recipe.network, batch)
         optimizer.zero_grad()
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        loss.total.backward()
         optimizer.step()
         out.append(float(loss.total.detach()))
     return out
