@@ -91,19 +91,18 @@ class Model:
         name: str = "autoregressive",
         config: SpeculativeConfig | None = None,
         *,
-        drafts: Sequence["Model"] = (),
+        drafts: "Sequence[Model | Path]" = (),
         references: Sequence[str] = (),
-        speculators: Sequence[Path] = (),
     ) -> AnyMethod:
         """A method of the catalogue for this model, with fresh memory.
 
-        `speculators`: directories of trained ones; methods that need one take what ships for this model where none is named.
+        `drafts`: draft models, and directories of trained speculators; methods that need one of these take what ships for this model where none is
+        named. `references`: texts that may be copied from.
 
         Raises:
             ValueError: unknown name, or a part that the method needs is missing or does not fit.
         """
-        parts = self._parts(drafts, references, speculators)
-        return build(name, parts, config)
+        return build(name, self._parts(drafts, references), config)
 
     def speculator(self, what: str | Path) -> Speculator:
         """A trained speculator for this model: the directory it lies in, or the kind of one that ships.
@@ -114,19 +113,18 @@ class Model:
         parts = self._parts()
         return read(parts, Path(what)) if Path(what).is_dir() else trained(parts, str(what))
 
-    def _parts(
-        self, drafts: Sequence["Model"] = (), references: Sequence[str] = (), speculators: Sequence[Path] = ()
-    ) -> Parts:
+    def _parts(self, drafts: "Sequence[Model | Path]" = (), references: Sequence[str] = ()) -> Parts:
+        models = [d for d in drafts if isinstance(d, Model)]
         return Parts(
             vocab=self.config.vocab,
             network=self._network,
-            drafts=tuple(d.runner() for d in drafts),
+            drafts=tuple(d.runner() for d in models),
             references=tuple(tuple(self.codec.encode(r, special=False)) for r in references),
             eos=self.eos,
             codec=self.codec,
-            draft_codecs=tuple(d.codec for d in drafts),
+            draft_codecs=tuple(d.codec for d in models),
             source=self._source,
-            speculators=tuple(speculators),
+            speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
 
     def engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16) -> Engine:

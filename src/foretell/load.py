@@ -25,6 +25,7 @@ from foretell.model.source import Source
 from foretell.model.stream import BlockStore, StreamedDecoder, size_of
 from foretell.model.weights import GGUFWeights, SafetensorsWeights, Weights, build, build_block, build_shell
 from foretell.names import unknown
+from foretell.speculator import is_speculator
 from foretell.text import TextCodec, from_directory
 from foretell.text import from_gguf as codec_from_gguf
 
@@ -62,6 +63,16 @@ def load(
         else _streamed(config, weights, precision, place, memory_limit)
     )
     return Model(reference, config, codec, network, dtype, eos, _Checkpoint(config, weights, precision, place))
+
+
+def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> Model | Path:
+    """What a user named to draft with: a model, or the directory of a trained speculator, which is read when its target is known.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    path = Path(reference).expanduser()
+    return path if is_speculator(path) else load(reference, dtype, device)
 
 
 class _Checkpoint(Source):

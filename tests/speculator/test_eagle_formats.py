@@ -18,7 +18,7 @@ S = TOKENS.shape[1] - 1
 
 
 def load(folder: Path, seed: int = 0) -> EagleNetwork:
-    assert is_speculator(str(folder))
+    assert is_speculator(folder)
     network = load_speculator(folder, CARD, ends(seed))
     assert isinstance(network, EagleNetwork)
     return network

@@ -18,7 +18,7 @@ H = matrix(4, D, seed=9)
 
 
 def load(folder: Path) -> Speculator:
-    assert is_speculator(str(folder))
+    assert is_speculator(folder)
     return load_speculator(folder, CARD, ends())
 
 
@@ -159,7 +159,7 @@ def test_language_models_and_other_directories_are_no_speculators(tmp_path: Path
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
         {"model.norm.weight": torch.ones(4)},
     )
-    assert not is_speculator(str(model)) and not is_speculator(str(tmp_path)) and not is_speculator("smollm2-135m")
+    assert not is_speculator(model) and not is_speculator(tmp_path) and not is_speculator(Path("smollm2-135m"))
     with pytest.raises(
         ValueError, match=r"neither a speculator of ours nor one in a format that is known here; docs/formats.md"
     ):

@@ -37,7 +37,7 @@ def write(folder: Path, source: TinySource, fingerprint: str | None = None) -> P
 def test_the_named_one_is_read_in_the_dtype_of_the_target(tmp_path: Path) -> None:
     source = TinySource()
     folder = write(tmp_path / "a", source)
-    assert is_speculator(str(folder))
+    assert is_speculator(folder)
     for dtype in (torch.float32, torch.bfloat16):
         found = trained(parts(TinySource(dtype=dtype), folder), "toy")
         assert found.dtype == dtype == found.embed(torch.tensor([1])).dtype

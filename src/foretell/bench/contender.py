@@ -129,7 +129,12 @@ class OwnContender(Contender):
     """A method of the catalogue, made afresh for every question or kept (`Limits.remember`); the turns of a conversation share it."""
 
     def __init__(
-        self, model: Model, spec: Spec, limits: Limits, drafts: Sequence[Model] = (), references: Sequence[str] = ()
+        self,
+        model: Model,
+        spec: Spec,
+        limits: Limits,
+        drafts: Sequence[Model | Path] = (),
+        references: Sequence[str] = (),
     ) -> None:
         self.name = f"{spec.text}/{model.precision}"
         self._model, self._spec, self._limits = model, spec, limits

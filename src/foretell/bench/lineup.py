@@ -11,7 +11,7 @@ from foretell.bench.peers import choose
 from foretell.bench.schema import Settings
 from foretell.bench.session import Session
 from foretell.bench.tasks import Question
-from foretell.load import load
+from foretell.load import load, load_draft
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Lineup:
         references = [Path(r).read_text("utf-8") for r in s.references]
         contenders: list[Contender] = []
         for precision, model in models.items():
-            drafts = [load(r, precision) for r in (s.draft_model or "").split(",") if r]
+            drafts = [load_draft(r, precision) for r in (s.draft_model or "").split(",") if r]
             contenders += [OwnContender(model, spec, limits, drafts, references) for spec in self.methods]
         first = next(iter(models.values()))
         peers = choose.peers(self.peers, self._setting(first))

@@ -13,7 +13,7 @@ from foretell.bench.contender import Spec
 from foretell.bench.peers import choose
 from foretell.bench.schema import Frozen
 from foretell.engine import Request
-from foretell.load import load
+from foretell.load import load, load_draft
 
 
 class Task(Frozen):
@@ -67,7 +67,7 @@ def main(text: str) -> None:
         peer.generate(task.prompt, task.max_new_tokens)
     else:
         model, spec = load(task.model, precision), Spec.parse(kind)
-        drafts = [load(r, precision) for r in (task.draft_model or "").split(",") if r]
+        drafts = [load_draft(r, precision) for r in (task.draft_model or "").split(",") if r]
         engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=task.references), rows=1)
         engine.submit(Request(task.prompt, max_new_tokens=task.max_new_tokens))
         _reset()

@@ -11,9 +11,8 @@ from rich.console import Console
 from foretell.api import Model
 from foretell.catalogue import find
 from foretell.config import SpeculativeConfig
-from foretell.load import load
+from foretell.load import load, load_draft
 from foretell.method import AnyMethod
-from foretell.speculator import is_speculator
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,12 @@ class Ready:
 
     model: Model
     config: SpeculativeConfig
-    drafts: tuple[Model, ...]
+    drafts: tuple[Model | Path, ...]
     references: tuple[str, ...]
-    speculators: tuple[Path, ...] = ()
 
     def method(self, name: str) -> AnyMethod:
         """The method of this name, afresh."""
-        return self.model.method(
-            name, self.config, drafts=self.drafts, references=self.references, speculators=self.speculators
-        )
+        return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
 
 
 def understand(method: str | None, speculative_config: str | None, drafts: Sequence[str] | None) -> Wish:
@@ -77,9 +73,8 @@ def prepare(
     texts = tuple(read_text(path) for path in references or ())
     with waiting(f"loading {model}"):
         target = load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
-        trained = [d for d in wish.drafts if is_speculator(d)]
-        drafts = tuple(load(d, dtype, device) for d in wish.drafts if d not in trained)
-    return Ready(target, wish.config, drafts, texts, tuple(Path(d).expanduser() for d in trained))
+        drafts = tuple(load_draft(d, dtype, device) for d in wish.drafts)
+    return Ready(target, wish.config, drafts, texts)
 
 
 def read_text(path: Path) -> str:

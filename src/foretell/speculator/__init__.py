@@ -6,7 +6,6 @@ from foretell.speculator.checkpoint import read_config
 from foretell.speculator.formats import recognised
 
 
-def is_speculator(reference: str) -> bool:
-    """Whether a path names a directory with a trained speculator, ours or in a known format, as opposed to a language model."""
-    folder = Path(reference).expanduser()
+def is_speculator(folder: Path) -> bool:
+    """Whether a directory holds a trained speculator, ours or in a known format, as opposed to a language model."""
     return (folder / "config.json").is_file() and ("kind" in read_config(folder) or recognised(folder) is not None)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from foretell.api import Model
 from foretell.catalogue import catalogue
@@ -141,7 +142,7 @@ class Verifier:
         return max(variation(a, b) for a, b in readings)
 
 
-def buildable(model: Model, drafts: Sequence[Model] = (), references: Sequence[str] = ()) -> list[str]:
+def buildable(model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()) -> list[str]:
     """Methods of the catalogue that can be built from what is there."""
 
     def can(name: str) -> bool:
@@ -160,7 +161,7 @@ def checks(
     settings: Settings | None = None,
     *,
     config: SpeculativeConfig | None = None,
-    drafts: Sequence[Model] = (),
+    drafts: Sequence[Model | Path] = (),
     references: Sequence[str] = (),
 ) -> Iterator[Report]:
     """As `verify`, one report after another."""
@@ -175,7 +176,7 @@ def verify(
     settings: Settings | None = None,
     *,
     config: SpeculativeConfig | None = None,
-    drafts: Sequence[Model] = (),
+    drafts: Sequence[Model | Path] = (),
     references: Sequence[str] = (),
 ) -> list[Report]:
     """Check that methods change nothing about what a model says.
