@@ -131,7 +131,9 @@ def _layer(
 
 def eagle1(bias: bool = True, biased_qkv: bool = False, layers: int = 1) -> tuple[dict[str, Any], Tensors]:
     """As SafeAILab publishes it: under the architecture of its target, no first norm, a copy of the embedding."""
-    shapes = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D)}
+    if bias:
+        shapes["fc.bias"] = (D,)
     for i in range(layers):
         norms = ("post_attention_layernorm",) + (("input_layernorm",) if i else ())
         shapes |= _layer(f"layers.{i}", D, norms, D // 4, biased_qkv)

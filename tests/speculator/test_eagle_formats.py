@@ -45,8 +45,9 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def attention(x: torch.Tensor, t: Tensors, at: str) -> torch.Tensor:
     """Causal attention of [s, i] with four heads on two, rotary at 0, 1, 2..."""
 
-    def project(n: str) -> torch.Tensor:
-        return F.linear(x, t[f"{at}.self_attn.{n}_proj.weight"], t.get(f"{at}.self_attn.{n}_proj.bias"))
+    def project(n: str, heads: int) -> torch.Tensor:
+        flat = F.linear(x, t[f"{at}.self_attn.{n}_proj.weight"], t.get(f"{at}.self_attn.{n}_proj.bias"))
+        return flat.view(len(x), heads, -1)
 
     def turn(y: torch.Tensor) -> torch.Tensor:
         half = y.shape[-1] // 2
@@ -55,9 +56,9 @@ def attention(x: torch.Tensor, t: Tensors, at: str) -> torch.Tensor:
         return torch.cat((y[..., :half] * cos - y[..., half:] * sin, y[..., half:] * cos + y[..., :half] * sin), -1)
 
     q, k, v = (
-        project("q").unflatten(-1, (4, -1)),
-        project("k").unflatten(-1, (2, -1)),
-        project("v").unflatten(-1, (2, -1)),
+        project("q", 4),
+        project("k", 2),
+        project("v", 2),
     )
     q, k, v = turn(q), turn(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     score = torch.einsum("ihe,jhe->hij", q, k) / q.shape[-1] ** 0.5

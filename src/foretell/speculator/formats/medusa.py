@@ -129,10 +129,11 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Medusa)
     refuse_softcap(network, "vllm-medusa")
     config, state = network.config, network.state_dict()
+    assert isinstance(config, MedusaConfig)
     own = bool(len(network.own_heads))
     biased = any(bool(t.any()) for n, t in state.items() if n.startswith("residual.") and n.endswith(".bias"))
     tensors = {}
-    for ours, theirs in names_of_vllm(config.heads, len(network.residual[0])).items():
+    for ours, theirs in names_of_vllm(config.heads, config.blocks).items():
         if not ours.startswith("own_heads"):
             if biased or not ours.endswith("bias"):
                 tensors[theirs] = state[ours]
@@ -149,7 +150,7 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "vocab_size": card.vocab,
         "truncated_vocab_size": card.vocab if network.token_of is None else len(network.token_of),
         "num_heads": config.heads,
-        "num_hidden_layers": len(network.residual[0]),
+        "num_hidden_layers": config.blocks,
         "medusa_fc_bias": biased,
         "original_lm_head": not own,
         "max_paths": 64,

@@ -1,0 +1,40 @@
+"""Every published form drafts under its method, and changes nothing of a text."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import LAYERS, D, V, authors_medusa, eagle1, eagle3, ibm_mlp, put, speculators_eagle3, vllm_medusa
+
+from foretell.catalogue import Parts, build
+from foretell.engine import Engine, Request
+from foretell.model.config import ModelConfig
+from foretell.model.runner import DecoderRunner
+from foretell.testing import letter_codec, tiny_decoder
+from helpers import naive, random_tokens, run, tokens_of
+
+TARGET = tiny_decoder(
+    ModelConfig("llama", vocab=V, hidden=D, layers=LAYERS, heads=2, kv_heads=1, head_dim=4, ffn=12, context=256)
+)
+REQUESTS = [Request(random_tokens(n, V, seed=n), max_new_tokens=12) for n in (3, 9)]
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (authors_medusa, "medusa"),
+        (vllm_medusa, "medusa"),
+        (ibm_mlp, "mlp_speculator"),
+        (eagle1, "eagle"),
+        (eagle1, "eagle2"),
+        (eagle3, "eagle3"),
+        (speculators_eagle3, "eagle3"),
+    ],
+)
+def test_greedy_text_is_that_of_plain_decoding(tmp_path: Path, make: Callable[[], Any], method: str) -> None:
+    parts = Parts(V, TARGET, codec=letter_codec(V), speculators=(put(tmp_path, *make()),))
+    engine = Engine(DecoderRunner(TARGET), build(method, parts), rows=2)
+    updates = run(engine, REQUESTS)
+    assert [tokens_of(u) for u in updates] == [naive(TARGET, r) for r in REQUESTS]
+    assert all(s.drafted > 0 for s in engine.statistics.values())
