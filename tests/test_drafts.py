@@ -1,0 +1,70 @@
+"""Which small models a method drafts with: those that were named, trained or not, else the one that ships."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretell.catalogue import Parts, build, drafts
+from foretell.catalogue.drafts import drafter_of, find_small, small_models
+from foretell.draft import DraftModel, Heads, Hybrid, Mix
+from foretell.engine import Request
+from foretell.model.compress import Change
+from foretell.model.reduced import Reduced
+from foretell.model.runner import DecoderRunner, Network
+from foretell.model.source import Source
+from foretell.testing import TINY, RandomWeights
+from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
+
+
+def parts(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> Parts:
+    return Parts(VOCAB, target(), drafts, speculators=tuple(speculator(k) for k in kinds))
+
+
+def test_a_trained_draft_is_a_small_model_over_its_own_tokens() -> None:
+    (runner,) = small_models(parts("draft_model"))
+    assert isinstance(runner, DecoderRunner) and isinstance(runner.network, Reduced) and runner.vocab == VOCAB
+    assert isinstance(drafter_of(parts("draft_model")), DraftModel)
+
+
+def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() -> None:
+    both = parts("draft_model", "draft_model", drafts=(DecoderRunner(sibling()),))
+    method = build("specinfer", both)
+    assert isinstance(method.draft, Mix) and len(method.draft.drafters) == 3
+    requests = [Request(random_tokens(5 + i, seed=i), max_new_tokens=9) for i in range(3)]
+    assert generate(method, requests) == [naive(target(), r) for r in requests]
+
+
+def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:
+    with pytest.raises(ValueError, match="drafts with small models, and a speculator of another kind was named"):
+        build("draft_model", parts("medusa"))
+    with pytest.raises(ValueError, match=r"several trained speculators were named .* drafts with one; name one"):
+        build("online", parts("draft_model", "draft_model"))
+    with pytest.raises(ValueError, match="name one with --draft-model, train one with `foretell train draft_model`"):
+        build("draft_model", parts())
+
+
+def test_tolerant_blocks_draft_with_heads_or_small_models_as_named() -> None:
+    assert isinstance(build("blockwise_lossy", parts("blockwise")).draft, Heads)
+    assert isinstance(build("blockwise_lossy", parts("draft_model")).draft, DraftModel)
+
+
+class Checkpoint(Source):
+    def copy(self, change: Change, dtype: str | None = None) -> Network:
+        return change(self.decoder(torch.float32))
+
+
+def test_the_draft_that_ships_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Checkpoint(target().config, RandomWeights(), torch.device("cpu"))
+    asked = Parts(VOCAB, target(), source=source)
+    assert find_small(asked) == () and target().config.hidden == TINY.hidden
+
+    def ships(kind: str, fingerprint: str) -> Path | None:
+        return speculator(kind) if fingerprint == source.fingerprint() else None
+
+    monkeypatch.setattr(drafts, "find_shipped", ships)
+    assert len(find_small(asked)) == 1
+    hybrid = build("hybrid_model", asked).draft
+    assert isinstance(hybrid, Hybrid)
+    named = Parts(VOCAB, target(), (DecoderRunner(sibling()),), source=source)
+    assert find_small(named) == named.drafts
