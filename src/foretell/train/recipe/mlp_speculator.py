@@ -76,7 +76,7 @@ class MLPSpeculatorRecipe(Recipe):
             scale_input=o.scale_input,
             more_taps=_layers(o.more_taps, setup.card.layers),
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
             network = MLPSpeculator(config, setup.ends)
         if setup.kept is not None:
