@@ -182,10 +182,10 @@ class Lines(Watcher):
         self._console, self._told, self._steps, self._best = console, 0.0, 0, ""
         self._first: tuple[float, int, int] = (time.monotonic(), 0, 0)
 
-    def begun(self, step: int, steps: int) -> None:
+    def begun(self, step: int, steps: int, processes: int) -> None:
         """Training starts."""
         self._steps = steps
-        self._say(f"step {step:,} of {steps:,}")
+        self._say(f"step {step:,} of {steps:,}" + (f", {processes} processes" if processes > 1 else ""))
 
     def stepped(self, row: Row) -> None:
         """A step is done."""
@@ -232,7 +232,7 @@ class Bar(Watcher):
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def begun(self, step: int, steps: int) -> None:
+    def begun(self, step: int, steps: int, processes: int) -> None:
         """Training starts."""
         self._bar.update(self._task, completed=step, total=steps)
 

@@ -4,12 +4,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from foretell.train import curve
 from foretell.train.average import Average
@@ -20,6 +20,7 @@ from foretell.train.features import Features, Piece, padded, width
 from foretell.train.measure import Measured, measure
 from foretell.train.recipe.base import Loss
 from foretell.train.settings import Settings
+from foretell.train.spread import local, spread
 from foretell.train.task import Task, dtype_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _FLOOR = 0.1
 class Watcher:
     """Is told how a training goes; does nothing with it."""
 
-    def begun(self, step: int, steps: int) -> None:
+    def begun(self, step: int, steps: int, processes: int) -> None:
         """Training starts, or goes on, after `step` of `steps` steps."""
 
     def stepped(self, row: Row) -> None:
@@ -53,12 +54,12 @@ class Trainer:
 
     def __init__(self, task: Task, accelerator: "Accelerator", features: Features, watcher: Watcher) -> None:
         self.task, self._on, self._features, self._watcher = task, accelerator, features, watcher
-        optimizer = _optimizer(task)
-        self._module, self._optimizer = accelerator.prepare(task.recipe.trained, optimizer)
+        self._spread = spread(accelerator, task.recipe.trained, partial(_optimizer, task))
+        self._module, self._optimizer = self._spread.module, self._spread.optimizer
         task.shadow.trained.to(accelerator.device).eval()
         decay = task.settings.ema
         self._average = Average(self._module, decay) if decay else None
-        self._sharded = str(accelerator.distributed_type).endswith("FSDP")
+        self._sharded = self._spread.sharded
         self.out = Path(task.settings.out)
         self._store = Store(self.out, accelerator.process_index if self._sharded else 0)
         self.step, self.stopped = 0, False
@@ -75,7 +76,7 @@ class Trainer:
             KeyboardInterrupt: it was asked to stop, and has written a checkpoint.
         """
         self._resume()
-        self._watcher.begun(self.step, self.task.steps)
+        self._watcher.begun(self.step, self.task.steps, self._on.num_processes)
         started, saved = time.monotonic() - self._seconds, time.monotonic()
         while self.step < self.task.steps and not self.stopped:
             self._one(started)
@@ -124,12 +125,12 @@ class Trainer:
             share = float(learned[mine].sum()) / whole
             # A batch of fewer texts than processes: whoever has none repeats one without weight, because all take part in every exchange.
             batch = self._batch(mine if len(mine) else rows[:1])
-            with nullcontext() if i == len(batches) - 1 else on.no_sync(self._module):
+            with nullcontext() if i == len(batches) - 1 else self._spread.apart():
                 loss = self._backward(batch, share)
             for name, value in {"": float(loss.total.detach()), **loss.figures}.items():
                 sums[name] = sums.get(name, 0.0) + share * value
         sums = self._summed(sums)
-        norm = float(on.clip_grad_norm_(self._module.parameters(), s.clip))
+        norm = self._spread.clip(s.clip)
         if not (math.isfinite(sums[""]) and math.isfinite(norm)):
             raise ValueError(self._lost(step, sums[""]))
         self._optimizer.step()
@@ -200,7 +201,7 @@ class Trainer:
         """Tokens per pass of the weights as they are now (their average, where there is one); the best ones become the result."""
         task = self.task
         with self._averaged():
-            state = self._on.get_state_dict(self._module)
+            state = self._spread.whole()
         value = 0.0
         if self._on.is_main_process:
             task.shadow.trained.load_state_dict(state)
@@ -276,27 +277,27 @@ class Trainer:
     def _tensors(self) -> Tensors:
         out: Tensors = {}
         for name, parameter in self._parameters().items():
-            out["weight/" + name] = _local(parameter.detach())
+            out["weight/" + name] = local(parameter.detach())
             for part, value in self._state(parameter).items():
-                out[f"optimizer/{part}/{name}"] = _local(value)
+                out[f"optimizer/{part}/{name}"] = local(value)
         if self._average:
-            out |= {"average/" + n: _local(v) for n, v in self._average.values.items()}
+            out |= {"average/" + n: local(v) for n, v in self._average.values.items()}
         return out
 
     @torch.no_grad()
     def _load(self, tensors: Tensors) -> None:
         for name, parameter in self._parameters().items():
-            _local(parameter.detach()).copy_(tensors["weight/" + name])
+            local(parameter.detach()).copy_(tensors["weight/" + name])
             parts = {
                 k.split("/")[1]: v for k, v in tensors.items() if k.startswith("optimizer/") and k.endswith("/" + name)
             }
             state = self._state(parameter)
             for part, value in parts.items():
                 state[part] = value.clone() if part == "step" else torch.zeros_like(parameter)
-                _local(state[part]).copy_(value)
+                local(state[part]).copy_(value)
         if self._average:
             for name, held in self._average.values.items():
-                _local(held).copy_(tensors["average/" + name])
+                local(held).copy_(tensors["average/" + name])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self._module.named_parameters() if p.requires_grad}
@@ -304,11 +305,6 @@ class Trainer:
     def _state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._optimizer.optimizer.state[parameter]
         return state
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a sharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _optimizer(task: Task) -> torch.optim.Optimizer:
