@@ -30,8 +30,8 @@ class Packed(nn.Module):
 def packed(network: S, precision: Precision = "bfloat16") -> S:
     """The network with every `nn.Linear` and its output matrix packed, in place; as it is where the kernels do not run or do not fit its dtype.
 
-    What else it holds computes in float32 then. A packed network drafts; it can be neither trained nor saved. Numbers of a state do not depend on how
-    many states share the call.
+    What else it holds computes in float32 then. A packed network drafts; it can be neither trained nor saved. What a matrix makes of a state does not
+    depend on how many states share the call.
     """
     head = network.get_buffer("_borrowed_head") if network.head is None else network.head
     if head.device.type != "cpu" or head.dtype == torch.float64 or not native.available():
