@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
-from foretell.draft.network.draft_model import DraftModel, DraftModelConfig
+from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.draft.network.layer import Unrolled
 from foretell.draft.network.medusa import Medusa, MedusaConfig
@@ -202,8 +202,8 @@ def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None
     rope = Rope(theta=700.0, kind="llama3", factor=4.0, original_context=16)
     model = replace(TARGET, layers=2, rope=rope)
     lent = Ends(ends().embedding, ends().embedding if tied else ends().head)
-    network = random(DraftModel(DraftModelConfig(target=CARD, model=model, draft_vocab=len(KEPT)), lent))
-    assert isinstance(network, DraftModel)
+    network = random(DraftNetwork(DraftModelConfig(target=CARD, model=model, draft_vocab=len(KEPT)), lent))
+    assert isinstance(network, DraftNetwork)
     codec = letter_codec(V)
     export(network, replace(VERIFIER, codec=codec), "hf", tmp_path / "out")
 
@@ -218,7 +218,7 @@ def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None
 
 def test_what_cannot_be_an_ordinary_model_says_so(tmp_path: Path) -> None:
     model = replace(TARGET, layers=2, window=8, window_layers=(0,))
-    network = DraftModel(DraftModelConfig(target=CARD, model=model), ends())
+    network = DraftNetwork(DraftModelConfig(target=CARD, model=model), ends())
     with pytest.raises(ValueError, match=r"only networks of the Llama architecture .* a sliding window"):
         export(network, VERIFIER, "hf", tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -275,4 +275,6 @@ def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export(medusa, VERIFIER, "vllm-medusa", tmp_path / "empty")
     export(medusa, VERIFIER, "vllm-medusa", tmp_path / "deep" / "new")
-    assert (tmp_path / "empty" / "config.json").is_file() and (tmp_path / "notes.txt").read_text() == "mine"
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "empty").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"], "readable by whom the umask lets read"
+    assert (tmp_path / "notes.txt").read_text() == "mine"

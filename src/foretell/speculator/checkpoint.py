@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, eight_bits
     temporary = folder / (CONFIG + ".part")
     temporary.write_text(config.model_dump_json(indent=2) + "\n")
     os.replace(temporary, folder / CONFIG)
+    # safetensors lets nobody but the owner read what it writes.
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

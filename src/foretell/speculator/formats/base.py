@@ -1,6 +1,7 @@
 """What a format of checkpoints is: how it is recognised, how its names become ours, and how ours become its."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +89,8 @@ def put(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Ten
     # Tensors that share memory are refused by safetensors.
     save_file({name: t.clone() for name, t in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    # safetensors lets nobody but the owner read what it writes.
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
 def refuse_softcap(network: Speculator, format_name: str) -> None:
