@@ -13,9 +13,8 @@ from foretell.catalogue import Parts
 from foretell.catalogue.trained import ends_of, target_card
 from foretell.context import Step
 from foretell.divergence import forward_kl
-from foretell.draft import DraftModel as DraftModelDrafter
-from foretell.draft import Online
-from foretell.draft.network.draft_model import DraftModel, DraftModelConfig
+from foretell.draft import DraftModel, Online
+from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.draft.online import Correction, Lesson, Lessons, distillation
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
@@ -41,11 +40,11 @@ def varied_target() -> Decoder:
 TARGET = varied_target()
 
 
-def network() -> DraftModel:
+def network() -> DraftNetwork:
     """One block of the target, unsettled so that it is often wrong."""
     parts = Parts(VOCAB, TARGET)
     config = DraftModelConfig(target=target_card(parts), draft_vocab=len(KEPT), model=replace(TARGET.config, layers=1))
-    draft = DraftModel(config, ends_of(parts))
+    draft = DraftNetwork(config, ends_of(parts))
     draft.choose(KEPT)
     draft.start_from(TARGET, (0,))
     with torch.random.fork_rng():
@@ -55,7 +54,7 @@ def network() -> DraftModel:
     return draft
 
 
-def method(draft: Online | DraftModelDrafter, length: int = 4) -> AnyMethod:
+def method(draft: Online | DraftModel, length: int = 4) -> AnyMethod:
     return Method(draft, Chain(length, draw=False), Match())
 
 
@@ -105,7 +104,7 @@ def test_a_frozen_one_is_the_plain_draft_model() -> None:
     asked = requests(3, temperature=1.0)
     frozen, plain = (
         engine_of(method(Online(network(), interval=0))),
-        engine_of(method(DraftModelDrafter(network().runner()))),
+        engine_of(method(DraftModel(network().runner()))),
     )
     assert [tokens_of(u) for u in run(frozen, asked)] == [tokens_of(u) for u in run(plain, asked)]
     for mine, theirs in zip(frozen.statistics.values(), plain.statistics.values(), strict=True):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.draft import DraftModel as DraftModelDrafter
-from foretell.draft import Nothing
+from foretell.draft import DraftModel, Nothing
 from foretell.draft.network.base import TargetCard
-from foretell.draft.network.draft_model import DraftModel
+from foretell.draft.network.draft_model import DraftNetwork
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.compress import Change
@@ -159,8 +158,8 @@ def test_a_draft_learns_a_tiny_set_by_heart_and_is_accepted_almost_always(tmp_pa
     assert before < 3 and after > 5.4, (before, after)  # 6 would be perfect
     recipe.save(tmp_path)
     read_again = load_speculator(tmp_path, CARD, SOURCE.ends(torch.float32))
-    assert isinstance(read_again, DraftModel)
-    again = Method(DraftModelDrafter(read_again.runner()), Chain(5, draw=False), Match())
+    assert isinstance(read_again, DraftNetwork)
+    again = Method(DraftModel(read_again.runner()), Chain(5, draw=False), Match())
     assert tokens_per_pass(again, texts) > 5.2  # stored in bfloat16
 
 
@@ -197,7 +196,7 @@ def test_boosting_leaves_out_what_an_earlier_draft_finds(tmp_path: Path) -> None
     every, left = first._where(batch), second._where(batch)
     assert (left <= every).all() and left[:2].sum() < 3 and left[2:].sum() > 8
     target, found = SOURCE.decoder(torch.float32), load_speculator(tmp_path, CARD, SOURCE.ends(torch.float32))
-    assert isinstance(found, DraftModel)
+    assert isinstance(found, DraftNetwork)
     for i, text in enumerate(texts):
         theirs, ours = all_logits(target, text), all_logits(found.network(), text)
         best = KEPT[theirs[:, KEPT].argmax(-1)].numpy()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from foretell.catalogue.parts import Parts
 from foretell.catalogue.trained import read, target_card
 from foretell.draft import DraftModel, Mix, Predictor
-from foretell.draft.network.draft_model import DraftModel as DraftNetwork
+from foretell.draft.network.draft_model import DraftNetwork
 from foretell.model.runner import Runner
 from foretell.speculator.checkpoint import read_config
 from foretell.speculator.shipped import find_shipped

@@ -1,25 +1,23 @@
 """Builders of methods that draft with a smaller model."""
 
 from foretell.accept import Block, Match, Rejection, Transport
-from foretell.catalogue.drafts import KIND, drafter_of, find_small, mixed, small_models
-from foretell.catalogue.parts import Parts, chain_of, copies, early_exit, frugal_of, test_of
+from foretell.catalogue.drafts import KIND, drafter_of, small_models
+from foretell.catalogue.parts import Parts, chain_of, test_of
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import (
     Cascade,
     DraftModel,
-    Hybrid,
     Lookup,
     Online,
     Translated,
 )
-from foretell.draft.network.draft_model import DraftModel as DraftNetwork
+from foretell.draft.network.draft_model import DraftNetwork
 from foretell.method import AnyMethod, Method
 from foretell.shape import (
     Beam,
     Branch,
     Chain,
-    Fallback,
     Fixed,
     Paced,
     Trie,
@@ -76,15 +74,6 @@ def cascade(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     for runner in reversed(larger_first):
         drafter = Cascade(runner, Method(drafter, Chain(5, draw=False), Match()))
     return Method(drafter, chain_of(config, 5), test_of(config))
-
-
-def hybrid_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    """Copies first; a model where they find nothing."""
-    small = find_small(parts)
-    model = mixed(small) if small else early_exit(parts, config)
-    confidence = 0.4 if config.confidence_threshold is None else config.confidence_threshold
-    chain = Chain(config.num_speculative_tokens or 5, draw=False, confidence=confidence)
-    return Method(Hybrid(copies(parts), model), Fallback(frugal_of(config), chain), Match())
 
 
 def universal_draft(parts: Parts, config: SpeculativeConfig) -> AnyMethod:

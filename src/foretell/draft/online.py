@@ -14,7 +14,7 @@ from foretell.context import Context, Output, Step, Text
 from foretell.divergence import Divergence, coarse, forward_kl
 from foretell.draft.base import Predictor
 from foretell.draft.model import DraftModel
-from foretell.draft.network.draft_model import DraftModel as DraftNetwork
+from foretell.draft.network.draft_model import DraftNetwork
 from foretell.tree import TokenTree
 
 

@@ -49,7 +49,7 @@ def kept_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
     return replace(target, layers=len(blocks), window_layers=windowed)
 
 
-class DraftModel(Speculator):
+class DraftNetwork(Speculator):
     """Reads tokens only, none of the target's states, so that it drafts as any other small model does.
 
     What is trained (and stored): its blocks and its last norm.

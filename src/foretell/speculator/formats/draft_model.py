@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from foretell.draft.network.base import Speculator
-from foretell.draft.network.draft_model import DraftModel
+from foretell.draft.network.draft_model import DraftNetwork
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
 from foretell.speculator.formats.base import Export, Verifier
@@ -14,7 +14,7 @@ from foretell.speculator.hf_writer import write_hf
 
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
-    assert isinstance(network, DraftModel)
+    assert isinstance(network, DraftNetwork)
     drafts = network.decoder(network.dtype)
     # Engines want a score for every token: those that a reduced vocabulary lacks get the target's.
     head = network.whole_matrix.detach().to(network.dtype)

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from foretell.accept import Match
 from foretell.divergence import divergences
-from foretell.draft import DraftModel as DraftModelDrafter
+from foretell.draft import DraftModel
 from foretell.draft.network.base import Speculator
-from foretell.draft.network.draft_model import DraftModel, DraftModelConfig, kept_config
+from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
 from foretell.method import AnyMethod, Method
 from foretell.model.compress import unchanged
 from foretell.model.influence import influence
@@ -63,10 +63,10 @@ class DraftModelRecipe(Recipe):
     """
 
     name = "draft_model"
-    network: DraftModel
+    network: DraftNetwork
     config: DraftModelConfig
 
-    def __init__(self, network: DraftModel, config: DraftModelConfig, options: Options, setup: Setup) -> None:
+    def __init__(self, network: DraftNetwork, config: DraftModelConfig, options: Options, setup: Setup) -> None:
         self.network, self.config, self.options = network, config, options
         self._divergence = divergences(options.beta)[options.loss]
         self._kept = _marks(network, setup.ends.vocab)
@@ -89,7 +89,7 @@ class DraftModelRecipe(Recipe):
             model=kept_config(setup.config, blocks),
             blocks=() if setup.source is None else blocks,
         )
-        network = DraftModel(config, setup.ends)
+        network = DraftNetwork(config, setup.ends)
         if setup.kept is not None:
             network.choose(setup.kept)
         if setup.source is not None:
@@ -107,7 +107,7 @@ class DraftModelRecipe(Recipe):
         where = self._where(batch)
         mine, theirs = network(batch.token, where), batch.features[0][where]
         if len(mine) == 0:
-            return Loss(mine.sum(), {})
+            return Loss(mine.sum(), {"acceptance": 0.0, "top 1": 0.0})
         parts = [(len(m), self._distilled(m, t)) for m, t in zip(mine.split(_CHUNK), theirs.split(_CHUNK), strict=True)]
         total = torch.stack([d.loss * n for n, d in parts]).sum() / len(mine)
         figures = {
@@ -140,13 +140,13 @@ class DraftModelRecipe(Recipe):
 
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the catalogue's length."""
-        assert isinstance(network, DraftModel)
-        return Method(DraftModelDrafter(network.runner()), Chain(5, draw=False), Match())
+        assert isinstance(network, DraftNetwork)
+        return Method(DraftModel(network.runner()), Chain(5, draw=False), Match())
 
 
 @torch.no_grad()
 def missed(
-    earlier: nn.ModuleList, draft: DraftModel, batch: Batch, where: Bool[torch.Tensor, "b s"], unit: str
+    earlier: nn.ModuleList, draft: DraftNetwork, batch: Batch, where: Bool[torch.Tensor, "b s"], unit: str
 ) -> Bool[torch.Tensor, "b s"]:
     """Of the positions in `where`, those at which no earlier draft's best token is the target's (SpecInfer's boost-tuning, arXiv 2305.09781).
 
@@ -157,7 +157,7 @@ def missed(
         best = draft.token_of[best]
     found = torch.zeros_like(best, dtype=torch.bool)
     for network in earlier:
-        assert isinstance(network, DraftModel)
+        assert isinstance(network, DraftNetwork)
         guess = network.score(network(batch.token, where)).argmax(-1)
         found |= best == (guess if network.token_of is None else network.token_of[guess])
     out = torch.zeros_like(where)
@@ -200,7 +200,7 @@ def _influential(count: int, setup: Setup) -> tuple[int, ...]:
     return (0, *sorted(inner), setup.config.layers - 1)
 
 
-def _marks(network: DraftModel, vocab: int) -> Bool[torch.Tensor, " v"] | None:
+def _marks(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None:
     if network.token_of is None:
         return None
     out = torch.zeros(vocab, dtype=torch.bool)
@@ -208,13 +208,13 @@ def _marks(network: DraftModel, vocab: int) -> Bool[torch.Tensor, " v"] | None:
     return out
 
 
-def _frozen(network: Speculator, folder: Path) -> DraftModel:
-    if not isinstance(network, DraftModel):
+def _frozen(network: Speculator, folder: Path) -> DraftNetwork:
+    if not isinstance(network, DraftNetwork):
         raise ValueError(f"{folder}: a speculator of kind {network.kind}; boost-tuning builds on draft models")
     return network.eval().requires_grad_(False)
 
 
-def _rewriter(options: Options, network: DraftModel, setup: Setup) -> Rewriter:
+def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter:
     if setup.source is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
     target = setup.source.decoder(setup.ends.head.dtype)
