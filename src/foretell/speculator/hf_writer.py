@@ -112,7 +112,10 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
 def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
     """The weights under the names of Hugging Face, fused matrices taken apart."""
     c = decoder.config
-    out = {"model.embed_tokens.weight": decoder.embedding, "model.norm.weight": decoder.norm.weight}
+    out: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": decoder.embedding,
+        "model.norm.weight": decoder.norm.weight,
+    }
     if not c.tied:
         out["lm_head.weight"] = decoder.head.weight
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -137,7 +140,7 @@ def _apart(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, torch.
     return {
         f"{name.format(letter)}.{kind}": rows
         for kind, fused in parts.items()
-        for letter, rows in zip(sizes, fused.split(list(sizes.values())), strict=True)
+        for letter, rows in zip(sizes, torch.split(fused.data, list(sizes.values())), strict=True)
     }
 
 
