@@ -1,0 +1,35 @@
+"""Boost-tuning from the command line: a second draft for what the first one misses, and both drafting together."""
+
+from pathlib import Path
+
+from learner import shared
+
+from command import foretell, tiny
+from foretell.speculator.checkpoint import read_config
+
+SMALL = (
+    "--steps", "3", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "3", "--measure-prompts", "2", "--measure-tokens", "6",
+    "--precision", "no", "--draft-vocab", "64", "--set", "layers=1", "--warmup", "2",
+)  # fmt: skip
+
+
+def train(out: Path, *more: str) -> None:
+    result = foretell("train", "draft_model", "--model", tiny(), "--data", shared(), "--out", out, *SMALL, *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
+def generate(*more: str | Path) -> str:
+    result = foretell("generate", "hello", "--model", tiny(), "--max-new-tokens", "8", "--dtype", "float32", *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def test_two_drafts_trained_one_after_the_other_draft_together(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(first)
+    train(second, "--set", f"earlier={first}")
+    assert read_config(first)["kind"] == read_config(second)["kind"] == "draft_model"
+    assert (first / "model.safetensors").read_bytes() != (second / "model.safetensors").read_bytes()
+    plain = generate()
+    assert generate("--method", "specinfer", "--draft-model", first, "--draft-model", second) == plain
+    assert generate("--method", "online", "--draft-model", first) == plain
