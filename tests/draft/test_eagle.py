@@ -192,7 +192,8 @@ def after(network: EagleNetwork, text: Sequence[int], path: Sequence[int]) -> to
     for end in range(1, len(tokens) + 1):
         chain = from_lists([tokens[:end]], [list(range(-1, end - 1))])
         logits, at = drafter.expand(chain, np.array([[end - 1]]), context_of(text))
-    return logits[at[0, -1]]
+    scores: torch.Tensor = logits[at[0, -1]]
+    return scores
 
 
 @every_kind

@@ -10,9 +10,10 @@ from foretell.accept import Match
 from foretell.draft import Eagle, Nothing
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.eagle import Eagle1, Eagle3
+from foretell.draft.network.layer import FusingLayer, Layer
 from foretell.engine import Engine, Request
 from foretell.method import Method
-from foretell.model.decoder import Decoder
+from foretell.model.decoder import Block, Decoder, FeedForward
 from foretell.model.ends import Ends
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, Root
@@ -154,6 +155,9 @@ def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
     near = F.cosine_similarity(fused, batch.features[-1], dim=-1).min()
     assert near > 0.95
     layer, block = recipe.network.layers[0], network.blocks[-1]
+    assert isinstance(layer, Layer | FusingLayer)
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, FeedForward)
     assert torch.equal(layer.mlp.gate_up_proj.weight, block.mlp.gate_up.weight)
     assert torch.equal(layer.self_attn.qkv_proj.weight[:, -16:], block.qkv.weight)
 

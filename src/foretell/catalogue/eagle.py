@@ -50,7 +50,8 @@ def eagle_method(network: EagleNetwork, config: SpeculativeConfig) -> AnyMethod:
 def _network(parts: Parts, kind: str) -> EagleNetwork:
     network = trained(parts, kind)
     assert isinstance(network, EagleNetwork)
-    return packed(network)
+    # Eight bits: a level of the tree costs half as long, and drafts may be rounded.
+    return packed(network, "int8")
 
 
 def _picked(config: SpeculativeConfig) -> Shape[Predictor]:

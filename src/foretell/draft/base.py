@@ -70,8 +70,7 @@ def ranked(
     """The `count` best tokens of every row of scores, or as many as there are; `token_of` gives the token of every column."""
     if not len(logits):
         return Ranked(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
-    values, columns = best(logits, min(count, logits.shape[1]))
-    chances = (values - torch.logsumexp(logits, -1, keepdim=True)).exp()
+    chances, columns = best(torch.softmax(logits, -1), min(count, logits.shape[1]))
     places = columns.cpu().numpy()
     return Ranked(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
 

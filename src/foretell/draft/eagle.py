@@ -44,6 +44,7 @@ class _Slots(Sight):
     ) -> None:
         self._cache, self._rows, self._first = cache, rows, first
         self._mask = torch.from_numpy(mask).to(cache.k.device)
+        self._wide: torch.Tensor | None = None
 
     def attend(
         self,
@@ -55,14 +56,20 @@ class _Slots(Sight):
         """Attention over the cache; query heads of a group are folded into the query axis, so that keys are read once."""
         b, n, h, e = q.shape
         g, s = k.shape[2], self._mask.shape[2]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
         for i, (row, first) in enumerate(zip(self._rows, self._first, strict=True)):
-            self._cache.k[layer, row, :, first : first + n] = k[i].transpose(0, 1)
-            self._cache.v[layer, row, :, first : first + n] = v[i].transpose(0, 1)
+            self._cache.k[layer, row, :, first : first + n] = k[i]
+            self._cache.v[layer, row, :, first : first + n] = v[i]
         past_k, past_v = (self._of_rows(part[layer])[:, :, :s] for part in (self._cache.k, self._cache.v))
-        folded = q.reshape(b, n, g, h // g, e).permute(0, 2, 3, 1, 4).reshape(b, g, h // g * n, e)
-        mask = self._mask[:, None, None].expand(b, 1, h // g, n, s).reshape(b, 1, h // g * n, s)
-        out = F.scaled_dot_product_attention(folded, past_k, past_v, attn_mask=mask)
-        return out.view(b, g, h // g, n, e).permute(0, 3, 1, 2, 4).reshape(b, n, h * e)
+        folded = q.transpose(1, 2).reshape(b, g, h // g * n, e)
+        out = F.scaled_dot_product_attention(folded, past_k, past_v, attn_mask=self._folded(h // g))
+        return out.view(b, h, n, e).transpose(1, 2).reshape(b, n, h * e)
+
+    def _folded(self, groups: int) -> Bool[torch.Tensor, "b 1 m s"]:
+        """The mask for that many query heads under one another, made once for all layers."""
+        if self._wide is None:
+            self._wide = self._mask.repeat(1, groups, 1)[:, None]
+        return self._wide
 
     def _of_rows(self, part: Float[torch.Tensor, "r g s e"]) -> Float[torch.Tensor, "b g s e"]:
         if len(self._rows) == 1:

@@ -47,18 +47,15 @@ class Beam(Shape[Predictor]):
 
     def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray) -> np.ndarray:
         """Add the children of the frontier; scores of all nodes so far."""
-        b, f = growth.frontier.shape
-        token, new = np.zeros((b, f, self.width), np.int64), np.zeros((b, f, self.width))
-        for row in range(b):
-            for i, node in enumerate(growth.frontier[row].tolist()):
-                if growth.grows(row, node) and (at := ranks.at[row, node]) >= 0:
-                    width = ranks.token.shape[1]
-                    token[row, i, :width] = ranks.token[at]
-                    new[row, i, :width] = score[row, node] * ranks.probability[at]
-        new = new.reshape(b, -1)
-        growth.add(
-            np.repeat(growth.frontier, self.width, axis=1), token.reshape(b, -1), (new > 0) & (new >= self.least)
-        )
+        row, at = np.arange(len(score))[:, None], np.take_along_axis(ranks.at, growth.frontier, 1)
+        live = growth.tree.live[row, growth.frontier] & (growth.depth < growth.context.room)[:, None] & (at >= 0)
+        token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
+        if live.any():
+            width, which = ranks.token.shape[1], at[live]
+            token[live, :width] = ranks.token[which]
+            new[live, :width] = score[row, growth.frontier][live][:, None] * ranks.probability[which]
+        token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
+        growth.add(np.repeat(growth.frontier, self.width, axis=1), token, (new > 0) & (new >= self.least))
         return np.concatenate([score, new], 1)
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:

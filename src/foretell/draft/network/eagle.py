@@ -83,6 +83,7 @@ class EagleNetwork(Speculator):
     """
 
     config: EagleConfig
+    layers: nn.ModuleList
 
     def __init__(self, config: EagleConfig, ends: Ends) -> None:
         super().__init__(config, ends)

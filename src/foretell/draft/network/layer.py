@@ -188,7 +188,7 @@ def _diagonal(q: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) ->
     score = score.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
     more = [widen((q * each).sum(-1, keepdim=True)) for each, _ in own]
     weight = (torch.cat([score, *more], -1) * scale).softmax(-1).to(v.dtype)
-    out = weight[..., :s] @ v
+    out: torch.Tensor = weight[..., :s] @ v
     for i, (_, each) in enumerate(own):
         out = out + weight[..., s + i, None] * each
     return out

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.model.ends import Ends
 
-Pair = tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, "k w"]]
+Pair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
 """Guessed and the target's logits at the same places, over the drafted tokens."""
 
 
