@@ -1,7 +1,6 @@
 """Shared by the tests of training: a tiny target on disk, sets of its own answers, and commands as users give them."""
 
 import os
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -9,8 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 from accelerate import Accelerator
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
 from command import tiny
 from foretell.api import Model

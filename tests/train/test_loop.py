@@ -28,7 +28,7 @@ def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> N
     done = trainer(settings(tmp_path, steps=45, measure_every=15, lr=1e-2, draft_vocab=0))
     done.run()
     assert losses(done)[-1] < 0.8 * losses(done)[0]
-    assert done.best > 1.2 and done.last is not None and done.last.accepted[0] > 0.2
+    assert done.best > 1.2 and done.last is not None and done.last.accepted[0] > 0.1
     found = load_own(tmp_path, done.task.model.source.ends(torch.float32))
     assert type(found) is type(done.task.recipe.network)
     rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))

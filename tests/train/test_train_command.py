@@ -7,13 +7,19 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from learner import answers, shared, target
+from rich.console import Console
 
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
+from foretell.cli.train import Bar, Lines
 from foretell.speculator.checkpoint import read_config
+from foretell.train.curve import Row
+from foretell.train.measure import Measured
 
 SMALL = (
     "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3", "--measure-tokens", "8",
@@ -73,6 +79,7 @@ def test_names_and_values(tmp_path: Path) -> None:
     assert "did you mean 'inner'" in asked(out, "--set", "iner=3")
     assert "write KEY=VALUE" in asked(out, "--set", "inner")
     assert "--lr 0.0: " in asked(out, "--lr", "0")
+    assert "reads at most 512 tokens" in asked(out, "--sequence", "513")
     assert "--sequence 2: " in asked(out, "--sequence", "2")
     assert "how often an epoch shows" in refused(
         "train", "medusa", "--data", "answers=often", "--out", out, "--model", tiny()
@@ -108,6 +115,19 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     assert "(fingerprint" in refused(
         "train", "mlp_speculator", "--model", other, "--data", foreign, "--out", out, *SMALL, "--from", made
     )
+
+
+def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
+    row = Row(step=3, tokens=3000, loss=1.25, lr=1e-3, seconds=2.0, tokens_per_pass=2.5)
+    for terminal, watcher in ((True, Bar), (False, Lines)):
+        text = StringIO()
+        shown = watcher(Console(file=text, force_terminal=terminal, width=120))
+        with shown if isinstance(shown, Bar) else nullcontext():
+            shown.begun(2, 3, processes=1)
+            shown.measured(Measured(2.5, (0.5,), 3, 24), 2.75)
+            shown.stepped(row.model_copy(update={"step": 2}))
+            shown.stepped(row)
+        assert "loss 1.2500" in text.getvalue() and "2.500 tokens/pass (best 2.750)" in text.getvalue()
 
 
 FSDP = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"

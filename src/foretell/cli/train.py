@@ -222,7 +222,7 @@ class Bar(Watcher):
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
         )  # fmt: skip
         self._bar = Progress(*columns, console=console, speed_estimate_period=600)
-        self._task = self._bar.add_task("", total=None, text="")
+        self._task = self._bar.add_task("", total=1, text="")
         self._gain, self._before = "", (0.0, 0)
 
     def __enter__(self) -> "Bar":

@@ -110,7 +110,8 @@ class Cached(Features):
         return tuple(t.to(decoder.device, decoder.embedding.dtype) for t in out)
 
     def _takes(self, piece: Piece) -> bool:
-        return self._shelves[piece.source].takes(piece.document)
+        fits = len(piece.text) <= self._streamed.decoder.config.context
+        return fits and self._shelves[piece.source].takes(piece.document)
 
     def _fill(self, missing: Sequence[Piece]) -> None:
         # A document that was cut may be there with several pieces.
@@ -196,8 +197,11 @@ class _TapFile:
         return torch.from_numpy(np.array(self._map[first:last])).view(torch.bfloat16)
 
     def write(self, first: int, state: Float[torch.Tensor, "t d"], document: int, mark: int) -> None:
-        _write_all(self._data, state.contiguous().view(torch.int16).numpy().tobytes(), first * 2 * self._hidden)
-        _write_all(self._notes, mark.to_bytes(4, "little"), 4 * document)
+        try:
+            _write_all(self._data, state.contiguous().view(torch.int16).numpy().tobytes(), first * 2 * self._hidden)
+            _write_all(self._notes, mark.to_bytes(4, "little"), 4 * document)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.marks[document] = mark
 
 

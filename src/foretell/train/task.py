@@ -73,6 +73,8 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
     Raises:
         ValueError: data of another tokenizer or too little of it, options that the recipe does not have, a beginning that does not fit.
     """
+    if settings.sequence > model.config.context:
+        raise ValueError(f"--sequence {settings.sequence}: {model.name} reads at most {model.config.context} tokens")
     data = tuple(Dataset.open(Path(p.folder)) for p in settings.data)
     for one in data:
         check_data(one, model)
