@@ -8,6 +8,7 @@ from foretell.accept import Match
 from foretell.catalogue.copying import hybrid, llma, ngram, phrases, recycling, rest, sam_recycling, suffix
 from foretell.catalogue.eagle import eagle, eagle2, eagle3
 from foretell.catalogue.heads import blockwise, medusa, medusa_typical
+from foretell.catalogue.hybrids import hybrid_model
 from foretell.catalogue.iterating import gauss_seidel_jacobi, jacobi, lookahead
 from foretell.catalogue.itself import layer_skip, pruned_draft, quantised_draft, self_speculative
 from foretell.catalogue.lossy import bild, blockwise_tolerant, lenience, typical
@@ -18,7 +19,6 @@ from foretell.catalogue.small import (
     cascade,
     draft_model,
     dynamic_tree,
-    hybrid_model,
     llmcad,
     online,
     sequoia,
@@ -75,8 +75,8 @@ BUILT_IN: tuple[Entry, ...] = (
     Entry("sam_recycling", "suffix match and recycled successors", "trie", "match", True, _NONE, "arXiv 2411.10666, 2408.08696", sam_recycling),
     Entry("hybrid", "suffix match and recycled successors", "trie as large as pays, or none", "match", True, _NONE,
           "arXiv 2411.10666, 2408.08696", hybrid),
-    Entry("hybrid_model", "copies first, then a small model or the target's first layers", "trie, chain or none by what pays", "match", True, _NONE,
-          "arXiv 2411.10666, 2404.16710", hybrid_model, "draft model (optional)"),
+    Entry("hybrid_model", "copies first, then a trained speculator, a small model or the target's first layers", "trie, tree or none by what pays",
+          "match", True, "optional", "arXiv 2411.10666, 2404.16710", hybrid_model, "speculator or draft model (optional)"),
     Entry("lookahead", "n-grams of its own Jacobi trajectories", "trie beside the window", "match", True, _NONE, "arXiv 2402.02057", lookahead),
     Entry("jacobi", "its own previous iterate", "chain", "match", True, _NONE, "arXiv 2002.03629", jacobi),
     Entry("gauss_seidel_jacobi", "its own previous iterate, block by block", "chain", "match", True, _NONE, "arXiv 2305.10427",
@@ -101,7 +101,8 @@ BUILT_IN: tuple[Entry, ...] = (
           aliases=("edgellm",)),
     Entry("specinfer", "one or several small models, mixed", "branching tree", "rejection", True, "optional", "arXiv 2305.09781", specinfer,
           "draft model", same_seed=False),
-    Entry("spectr", "small model", "independent chains", "optimal transport (K-SEQ)", True, _NONE, "arXiv 2310.15141", spectr, "draft model", same_seed=False),
+    Entry("spectr", "small model", "independent chains", "optimal transport (K-SEQ)", True, _NONE, "arXiv 2310.15141", spectr, "draft model",
+          same_seed=False),
     Entry("sequoia", "small model", "optimal tree for a node budget", "match", True, _NONE, "arXiv 2402.12374", sequoia, "draft model"),
     Entry("dynamic_tree", "small model", "tree by confidence", "match", True, _NONE, "arXiv 2406.16858", dynamic_tree, "draft model"),
     Entry("cascade", "small model, itself drafted for by n-gram copies or smaller models", "chain", "rejection", True, _NONE,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from foretell.context import Context, Step, Text
+from foretell.draft.base import Predictor
 from foretell.draft.hybrid import Hybrid
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
@@ -27,9 +28,9 @@ class Mean:
 
 
 class Fallback(Shape[Hybrid]):
-    """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain, or no drafts.
+    """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree, or no drafts.
 
-    What a chain gives and takes is known from the last ones. The first two are trials, one of them while the target still reads the prompt, so that
+    What the model's guesses give and take is known from the last ones. The first two are trials, one of them while the target still reads the prompt, so that
     the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has read. Timing decides who drafts, so
     the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and a chain that
     draws is refused.
@@ -38,28 +39,32 @@ class Fallback(Shape[Hybrid]):
     needs = Hybrid
 
     def __init__(
-        self, frugal: Frugal, chain: Chain, again: int = 128, clock: Callable[[], float] = time.perf_counter
+        self,
+        frugal: Frugal,
+        guess: Shape[Predictor],
+        again: int = 128,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if chain.draw or chain.length < 1:
+        if isinstance(guess, Chain) and (guess.draw or guess.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
-        self.frugal, self.chain, self._again, self._clock = frugal, chain, again, clock
+        self.frugal, self.guess, self._again, self._clock = frugal, guess, again, clock
         self._stood, self._size, self._seconds = Mean(), Mean(), Mean()
         self._tries, self._idle = 0, 0
         self._read: set[int] = set()
-        """Rows that the model has drafted for: its first chain for a text pays for reading the prompt, and does not count."""
-        self._chained: dict[int, int] = {}
+        """Rows that the model has drafted for: its first guess at a text pays for reading the prompt, and does not count."""
+        self._guessed: dict[int, int] = {}
         """Rows that the model drafts for in this step, and how many tokens."""
         self._plan: Plan | None = None
         self._finished = 0.0
 
     def grow(self, draft: Hybrid, context: Context) -> TokenTree:
-        """A trie, a chain or a root per text."""
-        self._plan, self._chained = self.frugal.plan(draft.retriever, context), {}
+        """A trie, a guess or a root per text."""
+        self._plan, self._guessed = self.frugal.plan(draft.retriever, context), {}
         able = replace(context, room=draft.predictor.depths(context))
         weak = []
         if not self._plan.timing:
             weak = [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid, able.texts[i])]
-        tree = self._with_chains(draft, able, weak, self._plan) if weak else self._plan.tree
+        tree = self._with_guesses(draft, able, weak, self._plan) if weak else self._plan.tree
         self._idle = 0 if weak else self._idle + 1
         self._finished = self._clock()
         return tree
@@ -75,21 +80,21 @@ class Fallback(Shape[Hybrid]):
         model = (1 + self._stood.value) / (share + cost[size] + self._seconds.value)
         return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
 
-    def _with_chains(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
-        """Chains for the `weak` texts, what was retrieved for the others."""
+    def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
+        """The model's guesses for the `weak` texts, what was retrieved for the others."""
         started = self._clock()
-        chains = self.chain.grow(draft.predictor, context.select(weak))
+        guesses = self.guess.grow(draft.predictor, context.select(weak))
         if all(context.rows[i] in self._read for i in weak):
             self._seconds.add((self._clock() - started) / len(weak))
             self._tries += 1
         self._read.update(context.rows[i] for i in weak)
-        self._chained = {context.rows[i]: int(n) - 1 for i, n in zip(weak, chains.live.sum(1), strict=True)}
-        for size in self._chained.values():
+        self._guessed = {context.rows[i]: int(n) - 1 for i, n in zip(weak, guesses.live.sum(1), strict=True)}
+        for size in self._guessed.values():
             self._size.add(size)
         others = [i for i in range(len(context.rows)) if i not in set(weak)]
         if not others:
-            return chains
-        both = concatenate([chains, plan.tree.select(np.array(others, np.int64))])
+            return guesses
+        both = concatenate([guesses, plan.tree.select(np.array(others, np.int64))])
         return both.select(np.argsort([*weak, *others]))
 
     def keep(self, step: Step) -> None:
@@ -97,13 +102,13 @@ class Fallback(Shape[Hybrid]):
         if self._plan is None:
             return
         self.frugal.time(step, self._plan, self._clock() - self._finished)
-        bids = tuple(replace(bid, asked=bid.asked and bid.row not in self._chained) for bid in self._plan.bids)
+        bids = tuple(replace(bid, asked=bid.asked and bid.row not in self._guessed) for bid in self._plan.bids)
         self.frugal.settle(step, replace(self._plan, bids=bids))
-        for row in self._chained.keys() & set(step.context.rows):
+        for row in self._guessed.keys() & set(step.context.rows):
             self._stood.add(accepted(step, row))
-        self._plan, self._chained = None, {}
+        self._plan, self._guessed = None, {}
 
     def clear(self, row: int) -> None:
-        """Forget a row; what passes and chains cost stays known."""
+        """Forget a row; what passes and guesses cost stays known."""
         self._read.discard(row)
         self.frugal.clear(row)
