@@ -27,7 +27,7 @@ class Packed(nn.Module):
         return self._linear(flat).view(*x.shape[:-1], self._linear.outputs)
 
 
-def packed(network: S, precision: Precision = "bfloat16") -> S:
+def packed(network: S, precision: Precision = "int8") -> S:
     """The network with every `nn.Linear` and its output matrix packed, in place; as it is where the kernels do not run or do not fit its dtype.
 
     What else it holds computes in float32 then. A packed network drafts; it can be neither trained nor saved. What a matrix makes of a state does not

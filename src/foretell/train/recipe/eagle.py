@@ -92,7 +92,8 @@ class EagleRecipe(Recipe):
         if self._ends.head.device != device:
             self._ends = replace(self._ends, head=self._ends.head.to(device))
         answer = some(batch.answer, self._positions, self._generator)
-        return self.judge(network, batch, answer, labels(self.seen(batch), answer, self._ends, self.network.token_of))
+        known = labels(self.seen(batch), batch.token, answer, self._ends, self.network.token_of)
+        return self.judge(network, batch, answer, known)
 
     def seen(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
         """What the target's head sees."""
