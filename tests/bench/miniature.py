@@ -8,9 +8,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
 import tempfile
 
-from command import ENVIRONMENT, save_tiny
 from typer.testing import CliRunner, Result
 
+from command import ENVIRONMENT, save_tiny
 from foretell.api import Model
 from foretell.bench.schema import Record, Turn
 from foretell.bench.tasks import Question

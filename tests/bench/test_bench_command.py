@@ -10,8 +10,8 @@ from miniature import bench, refused, target
 
 from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.session import Session
-from foretell.store import LINES, Store
 from foretell.bench.tasks import load
+from foretell.store import LINES, Store
 
 
 @pytest.fixture

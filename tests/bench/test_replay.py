@@ -10,10 +10,10 @@ from foretell.bench import record as recording
 from foretell.bench.contender import Limits, OwnContender, Spec
 from foretell.bench.replay import Baseline, casts, load, replay
 from foretell.bench.scripted import Recording, RecordingSettings, Script, ScriptedRunner
-from foretell.store import LINES, Store
 from foretell.bench.tasks import Tasks
 from foretell.load import load as load_model
 from foretell.load import resolve
+from foretell.store import LINES, Store
 from foretell.tree import from_lists, root
 
 HERE = Path(__file__).parent

@@ -11,9 +11,9 @@ from foretell.bench.contender import Contender, Limits, OwnContender, PeerConten
 from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Record, Settings, Turn
 from foretell.bench.session import Session, first_divergence
-from foretell.store import Store
 from foretell.bench.tasks import Question
 from foretell.load import load
+from foretell.store import Store
 from foretell.tree import from_lists
 
 LIMITS = Limits(12)

@@ -30,7 +30,8 @@ FAMILIES = [TINY, replace(TINY, architecture="qwen3", qk_norm=True), SLIDING, GE
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
     out = run_blocks(decoder, x).flatten(0, 1)
-    return decoder.logits(decoder.final(out)).view(*tokens.shape, -1)
+    logits: torch.Tensor = decoder.logits(decoder.final(out))
+    return logits.view(*tokens.shape, -1)
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.architecture)
@@ -56,5 +57,5 @@ def test_a_range_of_blocks_continues_where_another_ended() -> None:
 
 def test_every_weight_of_a_block_gets_a_gradient() -> None:
     decoder = tiny_decoder(replace(TINY, architecture="qwen3", qk_norm=True)).requires_grad_(True)
-    logits_of(decoder, torch.tensor([random_tokens(8, 7)])).square().sum().backward()
+    torch.autograd.backward(logits_of(decoder, torch.tensor([random_tokens(8, 7)])).square().sum())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in decoder.blocks.parameters())

@@ -73,7 +73,7 @@ def _seen(cut: Int[torch.Tensor, "b g"], ahead: int, s: int) -> Bool[torch.Tenso
     """What every input of every group sees: of `s` places of the text, then of the `n` inputs of all groups."""
     b, g = cut.shape
     text = torch.arange(s, device=cut.device) <= cut[:, :, None]
-    groups = torch.block_diag(*[_causal(ahead, cut.device)] * g)
+    groups = torch.kron(torch.eye(g, device=cut.device), _causal(ahead, cut.device).float()).bool()
     return torch.cat((text.repeat_interleave(ahead, 1), groups.expand(b, g * ahead, g * ahead)), 2)
 
 
@@ -88,7 +88,8 @@ def _heads(decoder: Decoder, block: Block, x: torch.Tensor) -> tuple[torch.Tenso
 def _turned(decoder: Decoder, i: int, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Heads `[b n h e]` at their positions, as `[b h n e]`."""
     table = decoder.local_rope if decoder.config.window_of(i) else decoder.rope
-    return rotate(x.flatten(0, 1), position.flatten(), table).view_as(x).transpose(1, 2)
+    turned: torch.Tensor = rotate(x.flatten(0, 1), position.flatten(), table)
+    return turned.view_as(x).transpose(1, 2)
 
 
 def _keys(decoder: Decoder, i: int, block: Block, x: torch.Tensor, stream: _Stream) -> _Keys:
@@ -101,7 +102,7 @@ def _through(decoder: Decoder, i: int, block: Block, x: torch.Tensor, stream: _S
     """A stream through the `i`-th block."""
     q = _heads(decoder, block, x)[0]
     q = _turned(decoder, i, q if block.q_norm is None else block.q_norm(q), stream.position)
-    part = block.output(_attend(decoder, i, q, stream, keys))
+    part: torch.Tensor = block.output(_attend(decoder, i, q, stream, keys))
     x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
     part = block.mlp(block.mlp_norm(x).flatten(0, 1)).view_as(x)
     return x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
@@ -119,4 +120,5 @@ def _attend(decoder: Decoder, i: int, q: torch.Tensor, stream: _Stream, keys: _K
         out = widen(score.masked_fill(~seen[:, None], float("-inf"))).softmax(-1).to(v.dtype) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=c.scale)
-    return out.transpose(1, 2).flatten(2)
+    joined: torch.Tensor = out.transpose(1, 2).flatten(2)
+    return joined

@@ -189,13 +189,12 @@ class MLPSpeculator(Speculator):
         scale = self._scale * c.state_weight / c.emb_weight
         embedding, head = self.get_buffer("_embedding"), self._target_head if self.head is None else self._wide_head()
         out = dict[str, torch.Tensor]()
-        for i, (token, output) in enumerate(zip(self.token, self.output, strict=True)):
+        for i, (token, output) in enumerate(zip(_weights(self.token), _weights(self.output), strict=True)):
             own = c.own_embedding
-            out[f"emb.{i}.weight"] = token.weight if own else _product(embedding, token.weight.T) * scale
-            out[f"head.{i}.weight"] = output.weight if own else _product(head, output.weight)
-        out |= {f"proj.{i}.weight": p.weight for i, p in enumerate(self.project)}
-        for i, norm in enumerate(self.norm):
-            out |= {f"ln.{i}.weight": norm.weight, f"ln.{i}.bias": norm.bias}
+            out[f"emb.{i}.weight"] = token if own else _product(embedding, token.T) * scale
+            out[f"head.{i}.weight"] = output if own else _product(head, output)
+        out |= {f"proj.{i}.weight": p for i, p in enumerate(_weights(self.project))}
+        out |= {f"ln.{name}": tensor for name, tensor in self.norm.state_dict().items()}
         return {name: tensor.detach().to(self.dtype) for name, tensor in out.items()}
 
     def _wide_head(self) -> Float[torch.Tensor, "v d"]:
@@ -228,11 +227,11 @@ class MLPSpeculator(Speculator):
                 project.weight[: 2 * pairs] *= 0.1
                 _pair(project.weight, pairs, 1.0, inputs=1 if i == 0 else 2)
         embedding, head = _row_size(ends.embedding) * ends.embedding_scale, _row_size(ends.head)
-        for token, output in zip(self.token, self.output, strict=True):
-            nn.init.normal_(token.weight, 0, _START_TOKEN / embedding)
-            nn.init.normal_(output.weight, 0, 0.1 * e**-0.5 * _START_LOGITS / head)
+        for token, output in zip(_weights(self.token), _weights(self.output), strict=True):
+            nn.init.normal_(token, 0, _START_TOKEN / embedding)
+            nn.init.normal_(output, 0, 0.1 * e**-0.5 * _START_LOGITS / head)
             with torch.no_grad():
-                _pair(output.weight.T, pairs, _START_LOGITS / head, inputs=1)
+                _pair(output.T, pairs, _START_LOGITS / head, inputs=1)
 
 
 def _pair(weight: Float[torch.Tensor, "e w"], pairs: int, size: float, inputs: int) -> None:
@@ -246,6 +245,11 @@ def _pair(weight: Float[torch.Tensor, "e w"], pairs: int, size: float, inputs: i
 def _row_size(matrix: Float[torch.Tensor, "v d"]) -> float:
     """Mean length of the first thousand rows."""
     return float(matrix[:1000].float().norm(dim=-1).mean())
+
+
+def _weights(layers: nn.ModuleList) -> list[torch.Tensor]:
+    """The matrices of linear layers or embeddings."""
+    return [layer.get_parameter("weight") for layer in layers]
 
 
 def _product(left: Float[torch.Tensor, "v d"], right: Float[torch.Tensor, "d e"]) -> Float[torch.Tensor, "v e"]:

@@ -165,6 +165,6 @@ class _AtOnce(torch.autograd.Function):
         return loss.detach(), hits
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (slope,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return slope * grads[0].to(slope.dtype), None
