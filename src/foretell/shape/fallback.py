@@ -32,8 +32,8 @@ class Fallback(Shape[Hybrid]):
 
     What the model's guesses give and take is known from the last ones. The first two are trials, one of them while the target still reads the
     prompt, so that the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has read. Timing decides
-    who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and a
-    chain that draws is refused.
+    who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and
+    a chain that draws is refused.
     """
 
     needs = Hybrid
