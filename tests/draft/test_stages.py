@@ -159,7 +159,9 @@ class Watched(Stages):
 
 
 @pytest.mark.parametrize(
-    "shape", [Chain(4, draw=False), Branch((2, 2, 1), draw=False), Beam(4, 3, 8), Paced(8)], ids=str
+    "shape",
+    [Chain(4, draw=False), Branch((2, 2, 1), draw=False), Beam(4, 3, 8), Paced(8)],
+    ids=lambda s: type(s).__name__,
 )
 @pytest.mark.parametrize("values", [{}, {"tied": True, "more_taps": (1,)}])
 def test_drafting_scores_are_those_of_the_training_forward(shape: Any, values: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ class Speculator(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    config: SpeculatorConfig
 
     def __init__(self, config: SpeculatorConfig, ends: Ends) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Speculator(nn.Module, ABC):
                 f"this {config.kind} speculator is for a target of width {card.hidden} and {card.vocab} tokens; "
                 f"the target given has width {ends.hidden} and {ends.vocab} tokens"
             )
-        self.card = card
+        self.config, self.card = config, card
         self._scale, self._softcap = ends.embedding_scale, ends.softcap
         self.register_buffer("_embedding", ends.embedding, persistent=False)
         kept = config.draft_vocab

@@ -30,7 +30,7 @@ class Blockwise(HeadsNetwork):
 
     def __init__(self, config: BlockwiseConfig, ends: Ends) -> None:
         super().__init__(config, ends)
-        self.config = config
+        self.config: BlockwiseConfig = config
         width = config.target.hidden
         self.into = nn.Linear(width, config.inner)
         self.out = nn.Linear(config.inner, config.heads * width)

@@ -27,7 +27,7 @@ class HeadsNetwork(Speculator):
 
     def __init__(self, config: HeadsConfig, ends: Ends) -> None:
         super().__init__(config, ends)
-        self.config = config
+        self.config: HeadsConfig = config
         self.heads = config.heads
         self.tree: torch.Tensor
         """Rank paths of the tree that the heads earned, padded with -1: the `n` first make the best tree of `n` nodes."""

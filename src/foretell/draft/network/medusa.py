@@ -30,7 +30,7 @@ class Medusa(HeadsNetwork):
 
     def __init__(self, config: MedusaConfig, ends: Ends) -> None:
         super().__init__(config.model_copy(update={"own_head": False}), ends)
-        self.config = config
+        self.config: MedusaConfig = config
         width = config.target.hidden
         self.residual = nn.ModuleList(
             nn.ModuleList(_zero(nn.Linear(width, width)) for _ in range(config.blocks)) for _ in range(config.heads)

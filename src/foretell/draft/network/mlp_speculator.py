@@ -87,7 +87,7 @@ class MLPSpeculator(Speculator):
 
     def __init__(self, config: MLPSpeculatorConfig, ends: Ends) -> None:
         super().__init__(config, ends)
-        self.config = config
+        self.config: MLPSpeculatorConfig = config
         n, e, d, v = config.stages, config.inner, ends.hidden, ends.vocab
         shared = 1 if config.tied else n
         first = d * (1 + len(config.more_taps))

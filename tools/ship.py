@@ -1,0 +1,64 @@
+"""Put a trained speculator into the package: weights in eight bits, card, course, and what it gains on questions that it never saw.
+
+.venv/bin/python tools/ship.py TRAINED_DIR --name eagle3 --results RESULTS.json --contender eagle3/bfloat16
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import foretell
+from foretell.speculator.checkpoint import CONFIG, WEIGHTS, load_own, save
+from foretell.speculator.shipped import SHIPPED
+
+HEADING = "## Questions that it never saw"
+LIMIT = 40_000_000
+"""Bytes that all weights together may take."""
+
+
+def main(
+    trained: Path,
+    name: Annotated[str, typer.Option(help="Folder in the package.")],
+    results: Annotated[Path | None, typer.Option(help="What `foretell bench run` wrote.")] = None,
+    contender: Annotated[str, typer.Option(help="Of the results.")] = "",
+    model: str = "smollm2-135m",
+) -> None:
+    """Copy, pack and describe."""
+    folder = SHIPPED / model / name
+    network = load_own(trained, foretell.load(model).source.ends())
+    save(folder, network, network.config, eight_bits=True)
+    for file in ("README.md", "curve.csv", "curve.png"):
+        shutil.copyfile(trained / file, folder / file)
+    if results is not None:
+        card = folder / "README.md"
+        card.write_text(card.read_text().split(HEADING)[0].rstrip() + "\n\n" + table(results, contender))
+    size = sum(f.stat().st_size for f in SHIPPED.rglob(WEIGHTS))
+    typer.echo(f"{folder}: {(folder / WEIGHTS).stat().st_size / 1e6:.1f} MB; all that ships: {size / 1e6:.1f} MB")
+    if size > LIMIT or not (folder / CONFIG).is_file():
+        raise SystemExit(f"more than {LIMIT / 1e6:.0f} MB would ship")
+
+
+def table(results: Path, contender: str) -> str:
+    """Tokens per pass and speed over plain decoding, by category."""
+    run = json.loads(results.read_text())
+    found = next(c for c in run["contenders"] if c["name"] == contender)
+    settings = run["settings"]
+    lines = [
+        HEADING,
+        "",
+        f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} tokens a turn, {contender.split('/')[1]}, "
+        f"{run['created'][:10]}; {found['identical']} of {found['compared']} texts identical to plain decoding.",
+        "",
+        "| category | tokens per pass | over plain decoding |",
+        "|---|---:|---:|",
+    ]
+    lines += [f"| {n} | {c['tokens_per_pass']:.2f} | {c['speedup']:.2f} |" for n, c in found["categories"].items()]
+    mean = found["mean"]
+    return "\n".join([*lines, f"| mean | {mean['tokens_per_pass']:.2f} | {mean['speedup']:.2f} |"]) + "\n"
+
+
+if __name__ == "__main__":
+    typer.run(main)
