@@ -49,8 +49,8 @@ def table(results: Path, contender: str) -> str:
     lines = [
         HEADING,
         "",
-        f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} tokens a turn, {contender.split('/')[1]}, "
-        f"{run['created'][:10]}; {found['identical']} of {found['compared']} texts identical to plain decoding.",
+        f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} tokens a turn, "
+        f"{contender.split('/')[1]}, {run['created'][:10]}; {found['identical']} of {found['compared']} texts identical to plain decoding.",
         "",
         "| category | tokens per pass | over plain decoding |",
         "|---|---:|---:|",

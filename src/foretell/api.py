@@ -8,12 +8,14 @@ from pathlib import Path
 from foretell.catalogue import Parts, build
 from foretell.catalogue.trained import read, trained
 from foretell.config import SpeculativeConfig
+from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator
 from foretell.engine import Engine, Request, Statistics, Update
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.model.source import Remembered, Source
+from foretell.names import unknown
 from foretell.sampling import Sampling
 from foretell.text import Message, TextCodec
 
@@ -111,7 +113,11 @@ class Model:
             ValueError: there is none, it is damaged, or it is for another model.
         """
         parts = self._parts()
-        return read(parts, Path(what)) if Path(what).is_dir() else trained(parts, str(what))
+        if Path(what).is_dir():
+            return read(parts, Path(what))
+        if what not in NETWORKS:
+            raise unknown("speculator", str(what), NETWORKS)
+        return trained(parts, str(what))
 
     def _parts(self, drafts: "Sequence[Model | Path]" = (), references: Sequence[str] = ()) -> Parts:
         models = [d for d in drafts if isinstance(d, Model)]

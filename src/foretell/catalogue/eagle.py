@@ -1,14 +1,14 @@
 """Builders of methods that draft with EAGLE's layer."""
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue.parts import Parts
+from foretell.catalogue.parts import Parts, grown
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import Eagle, Predictor
 from foretell.draft.network.eagle import EagleNetwork
 from foretell.draft.network.pack import packed
 from foretell.method import AnyMethod, Method
-from foretell.shape import Beam, Chain, Fixed, Shape, optimal
+from foretell.shape import Chain, Fixed, Shape, optimal
 
 _FIRST = (
     *((0,), (1,), (2,), (3,)),
@@ -18,8 +18,8 @@ _FIRST = (
     *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
-_DEPTH, _WIDTH, _NODES = 5, 4, 10
-"""Of the dynamic tree; small, since on a CPU a pass pays for every node."""
+_DEPTH, _WIDTH, _NODES = 5, 4, 12
+"""Of the dynamic tree, at the most; see `grown`."""
 
 
 def eagle(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -61,7 +61,7 @@ def _picked(config: SpeculativeConfig) -> Shape[Predictor]:
     nodes, least = config.num_draft_tokens or config.num_speculative_tokens, config.confidence_threshold or 0.0
     if config.eagle_topk == 1:
         return Chain(config.num_steps or nodes or _DEPTH, draw=False, confidence=least)
-    return Beam(config.num_steps or _DEPTH, config.eagle_topk or _WIDTH, nodes or _NODES, least)
+    return grown(config, config.num_steps or _DEPTH, _WIDTH, _NODES)
 
 
 def _drawn(config: SpeculativeConfig) -> Shape[Predictor]:

@@ -18,6 +18,7 @@ from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.model.source import Source
 from foretell.shape import (
     Adaptive,
+    Beam,
     Chain,
     Frugal,
     PassCost,
@@ -113,6 +114,19 @@ def chain_of(config: SpeculativeConfig, length: int, confidence: float = 0.0) ->
 def test_of(config: SpeculativeConfig) -> Acceptor:
     """Rejection token by token, or in blocks."""
     return Block() if config.rejection_sample_method == "block" else Rejection()
+
+
+LEAST = 0.1
+"""Chance below which a node of a tree by confidence is not worth what reading it costs, where a pass pays for every node as it does on CPUs."""
+
+
+def grown(config: SpeculativeConfig, depth: int, width: int, nodes: int) -> Beam:
+    """A tree by confidence: the sizes that were named, whole; else up to `nodes`, as far as they pay."""
+    named = config.num_draft_tokens or config.num_speculative_tokens
+    least = config.confidence_threshold
+    if least is None:
+        least = 0.0 if named else LEAST
+    return Beam(depth, config.eagle_topk or width, named or nodes, least)
 
 
 def trie_of(config: SpeculativeConfig, budget: int, least: float) -> Trie:

@@ -2,7 +2,7 @@
 
 from foretell.accept import Block, Match, Rejection, Transport
 from foretell.catalogue.drafts import KIND, drafter_of, small_models
-from foretell.catalogue.parts import Parts, chain_of, test_of
+from foretell.catalogue.parts import Parts, chain_of, grown, test_of
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import (
@@ -15,7 +15,6 @@ from foretell.draft import (
 from foretell.draft.network.draft_model import DraftNetwork
 from foretell.method import AnyMethod, Method
 from foretell.shape import (
-    Beam,
     Branch,
     Chain,
     Fixed,
@@ -53,12 +52,7 @@ def sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def dynamic_tree(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """A tree where the small model is confident."""
-    budget = config.num_draft_tokens or config.num_speculative_tokens or 16
-    return Method(
-        drafter_of(parts),
-        Beam(config.num_steps or 5, config.eagle_topk or 4, budget, config.confidence_threshold or 0.0),
-        Match(),
-    )
+    return Method(drafter_of(parts), grown(config, config.num_steps or 5, 4, 16), Match())
 
 
 def spectr(parts: Parts, config: SpeculativeConfig) -> AnyMethod:

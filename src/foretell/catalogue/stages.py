@@ -1,14 +1,14 @@
 """Builders of methods that draft with a multi-stage speculator."""
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue.parts import Parts
+from foretell.catalogue.parts import Parts, grown
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import Predictor, Stages
 from foretell.draft.network.mlp_speculator import MLPSpeculator
 from foretell.draft.network.pack import packed
 from foretell.method import AnyMethod, Method
-from foretell.shape import Beam, Chain, Fixed, Shape, optimal
+from foretell.shape import Chain, Fixed, Shape, optimal
 
 _NODES, _WIDTH = 12, 4
 
@@ -42,7 +42,7 @@ def _shape(stages: int, config: SpeculativeConfig, draw: bool) -> Shape[Predicto
         return optimal(nodes or _NODES, config.acceptance, depth, draw)
     if draw or config.eagle_topk == 1:
         return Chain(_within(nodes or depth, stages), draw, confidence)
-    return Beam(depth, config.eagle_topk or _WIDTH, nodes or _NODES, confidence)
+    return grown(config, depth, _WIDTH, _NODES)
 
 
 def _within(depth: int, stages: int) -> int:

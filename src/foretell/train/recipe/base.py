@@ -25,6 +25,10 @@ from foretell.train.batch import Batch
 Options = TypeVar("Options", bound=BaseModel)
 
 
+TREE = 12
+"""Nodes of the trees by confidence that speculators are measured with while they learn."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a recipe is built from: the target, and what the user asked for."""

@@ -19,7 +19,7 @@ from foretell.model.config import Rope
 from foretell.train.batch import Batch
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
-from foretell.train.recipe.base import Loss, Recipe, Setup
+from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
 from foretell.train.start import start
 
 
@@ -100,9 +100,9 @@ class EagleRecipe(Recipe):
         return batch.features[self.taps.index(self.network.card.layers + 1)]
 
     def method(self, network: Speculator) -> AnyMethod:
-        """The dynamic tree, matched."""
+        """A whole dynamic tree, matched."""
         assert isinstance(network, EagleNetwork)
-        return eagle_method(network, SpeculativeConfig())
+        return eagle_method(network, SpeculativeConfig(num_draft_tokens=TREE))
 
 
 class Eagle3Recipe(EagleRecipe):

@@ -17,7 +17,7 @@ from foretell.method import AnyMethod
 from foretell.model.ends import Ends
 from foretell.train.batch import Batch
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
-from foretell.train.recipe.base import Loss, Recipe, Setup
+from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
 
 
 class MLPSpeculatorOptions(BaseModel):
@@ -100,9 +100,9 @@ class MLPSpeculatorRecipe(Recipe):
         return Loss(losses.total(o.decay), figures)
 
     def method(self, network: Speculator) -> AnyMethod:
-        """The default tree, greedy."""
+        """A whole tree by confidence, matched."""
         assert isinstance(network, MLPSpeculator)
-        return stages_method(network, SpeculativeConfig())
+        return stages_method(network, SpeculativeConfig(num_draft_tokens=TREE))
 
 
 class Said:
