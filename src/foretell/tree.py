@@ -201,6 +201,25 @@ def from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     return out
 
 
+def joined(first: TokenTree, second: TokenTree) -> TokenTree:
+    """Both trees of picked nodes below the same roots in one: what both guess stands there once, children of `first` before those of `second`."""
+    tokens, parents = list[list[int]](), list[list[int]]()
+    for row in range(first.rows):
+        token, parent, known = [int(first.token[row, 0])], [-1], dict[tuple[int, int], int]()
+        for tree in (first, second):
+            place = {0: 0}
+            for node in np.nonzero(tree.live[row])[0][1:].tolist():
+                key = place[int(tree.parent[row, node])], int(tree.token[row, node])
+                if key not in known:
+                    known[key] = len(token)
+                    parent.append(key[0])
+                    token.append(key[1])
+                place[node] = known[key]
+        tokens.append(token)
+        parents.append(parent)
+    return from_lists(tokens, parents)
+
+
 def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
     """Stack trees of different texts into one batch, padding to the widest; `distinct` and `inputs` must agree."""
     if len(trees) == 1:

@@ -18,7 +18,7 @@ from foretell.method import Method
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Root, Shape, Trie, optimal
 from foretell.shape.optimal import expected_tokens
-from foretell.tree import TokenTree
+from foretell.tree import TokenTree, from_lists, joined
 from helpers import context_of
 
 VOCAB = 6
@@ -255,3 +255,18 @@ def test_a_shape_refuses_the_wrong_kind_of_drafter(draft: Drafter, tree: Shape[D
     with pytest.raises(ValueError, match=words):
         Method(draft, tree, Match())
     Method(draft, Root(), Match())
+
+
+def test_joined_trees_hold_every_path_of_both_once() -> None:
+    first = from_lists([[1, 2, 3, 4], [1, 5]], [[-1, 0, 1, 0], [-1, 0]])
+    second = from_lists([[1, 2, 6, 3], [1]], [[-1, 0, 1, 1], [-1]])
+    both = joined(first, second)
+
+    def paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
+        live = np.nonzero(tree.live[row])[0].tolist()
+        return [tuple(int(tree.token[row, n]) for n in tree.ancestors(row, node)) for node in live]
+
+    for row in (0, 1):
+        found = paths(both, row)
+        assert len(found) == len(set(found)) and set(found) == {*paths(first, row), *paths(second, row)}
+    assert both.token[0].tolist() == [1, 2, 3, 4, 6]

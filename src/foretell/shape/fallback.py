@@ -12,7 +12,7 @@ from foretell.draft.hybrid import Hybrid
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
 from foretell.shape.frugal import Bid, Frugal, Plan, accepted
-from foretell.tree import TokenTree, concatenate
+from foretell.tree import TokenTree, concatenate, joined
 
 
 class Mean:
@@ -28,7 +28,7 @@ class Mean:
 
 
 class Fallback(Shape[Hybrid]):
-    """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree, or no drafts.
+    """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree beside it, or no drafts.
 
     What the model's guesses give and take is known from the last ones. The first two are trials, one of them while the target still reads the
     prompt, so that the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has read. Timing decides
@@ -81,7 +81,7 @@ class Fallback(Shape[Hybrid]):
         return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
 
     def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
-        """The model's guesses for the `weak` texts, what was retrieved for the others."""
+        """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
         started = self._clock()
         guesses = self.guess.grow(draft.predictor, context.select(weak))
         if all(context.rows[i] in self._read for i in weak):
@@ -91,6 +91,7 @@ class Fallback(Shape[Hybrid]):
         self._guessed = {context.rows[i]: int(n) - 1 for i, n in zip(weak, guesses.live.sum(1), strict=True)}
         for size in self._guessed.values():
             self._size.add(size)
+        guesses = joined(guesses, plan.tree.select(np.array(weak, np.int64)))
         others = [i for i in range(len(context.rows)) if i not in set(weak)]
         if not others:
             return guesses
