@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -32,9 +33,10 @@ def main(
     save(folder, network, network.config, eight_bits=True)
     for file in ("README.md", "curve.csv", "curve.png"):
         shutil.copyfile(trained / file, folder / file)
-    if results is not None:
-        card = folder / "README.md"
-        card.write_text(card.read_text().split(HEADING)[0].rstrip() + "\n\n" + table(results, contender))
+    card = folder / "README.md"
+    # Where the folders of the training stood says nothing to readers.
+    text = re.sub(r"(?<=\s)/\S+/(\w+)", r"\1", card.read_text()).split(HEADING)[0].rstrip() + "\n"
+    card.write_text(text if results is None else text + "\n" + table(results, contender))
     size = sum(f.stat().st_size for f in SHIPPED.rglob(WEIGHTS))
     typer.echo(f"{folder}: {(folder / WEIGHTS).stat().st_size / 1e6:.1f} MB; all that ships: {size / 1e6:.1f} MB")
     if size > LIMIT or not (folder / CONFIG).is_file():
