@@ -39,4 +39,4 @@ def test_it_drafts_well_and_changes_nothing(kind: str, model: Model, plain: list
     answers = model.generate(PROMPTS, METHODS.get(kind, kind), max_new_tokens=32)
     assert [a.tokens for a in answers] == plain
     passes = sum(a.statistics.target_passes for a in answers)
-    assert sum(a.statistics.new_tokens for a in answers) / passes > 1.2
+    assert sum(a.statistics.new_tokens for a in answers) / passes > 1.1
