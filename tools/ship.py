@@ -52,7 +52,8 @@ def table(results: Path, contender: str) -> str:
         HEADING,
         "",
         f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} tokens a turn, "
-        f"{contender.split('/')[1]}, {run['created'][:10]}; {found['identical']} of {found['compared']} texts identical to plain decoding.",
+        f"`{contender.split('/')[0]}` in {contender.split('/')[1]}, {run['created'][:10]}; "
+        f"{found['identical']} of {found['compared']} texts identical to plain decoding.",
         "",
         "| category | tokens per pass | over plain decoding |",
         "|---|---:|---:|",

@@ -12,7 +12,7 @@ from foretell.shape import Chain, Fixed, optimal
 
 _RATES = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
 """Acceptance by rank and depth that uncalibrated heads are given the benefit of."""
-_NODES = 24
+_NODES = 8
 
 
 def medusa(parts: Parts, config: SpeculativeConfig) -> AnyMethod:

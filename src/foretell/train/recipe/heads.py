@@ -21,7 +21,7 @@ from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.train.batch import Batch
 from foretell.train.objective.heads import Targets, cross_entropies, ranks, soft_cross_entropies, targets
-from foretell.train.recipe.base import Loss, Recipe, Setup
+from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
 from foretell.train.tuned import Tuned
 
 _NOTED = 8
@@ -159,9 +159,9 @@ class HeadsRecipe(Recipe):
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def method(self, network: Speculator) -> AnyMethod:
-        """The earned tree, matched."""
+        """A large tree of what was earned, matched."""
         assert isinstance(network, HeadsNetwork)
-        return heads_method(network, SpeculativeConfig())
+        return heads_method(network, SpeculativeConfig(num_draft_tokens=2 * TREE))
 
 
 def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
