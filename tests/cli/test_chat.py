@@ -3,8 +3,8 @@
 import signal
 
 import pytest
-from command import foretell, tiny
 
+from command import foretell, tiny
 from foretell.engine import Engine, Update
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from command import ENVIRONMENT, TEMPLATE, foretell, refused, save_tiny, small, tiny
 
 

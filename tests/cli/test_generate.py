@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from command import foretell, small, tiny
 
+from command import foretell, small, tiny
 from foretell.catalogue import catalogue
 from foretell.cli.show import Painter
 from foretell.engine import Engine, Update

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from command import foretell, refused, small, tiny
 
+from command import foretell, refused, small, tiny
 from foretell.accept import Match
 from foretell.accept.base import Accepted
 from foretell.laws import Laws
