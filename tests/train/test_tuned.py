@@ -115,7 +115,10 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
     network = load_own(tmp_path, model.source.ends(torch.float32))
     assert isinstance(network, HeadsNetwork)
     texts = []
-    for method in (build("autoregressive", Parts(23, None)), heads_method(network, SpeculativeConfig())):
+    for method in (
+        build("autoregressive", Parts(23, None)),
+        heads_method(network, SpeculativeConfig(num_draft_tokens=24)),
+    ):
         engine = Engine(model.runner(), method)
         requests = [Request(tuple(data.token[i, :4].tolist()), max_new_tokens=21) for i in range(4)]
         texts.append([tokens_of(u) for u in run(engine, requests)])
