@@ -62,9 +62,7 @@ class Model:
             ValueError: transformers runs this model.
         """
         if self._network is None:
-            raise ValueError(
-                f"{self.name}: this needs a model of the own decoder, and transformers runs {self.config.architecture!r}"
-            )
+            raise self._foreign()
         return self._network
 
     @property
@@ -75,10 +73,13 @@ class Model:
             ValueError: transformers runs this model.
         """
         if self._source is None:
-            raise ValueError(
-                f"{self.name}: this needs a model of the own decoder, and transformers runs {self.config.architecture!r}"
-            )
+            raise self._foreign()
         return self._source
+
+    def _foreign(self) -> ValueError:
+        return ValueError(
+            f"{self.name}: this needs a model of the own decoder, and transformers runs {self.config.architecture!r}"
+        )
 
     def remember_copies(self) -> None:
         """Read changed copies of the weights once, however many methods draft with them."""

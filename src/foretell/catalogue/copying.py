@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from foretell.accept import Match
-from foretell.catalogue.parts import Parts, copies, frugal_of, trie_of
+from foretell.catalogue.parts import Parts, copies, frugal_of, own, trie_of
 from foretell.config import SpeculativeConfig
 from foretell.datastore import Datastore, open_datastore
 from foretell.draft import (
@@ -82,10 +82,7 @@ def rest(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def phrases(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """Phrases by hidden state."""
-    if parts.network is None:
-        raise ValueError(
-            "this method reads hidden states of the target, which works with models of the own decoder only; use another method"
-        )
-    tap = parts.network.config.layers + 1
-    documents = encode(DecoderRunner(parts.network), parts.references, tap) if parts.references else None
+    network = own(parts, "reads hidden states of the target")
+    tap = network.config.layers + 1
+    documents = encode(DecoderRunner(network), parts.references, tap) if parts.references else None
     return Method(PhraseRetrieval(tap, documents), trie_of(config, 16, 0.04), Match())

@@ -1,7 +1,7 @@
 """Builders of methods that draft with EAGLE's layer."""
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue.parts import Parts, grown
+from foretell.catalogue.parts import Parts, grown, nodes_of, paths_of
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import Eagle, Predictor
@@ -58,7 +58,7 @@ def _picked(config: SpeculativeConfig) -> Shape[Predictor]:
     """The paths that were named, a chain where one wants but one child, else a tree by confidence."""
     if config.speculative_tree is not None:
         return _fixed(config, draw=False)
-    nodes, least = config.num_draft_tokens or config.num_speculative_tokens, config.confidence_threshold or 0.0
+    nodes, least = nodes_of(config), config.confidence_threshold or 0.0
     if config.eagle_topk == 1:
         return Chain(config.num_steps or nodes or _DEPTH, draw=False, confidence=least)
     return grown(config, config.num_steps or _DEPTH, _WIDTH, _NODES)
@@ -73,9 +73,9 @@ def _drawn(config: SpeculativeConfig) -> Shape[Predictor]:
 
 def _fixed(config: SpeculativeConfig, draw: bool) -> Fixed:
     """The paths that were named, the best tree for rates and sizes that were, or EAGLE-1's."""
-    nodes = config.num_draft_tokens or config.num_speculative_tokens
+    nodes = nodes_of(config)
     if config.speculative_tree is not None:
-        return Fixed(tuple(sorted((tuple(p) for p in config.speculative_tree), key=lambda p: (len(p), p))), draw)
+        return Fixed(paths_of(config.speculative_tree), draw)
     if config.acceptance is not None or nodes is not None:
         rates = config.acceptance or (0.6, 0.15, 0.07, 0.04)
         return optimal(nodes or len(_FIRST), rates, depth=config.num_steps or _DEPTH, draw=draw)

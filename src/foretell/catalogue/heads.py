@@ -1,7 +1,7 @@
 """Builders of methods that draft with heads on the target's last state."""
 
 from foretell.accept import Match, Typical
-from foretell.catalogue.parts import Parts
+from foretell.catalogue.parts import Parts, nodes_of, paths_of
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import Heads
@@ -51,10 +51,8 @@ def heads_method(network: HeadsNetwork, config: SpeculativeConfig) -> AnyMethod:
 def heads_tree(network: HeadsNetwork, config: SpeculativeConfig) -> Fixed:
     """The tree that was asked for, else the best one by what the heads were seen to guess in training."""
     if config.speculative_tree is not None:
-        paths = tuple(tuple(p) for p in config.speculative_tree)
-    else:
-        nodes = config.num_draft_tokens or config.num_speculative_tokens or _NODES
-        if config.acceptance is not None or not network.paths:
-            return optimal(nodes, config.acceptance or _RATES, depth=network.heads)
-        paths = network.paths[:nodes]
-    return Fixed(tuple(sorted(paths, key=lambda p: (len(p), p))))
+        return Fixed(paths_of(config.speculative_tree))
+    nodes = nodes_of(config) or _NODES
+    if config.acceptance is not None or not network.paths:
+        return optimal(nodes, config.acceptance or _RATES, depth=network.heads)
+    return Fixed(paths_of(network.paths[:nodes]))

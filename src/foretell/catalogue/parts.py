@@ -1,5 +1,6 @@
 """What methods are built from, and the helpers that builders share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,24 +68,18 @@ class Parts:
 
 def early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
     """The target's first blocks as a draft model."""
-    if parts.network is None:
-        raise ValueError(
-            "this method cuts the target after some layers, which works with models of the own decoder only; use another method"
-        )
-    layers = config.exit_layer or max(1, parts.network.config.layers // 3)
-    return DraftModel(DecoderRunner(parts.network.cut(layers)))
+    network = own(parts, "cuts the target after some layers")
+    return DraftModel(DecoderRunner(network.cut(config.exit_layer or max(1, network.config.layers // 3))))
 
 
-def own(parts: Parts) -> Network:
-    """The target on the own decoder.
+def own(parts: Parts, does: str = "drafts with parts of the target") -> Network:
+    """The target on the own decoder, for a method that `does` something with it.
 
     Raises:
         ValueError: something else runs it.
     """
     if parts.network is None:
-        raise ValueError(
-            "this method drafts with parts of the target, which works with models of the own decoder only; use another method"
-        )
+        raise ValueError(f"this method {does}, which works with models of the own decoder only; use another method")
     return parts.network
 
 
@@ -120,9 +115,19 @@ LEAST = 0.1
 """Chance below which a node of a tree by confidence is not worth what reading it costs, where a pass pays for every node as it does on CPUs."""
 
 
+def nodes_of(config: SpeculativeConfig) -> int | None:
+    """The nodes that a tree was asked to have; None: unsaid."""
+    return config.num_draft_tokens or config.num_speculative_tokens
+
+
+def paths_of(tree: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Rank paths as fixed trees take them: shorter ones first."""
+    return tuple(sorted((tuple(p) for p in tree), key=lambda p: (len(p), p)))
+
+
 def grown(config: SpeculativeConfig, depth: int, width: int, nodes: int) -> Beam:
     """A tree by confidence: the sizes that were named, whole; else up to `nodes`, as far as they pay."""
-    named = config.num_draft_tokens or config.num_speculative_tokens
+    named = nodes_of(config)
     least = config.confidence_threshold
     if least is None:
         least = 0.0 if named else LEAST

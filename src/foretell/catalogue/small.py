@@ -2,7 +2,7 @@
 
 from foretell.accept import Block, Match, Rejection, Transport
 from foretell.catalogue.drafts import KIND, drafter_of, small_models
-from foretell.catalogue.parts import Parts, chain_of, grown, test_of
+from foretell.catalogue.parts import Parts, chain_of, grown, nodes_of, paths_of, test_of
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import (
@@ -43,7 +43,7 @@ def sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """The tree that is best for the acceptance by rank."""
     draw = config.draft_sample_method == "probabilistic"
     if config.speculative_tree is not None:
-        shape = Fixed(tuple(sorted((tuple(p) for p in config.speculative_tree), key=lambda p: (len(p), p))), draw)
+        shape = Fixed(paths_of(config.speculative_tree), draw)
     else:
         rates = config.acceptance or (0.6, 0.15, 0.07, 0.04, 0.025, 0.02, 0.015, 0.01)
         shape = optimal(config.num_speculative_tokens or 16, rates, depth=config.num_steps or 6, draw=draw)
@@ -82,7 +82,7 @@ def universal_draft(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def llmcad(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """A tree paced by confidence."""
-    budget = config.num_draft_tokens or config.num_speculative_tokens or 16
+    budget = nodes_of(config) or 16
     return Method(drafter_of(parts), Paced(budget, threshold=config.confidence_threshold or 0.01), Match())
 
 

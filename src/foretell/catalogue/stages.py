@@ -1,7 +1,7 @@
 """Builders of methods that draft with a multi-stage speculator."""
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue.parts import Parts, grown
+from foretell.catalogue.parts import Parts, grown, nodes_of, paths_of
 from foretell.catalogue.trained import trained
 from foretell.config import SpeculativeConfig
 from foretell.draft import Predictor, Stages
@@ -32,9 +32,9 @@ def stages_method(network: MLPSpeculator, config: SpeculativeConfig) -> AnyMetho
 
 def _shape(stages: int, config: SpeculativeConfig, draw: bool) -> Shape[Predictor]:
     """The paths that were named; the best tree for the rates that were named; a chain to draw or of width 1; else a tree by confidence."""
-    nodes, confidence = config.num_draft_tokens or config.num_speculative_tokens, config.confidence_threshold or 0.0
+    nodes, confidence = nodes_of(config), config.confidence_threshold or 0.0
     if config.speculative_tree is not None:
-        paths = tuple(sorted((tuple(p) for p in config.speculative_tree), key=lambda p: (len(p), p)))
+        paths = paths_of(config.speculative_tree)
         _within(max(map(len, paths), default=0), stages)
         return Fixed(paths, draw)
     depth = _within(config.num_steps or stages, stages)

@@ -90,9 +90,9 @@ def generate(
             work = answers(target, asked, manifest, collection, rows, tokens)
         _watch(work, collection, tokens, console)
         collection.seal()
-    card = _card(Dataset.open(out), sys.argv[1:])
-    (out / "README.md").write_text(card)
-    typer.echo(_sentence(Dataset.open(out)))
+    made = Dataset.open(out)
+    (out / "README.md").write_text(_card(made, sys.argv[1:]))
+    typer.echo(_sentence(made))
 
 
 @app.command()

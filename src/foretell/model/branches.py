@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.decoder import Block, Decoder
-from foretell.model.linear import widen
 from foretell.model.rope import rotate
+from foretell.model.sequence import masked_attention, split_heads
 
 
 def run_branches(
@@ -77,14 +76,6 @@ def _seen(cut: Int[torch.Tensor, "b g"], ahead: int, s: int) -> Bool[torch.Tenso
     return torch.cat((text.repeat_interleave(ahead, 1), groups.expand(b, g * ahead, g * ahead)), 2)
 
 
-def _heads(decoder: Decoder, block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of a stream, `[b n h e]`, after the block's norm."""
-    c = decoder.config
-    heads = block.qkv(block.attention_norm(x)).view(*x.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
-    split: tuple[torch.Tensor, ...] = heads.split((c.heads, c.kv_heads, c.kv_heads), 2)
-    return split
-
-
 def _turned(decoder: Decoder, i: int, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Heads `[b n h e]` at their positions, as `[b h n e]`."""
     table = decoder.local_rope if decoder.config.window_of(i) else decoder.rope
@@ -93,14 +84,14 @@ def _turned(decoder: Decoder, i: int, x: torch.Tensor, position: torch.Tensor) -
 
 
 def _keys(decoder: Decoder, i: int, block: Block, x: torch.Tensor, stream: _Stream) -> _Keys:
-    _, k, v = _heads(decoder, block, x)
+    _, k, v = split_heads(block, decoder.config, block.attention_norm(x))
     k = k if block.k_norm is None else block.k_norm(k)
     return _Keys(_turned(decoder, i, k, stream.position), v.transpose(1, 2), stream.position)
 
 
 def _through(decoder: Decoder, i: int, block: Block, x: torch.Tensor, stream: _Stream, keys: _Keys) -> torch.Tensor:
     """A stream through the `i`-th block."""
-    q = _heads(decoder, block, x)[0]
+    q = split_heads(block, decoder.config, block.attention_norm(x))[0]
     q = _turned(decoder, i, q if block.q_norm is None else block.q_norm(q), stream.position)
     part: torch.Tensor = block.output(_attend(decoder, i, q, stream, keys))
     x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
@@ -115,10 +106,6 @@ def _attend(decoder: Decoder, i: int, q: torch.Tensor, stream: _Stream, keys: _K
     if window:
         seen = seen & (stream.position[:, :, None] - keys.position[:, None] < window)
     k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (keys.k, keys.v))
-    if c.attention_softcap:
-        score = torch.tanh(q @ k.transpose(-1, -2) * (c.scale / c.attention_softcap)) * c.attention_softcap
-        out = widen(score.masked_fill(~seen[:, None], float("-inf"))).softmax(-1).to(v.dtype) @ v
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=c.scale)
+    out = masked_attention(q, k, v, seen[:, None], c.scale, c.attention_softcap)
     joined: torch.Tensor = out.transpose(1, 2).flatten(2)
     return joined

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import nn
 
 from foretell.model.config import ModelConfig
@@ -43,8 +43,7 @@ def through(
 def _attention(block: Block, config: ModelConfig, rope: Tables, window: int, x: torch.Tensor) -> torch.Tensor:
     b, s, _ = x.shape
     c = config
-    heads = block.qkv(x).view(b * s, c.heads + 2 * c.kv_heads, c.head_dim)
-    q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 1)
+    q, k, v = (part.flatten(0, 1) for part in split_heads(block, config, x))
     q = q if block.q_norm is None else block.q_norm(q)
     k = k if block.k_norm is None else block.k_norm(k)
     position = torch.arange(s, device=x.device).repeat(b)
@@ -66,6 +65,26 @@ def _attend(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     age = torch.arange(s, device=q.device)[:, None] - torch.arange(s, device=q.device)
     seen = (age >= 0) & ((age < window) if window else True)
+    out: torch.Tensor = masked_attention(q, k, v, seen, scale, softcap)
+    return out
+
+
+def split_heads(block: Block, config: ModelConfig, x: Float[torch.Tensor, "b s d"]) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of what the block's norm gave, `[b s h e]` each."""
+    heads = block.qkv(x).view(*x.shape[:2], config.heads + 2 * config.kv_heads, config.head_dim)
+    split: tuple[torch.Tensor, ...] = heads.split((config.heads, config.kv_heads, config.kv_heads), 2)
+    return split
+
+
+def masked_attention(
+    q: Float[torch.Tensor, "b h n e"],
+    k: Float[torch.Tensor, "b h s e"],
+    v: Float[torch.Tensor, "b h s e"],
+    seen: Bool[torch.Tensor, "*any n s"],
+    scale: float,
+    softcap: float,
+) -> Float[torch.Tensor, "b h n e"]:
+    """Softmax attention over the keys that are seen, scores bounded by a soft cap (0: not)."""
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     score = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap

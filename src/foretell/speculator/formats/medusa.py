@@ -27,23 +27,22 @@ _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
 
 def names_of_authors(heads: int, blocks: int) -> Names:
     """Our names to those of FasterDecoding: a head is a sequence of residual blocks that ends with its matrix."""
-    out = {}
-    for h in range(heads):
-        for i in range(blocks):
-            for part in ("weight", "bias"):
-                out[f"residual.{h}.{i}.{part}"] = f"{h}.{i}.linear.{part}"
-        out[f"own_heads.{h}"] = f"{h}.{blocks}.weight"
-    return out
+    return _names(heads, blocks, "{head}.{block}.linear.{part}", f"{{head}}.{blocks}.weight")
 
 
 def names_of_vllm(heads: int, blocks: int) -> Names:
     """Our names to those of vLLM, which keeps blocks and matrices apart."""
+    return _names(heads, blocks, "blocks.{head}.layers.{block}.{part}", "lm_heads.{head}.weight")
+
+
+def _names(heads: int, blocks: int, residual: str, matrix: str) -> Names:
+    """Our names to those that two patterns give."""
     out = {}
     for h in range(heads):
         for i in range(blocks):
             for part in ("weight", "bias"):
-                out[f"residual.{h}.{i}.{part}"] = f"blocks.{h}.layers.{i}.{part}"
-        out[f"own_heads.{h}"] = f"lm_heads.{h}.weight"
+                out[f"residual.{h}.{i}.{part}"] = residual.format(head=h, block=i, part=part)
+        out[f"own_heads.{h}"] = matrix.format(head=h)
     return out
 
 
