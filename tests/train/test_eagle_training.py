@@ -172,8 +172,9 @@ def test_options_are_checked(kind: str) -> None:
         assert recipe_of(kind, made_target(), taps="0,2").taps == (0, 2, 4)
 
 
+@pytest.mark.parametrize("candidates", ["0", "24"])
 @every_kind
-def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     network = made_target()
     prompts = [random_tokens(6, 64, seed=i) for i in range(4)]
@@ -184,7 +185,7 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, tmp_path) ->
     ]
     kept = torch.tensor(sorted({t for text in texts for t in text[6:]}))
     options = {"noise": "0", "steps": "3", "classify": "1"} if kind == "eagle" else {"steps": "4", "hard": "0.5"}
-    recipe = recipe_of(kind, network, kept, ffn="64", **options)
+    recipe = recipe_of(kind, network, kept, ffn="64", candidates=candidates, **options)
     start(recipe.network, network, 0)
     batch = batch_of(network, texts, 6, recipe.taps)
     optimizer = torch.optim.AdamW(recipe.network.parameters(), lr=6e-3)

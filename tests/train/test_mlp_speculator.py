@@ -114,7 +114,8 @@ def test_the_cross_entropy_is_least_for_the_law_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tied": "1", "scale_input": "1"}, {"soft": "0", "more_taps": "1", "own_head": "1"}]
+    "options",
+    [{}, {"candidates": "24"}, {"tied": "1", "scale_input": "1"}, {"soft": "0", "more_taps": "1", "own_head": "1"}],
 )
 def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str]) -> None:
     network = made_target()

@@ -1,6 +1,7 @@
 """What all trained speculators are: small networks on the target's hidden states that borrow its embedding and its head."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -36,6 +37,16 @@ class SpeculatorConfig(BaseModel):
     """Tokens that it can guess, the most frequent ones of its training data; None: all."""
     own_head: bool = False
     """It has an output matrix of its own; otherwise it uses the target's (the rows of its tokens)."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Some of the drafted tokens, for a loss that looks at no others."""
+
+    column: Int[torch.Tensor, " c"]
+    """Their numbers among the drafted ones, ascending."""
+    raised: Float[torch.Tensor, " c"]
+    """What is added to their logits, for those that stand for others too."""
 
 
 class Speculator(nn.Module, ABC):
@@ -116,12 +127,14 @@ class Speculator(nn.Module, ABC):
         x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)
         return x if self._scale == 1 else x * self._scale
 
-    def score(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the drafted tokens from what the target's head would see."""
+    def score(self, x: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t w"]:
+        """Logits over the drafted tokens, or some of them, from what the target's head would see."""
         if self.packed_head is not None:
             return self._capped(self.packed_head(x))
-        head = self.get_buffer("_borrowed_head") if self.head is None else self.head
-        return self._capped(F.linear(x, head.to(x.dtype)).float())
+        head = self.output_matrix
+        if among is None:
+            return self._capped(F.linear(x, head.to(x.dtype)).float())
+        return self._capped(F.linear(x, head[among.column].to(x.dtype)).float()) + among.raised
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits within the target's bound, where it has one."""

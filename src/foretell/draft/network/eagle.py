@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.draft.network.base import Speculator, SpeculatorConfig
+from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
 from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Turn, Unrolled
 from foretell.model.config import Rope
 from foretell.model.ends import Ends
@@ -135,10 +135,11 @@ class EagleNetwork(Speculator):
         token: Int[torch.Tensor, "b s"],
         features: Sequence[Float[torch.Tensor, "b s d"]],
         wanted: Sequence[Bool[torch.Tensor, "b t"]],
+        among: Candidates | None = None,
     ) -> tuple[Guess, ...]:
         """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of token `j + 2 + i` counts.
 
-        Each step goes on from the outputs of the one before, as drafting does.
+        Each step goes on from the outputs of the one before, as drafting does. `among`: the tokens to be scored, if not all.
         """
         g = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
         position = torch.arange(g.shape[1], device=g.device)
@@ -146,7 +147,7 @@ class EagleNetwork(Speculator):
         for i, where in enumerate(wanted):
             g = self.advance(F.pad(token[:, 1 + i :], (0, i)), g, position + i, sight)
             state = self.see(g[where])
-            guesses.append(Guess(state, self.score(state)))
+            guesses.append(Guess(state, self.score(state, among)))
         return tuple(guesses)
 
 

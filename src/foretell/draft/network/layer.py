@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from foretell.model.linear import widen
 
@@ -176,7 +177,12 @@ class Unrolled(Sight):
         k, v = (part.transpose(1, 2).repeat_interleave(groups, 1) for part in (k, v))
         past = self._past.setdefault(layer, [])
         past.append((k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) if len(past) == 1 else _diagonal(q, past)
+        if len(past) == 1:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif q.device.type == "cpu":
+            out = _Merged.apply(q, *(each for pair in past for each in pair))  # type: ignore[no-untyped-call]
+        else:
+            out = _diagonal(q, past)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -192,3 +198,40 @@ def _diagonal(q: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) ->
     for i, (_, each) in enumerate(own):
         out = out + weight[..., s + i, None] * each
     return out
+
+
+class _Merged(torch.autograd.Function):
+    """`_diagonal` without a table of all scores, from the flash kernels for processors.
+
+    Their part over the first keys and the few own keys are merged by their sums of exponentials. In the backward pass the kernel is given the merged
+    output and sum, whence the gradients of its part are those within the whole, as in ring attention (arXiv 2310.01889).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        scores = [widen((q * each).sum(-1)) * q.shape[-1] ** -0.5 for each in own[::2]]
+        whole = torch.logsumexp(torch.stack([total, *scores]), 0)
+        merged = out * (total - whole).exp()[..., None]
+        for score, each in zip(scores, own[1::2], strict=True):
+            merged = merged + each * (score - whole).exp()[..., None]
+        merged = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, merged, whole, *own)
+        return merged
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, merged, whole, *own = ctx.saved_tensors  # type: ignore[attr-defined]
+        slope, scale = grads[0].contiguous(), q.shape[-1] ** -0.5
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            slope, q, k, v, merged, whole, 0.0, True
+        )
+        common = widen((slope * merged).sum(-1))
+        more = list[torch.Tensor]()
+        for key, value in zip(own[::2], own[1::2], strict=True):
+            weight = (widen((q * key).sum(-1)) * scale - whole).exp()
+            change = (weight * (widen((slope * value).sum(-1)) - common) * scale)[..., None].to(q.dtype)
+            dq = dq + change * key
+            more += [change * q, weight[..., None].to(q.dtype) * slope]
+        return dq, dk, dv, *more

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import nn
 
+from foretell.draft.network.base import Candidates
 from foretell.draft.network.heads import HeadsConfig, HeadsNetwork
 from foretell.model.ends import Ends
 
@@ -50,11 +51,13 @@ class Medusa(HeadsNetwork):
         """Through every head's residual blocks."""
         return torch.stack([_through(blocks, h) for blocks in self.residual], -2)
 
-    def score(self, x: Float[torch.Tensor, "*t k d"]) -> Float[torch.Tensor, "*t k w"]:
+    def score(self, x: Float[torch.Tensor, "*t k d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t k w"]:
         """Logits of head `i` from `x[..., i, :]`."""
         if not len(self.own_heads):
-            return super().score(x)
-        return self._capped(torch.stack([F.linear(x[..., i, :], w) for i, w in enumerate(self.own_heads)], -2))
+            return super().score(x, among)
+        own = [w if among is None else w[among.column] for w in self.own_heads]
+        logits = self._capped(torch.stack([F.linear(x[..., i, :], w) for i, w in enumerate(own)], -2))
+        return logits if among is None else logits + among.raised
 
 
 def _zero(linear: nn.Linear) -> nn.Linear:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.draft.network.base import Speculator, SpeculatorConfig
+from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
 from foretell.model.ends import Ends
 from foretell.model.linear import widen
 
@@ -144,11 +144,16 @@ class MLPSpeculator(Speculator):
         out: torch.Tensor = state if self.config.own_embedding else self.output[stage % len(self.output)](state)
         return out
 
-    def judge(self, reading: Float[torch.Tensor, "*t r"], stage: int) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the drafted tokens from a reading."""
+    def judge(
+        self, reading: Float[torch.Tensor, "*t r"], stage: int, among: Candidates | None = None
+    ) -> Float[torch.Tensor, "*t w"]:
+        """Logits over the drafted tokens, or some of them, from a reading."""
         if not self.config.own_embedding:
-            return self.score(reading)
-        return widen(self.output[stage % len(self.output)](reading))
+            return self.score(reading, among)
+        head = self.output[stage % len(self.output)].get_parameter("weight")
+        if among is None:
+            return widen(F.linear(reading, head))
+        return widen(F.linear(reading, head[among.column])) + among.raised
 
     def score_stage(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens from a stage's state."""

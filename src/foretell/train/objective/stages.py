@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
-Judge = Callable[[Float[torch.Tensor, "k r"], int], Float[torch.Tensor, "k w"]]
-"""Logits over the drafted tokens from what a stage's last matrix sees, and the stage."""
+from foretell.draft.network.base import Candidates
+from foretell.train.objective.candidates import candidates
+
+Judge = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
+"""Logits over the drafted tokens, or over candidates, from what a stage's last matrix sees, and the stage."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +84,28 @@ def stage_losses(
     teacher: Teacher | None = None,
     frozen: bool = True,
     chunk: int = 1024,
+    count: int = 0,
 ) -> StageLosses:
-    """The losses of all stages, computed `chunk` positions and one stage at a time.
+    """The losses of all stages, computed `chunk` positions and one stage at a time, over `count` candidates each (0: all drafted tokens).
 
     `frozen`: `judge` has no weights to train, so gradients are taken at once and logits never kept; otherwise they are computed twice. The target's
     distribution at a cell serves every stage that looks there.
     """
     n = len(readings)
-    count = lesson.wanted.sum(0).clamp(min=1)
+    places = lesson.wanted.sum(0).clamp(min=1)
     sums, right = [list[torch.Tensor]() for _ in range(n)], [list[torch.Tensor]() for _ in range(n)]
     for start in range(0, max(len(lesson.at), 1), chunk):
         part = slice(start, start + chunk)
-        laws = _Laws(teacher, lesson.at[part], n) if teacher else None
+        laws = _Laws(teacher, lesson.at[part], n, lesson.label[part], count) if teacher else None
+        among = laws.among if laws else None
         for stage in range(n):
             wanted, label = lesson.wanted[part, stage], lesson.label[part, stage]
+            label = label if among is None else torch.searchsorted(among.column, label.contiguous())
             law = laws.of_stage(stage) if laws else None
 
             def lost(reading: torch.Tensor, stage: int = stage, label: torch.Tensor = label, wanted: torch.Tensor = wanted,
-                     law: torch.Tensor | None = law) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-                logits = judge(reading, stage)
+                     law: torch.Tensor | None = law, among: Candidates | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                logits = judge(reading, stage, among)
                 each = cross_entropy(logits, label, law, teacher.share if teacher else 0.0)
                 hits = (logits.detach().argmax(-1) == label) & wanted
                 return torch.where(wanted, each, 0.0).sum(), hits.sum()
@@ -107,8 +113,8 @@ def stage_losses(
             loss, hits = _lean(lost, readings[stage][part], frozen)
             sums[stage].append(loss)
             right[stage].append(hits)
-    losses = tuple(torch.stack(s).sum() / count[i] for i, s in enumerate(sums))
-    return StageLosses(losses, tuple((torch.stack(r).sum() / count[i]).item() for i, r in enumerate(right)))
+    losses = tuple(torch.stack(s).sum() / places[i] for i, s in enumerate(sums))
+    return StageLosses(losses, tuple((torch.stack(r).sum() / places[i]).item() for i, r in enumerate(right)))
 
 
 def cross_entropy(
@@ -125,13 +131,20 @@ def cross_entropy(
 
 
 class _Laws:
-    """The target's distributions that a chunk needs, each computed once."""
+    """The target's distributions that a chunk needs, each computed once, over `count` candidates with all labels among them (0: over all)."""
 
-    def __init__(self, teacher: Teacher, at: Int[torch.Tensor, " k"], stages: int) -> None:
+    def __init__(
+        self, teacher: Teacher, at: Int[torch.Tensor, " k"], stages: int, label: Int[torch.Tensor, "k n"], count: int
+    ) -> None:
         last = len(teacher.states) - 1
         self._cell = (at[:, None] + torch.arange(1, stages + 1, device=at.device)).clamp(max=last)
         self._known = torch.unique(self._cell)
         self._laws = teacher.laws(self._known)
+        certain = torch.unique(label)
+        self.among = candidates(self._laws, max(count, 2 * len(certain)) if count else 0, certain)
+        if self.among is not None:
+            kept = self._laws[:, self.among.column]
+            self._laws = kept / kept.sum(-1, keepdim=True)
 
     def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:
         """What the target says where this stage speaks."""

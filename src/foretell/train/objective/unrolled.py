@@ -1,13 +1,15 @@
 """EAGLE-3's objective: the target's distribution at every step of a draft, from what the drafter itself made before (arXiv 2503.01840)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
+from foretell.draft.network.base import Candidates
 from foretell.model.ends import Ends
+from foretell.train.objective.candidates import candidates
 
 Pair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
 """Guessed and the target's logits at the same places, over the drafted tokens."""
@@ -59,6 +61,11 @@ class Labels:
         row = F.pad(self.row[:, shift:], (0, min(shift, self.row.shape[1])), value=-1)
         where = row >= 0
         return where, self.logits[row[where]]
+
+    def narrowed(self, count: int) -> tuple["Labels", Candidates | None]:
+        """The same over `count` candidates (0: over all), and which those are."""
+        among = candidates(torch.softmax(self.logits, -1), count)
+        return (self if among is None else replace(self, logits=self.logits[:, among.column])), among
 
 
 @torch.no_grad()

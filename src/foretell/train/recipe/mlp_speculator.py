@@ -41,6 +41,8 @@ class MLPSpeculatorOptions(BaseModel):
     """Share of the loss that is learned from the target's distributions; the rest is learned from the tokens that came."""
     temperature: float = Field(1.0, gt=0)
     """Of the target's distributions."""
+    candidates: int = Field(0, ge=0)
+    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
 
 
 class MLPSpeculatorRecipe(Recipe):
@@ -92,7 +94,7 @@ class MLPSpeculatorRecipe(Recipe):
         frozen = own.head is None and not own.config.own_embedding
 
         def use(readings: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
-            return stage_losses(own.judge, readings, learn, teacher, frozen)
+            return stage_losses(own.judge, readings, learn, teacher, frozen, count=o.candidates if teacher else 0)
 
         losses: StageLosses = network([s[learn.at] for s in states], learn.given, use)
         figures = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}

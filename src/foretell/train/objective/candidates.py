@@ -1,0 +1,38 @@
+"""Sampled softmax: a loss over the tokens that matter in a batch and a few of the others, instead of all that can be drafted.
+
+The output matrix and its softmax are most of what training a small speculator costs (Jean et al., arXiv 1412.2007).
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.draft.network.base import Candidates
+
+_RANDOM = 4
+"""One candidate in so many is drawn at random."""
+
+
+def candidates(
+    law: Float[torch.Tensor, "k w"], count: int, certain: Int[torch.Tensor, " m"] | None = None
+) -> Candidates | None:
+    """`count` of the drafted tokens: those with the most mass under the target's distributions `law`, the rest drawn from torch's own generator.
+
+    `certain`: tokens, by their number among the drafted ones, that must be among them. Those drawn stand for all that are left out: their logits
+    are raised by the logarithm of how many each stands for, which keeps the sum over the vocabulary right on average. None: `count` is 0, or leaves
+    nothing out.
+    """
+    width = law.shape[-1]
+    if not 0 < count < width:
+        return None
+    mass = law.sum(0)
+    if certain is not None:
+        mass[certain] += 1
+    drawn = count // _RANDOM
+    order = mass.argsort(descending=True)
+    likely, rest = order[: count - drawn], order[count - drawn :]
+    some = rest[torch.randperm(len(rest), device=rest.device)[:drawn]]
+    raised = math.log(len(rest) / drawn) if drawn else 0.0
+    column, place = torch.cat([likely, some]).sort()
+    return Candidates(column, torch.where(place < len(likely), 0.0, raised))

@@ -1,0 +1,53 @@
+"""Losses over candidates instead of the whole vocabulary stand for the whole on average, and cost nothing in what is learned."""
+
+import pytest
+import torch
+
+from foretell.draft.network.layer import _diagonal, _Merged
+from foretell.train.objective.candidates import candidates
+
+
+def test_the_likeliest_and_the_certain_are_among_them_and_the_count_is_kept() -> None:
+    law = torch.softmax(3 * torch.randn(6, 40), -1)
+    certain = torch.tensor([31, 7])
+    found = candidates(law, 16, certain)
+    assert found is not None
+    columns = found.column.tolist()
+    assert columns == sorted(set(columns)) and len(columns) == 16
+    assert {31, 7} <= set(columns)
+    mass = law.sum(0)
+    mass[certain] += 1
+    assert set(mass.argsort(descending=True)[:12].tolist()) <= set(columns)
+    assert (found.raised > 0).sum() == 4
+    assert found.raised.max().exp().item() == pytest.approx(28 / 4)
+
+
+@pytest.mark.parametrize("count", [0, 40, 50])
+def test_none_are_chosen_where_nothing_would_be_left_out(count: int) -> None:
+    assert candidates(torch.full((2, 40), 1 / 40), count) is None
+
+
+def test_the_sum_over_the_vocabulary_is_right_on_average() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 60)
+    law, whole = torch.softmax(logits, -1), logits.exp().sum(-1)
+    sums = []
+    for _ in range(4000):
+        some = candidates(law, 20)
+        assert some is not None
+        sums.append((logits[:, some.column] + some.raised).exp().sum(-1))
+    torch.testing.assert_close(torch.stack(sums).mean(0), whole, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.04)])
+def test_attention_of_later_steps_is_that_over_all_its_keys(dtype: torch.dtype, near: float) -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(2, 3, 21, 16, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(7)]
+    slope = torch.randn(2, 3, 21, 16).to(dtype)
+    q, k, v, *own = parts
+    expected = _diagonal(q, [(k, v), (own[0], own[1]), (own[2], own[3])])
+    found = _Merged.apply(*parts)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, expected, atol=near, rtol=0)
+    slopes = [torch.autograd.grad(out, parts, slope) for out in (expected, found)]
+    for mine, right in zip(slopes[1], slopes[0], strict=True):
+        torch.testing.assert_close(mine, right, atol=near, rtol=0)
