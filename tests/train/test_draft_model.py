@@ -173,16 +173,18 @@ def test_only_answers_that_can_be_drafted_count() -> None:
     empty.total.backward()
 
 
+@pytest.mark.parametrize("candidates", ["0", "16"])
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++"])
-def test_every_divergence_raises_acceptance_on_texts_that_were_not_trained_on(loss: str) -> None:
+def test_every_divergence_raises_acceptance_on_texts_that_were_not_trained_on(loss: str, candidates: str) -> None:
     train_set, held_out = (
         batch_of([random_tokens(40, 24, seed=i) for i in range(24)]),
         batch_of([random_tokens(40, 24, seed=100 + i) for i in range(8)]),
     )
-    recipe = DraftModelRecipe.of(setup({"loss": loss, "blocks": "0,3"}))
-    before = recipe.loss(recipe.network, held_out).figures["acceptance"]
+    recipe = DraftModelRecipe.of(setup({"loss": loss, "blocks": "0,3", "candidates": candidates}))
+    judge = DraftModelRecipe.of(setup({"loss": loss, "blocks": "0,3"}))
+    before = judge.loss(recipe.network, held_out).figures["acceptance"]
     train(recipe, train_set, 40, 2e-3)
-    after = recipe.loss(recipe.network, held_out).figures["acceptance"]
+    after = judge.loss(recipe.network, held_out).figures["acceptance"]
     assert after > before + 0.05, (before, after)
 
 

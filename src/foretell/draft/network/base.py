@@ -48,6 +48,10 @@ class Candidates:
     raised: Float[torch.Tensor, " c"]
     """What is added to their logits, for those that stand for others too."""
 
+    def of(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t c"]:
+        """Logits of these alone, from those of all drafted tokens."""
+        return logits[..., self.column] + self.raised
+
 
 class Speculator(nn.Module, ABC):
     """A network that drafts for one target. `forward` is what training calls; drafters call the parts it is made of.

@@ -210,10 +210,11 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:  # fmt: skip
         k, v = k.to(q.dtype), v.to(q.dtype)
+        out: torch.Tensor
         out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         scores = [widen((q * each).sum(-1)) * q.shape[-1] ** -0.5 for each in own[::2]]
         whole = torch.logsumexp(torch.stack([total, *scores]), 0)
-        merged = out * (total - whole).exp()[..., None]
+        merged: torch.Tensor = out * (total - whole).exp()[..., None]
         for score, each in zip(scores, own[1::2], strict=True):
             merged = merged + each * (score - whole).exp()[..., None]
         merged = merged.to(q.dtype)

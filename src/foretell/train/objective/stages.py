@@ -143,7 +143,7 @@ class _Laws:
         certain = torch.unique(label)
         self.among = candidates(self._laws, max(count, 2 * len(certain)) if count else 0, certain)
         if self.among is not None:
-            kept = self._laws[:, self.among.column]
+            kept = self._laws[:, self.among.column] * self.among.raised.exp()
             self._laws = kept / kept.sum(-1, keepdim=True)
 
     def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:

@@ -65,7 +65,7 @@ class Labels:
     def narrowed(self, count: int) -> tuple["Labels", Candidates | None]:
         """The same over `count` candidates (0: over all), and which those are."""
         among = candidates(torch.softmax(self.logits, -1), count)
-        return (self if among is None else replace(self, logits=self.logits[:, among.column])), among
+        return (self if among is None else replace(self, logits=among.of(self.logits))), among
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Distilled draft models: some of the target's blocks, trained to give the target's distribution (DistillSpec, arXiv 2310.08461)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -20,6 +21,7 @@ from foretell.model.influence import influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
 from foretell.train.batch import Batch
+from foretell.train.objective.candidates import candidates
 from foretell.train.objective.divergence import Distilled, distil
 from foretell.train.recipe.base import Loss, Recipe, Setup
 from foretell.train.rewrite import Rewriter, Writer
@@ -52,6 +54,8 @@ class Options(BaseModel):
     """Batches after which the writing draft takes over the trained weights."""
     earlier: str = ""
     """Directories of drafts trained before, separated by commas: only what none of them finds is learned (SpecInfer's boost-tuning)."""
+    candidates: int = Field(0, ge=0)
+    """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are drafted."""
     unit: Literal["position", "text"] = "position"
     """What boost-tuning leaves out: positions that an earlier draft masters, or (as published) whole texts all of whose positions they master."""
 
@@ -118,10 +122,15 @@ class DraftModelRecipe(Recipe):
 
     def _distilled(self, mine: Float[torch.Tensor, "k d"], theirs: Float[torch.Tensor, "k d"]) -> Distilled:
         with torch.no_grad():
-            target = self.network.teach(theirs) / self.options.temperature
+            warmth, target = self.options.temperature, self.network.teach(theirs)
+            among = candidates(torch.softmax(target / warmth, -1), self.options.candidates)
+            if among is not None:
+                # What is added to logits here is divided with them.
+                among = replace(among, raised=among.raised * warmth)
+                target = among.of(target)
 
         def of(states: torch.Tensor) -> Distilled:
-            return distil(target, self.network.score(states) / self.options.temperature, self._divergence)
+            return distil(target / warmth, self.network.score(states, among) / warmth, self._divergence)
 
         # The logits of a chunk are made again for its gradient rather than kept.
         done: Distilled = checkpoint(of, mine, use_reentrant=False)
