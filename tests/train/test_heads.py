@@ -77,9 +77,9 @@ def test_losses_are_means_over_what_is_known() -> None:
     assert cross_entropies(logits, token).tolist() == pytest.approx(naive, rel=1e-5)
     assert cross_entropies(logits, torch.full((5, 2), -1)).tolist() == [0, 0]
     assert cross_entropies(logits[:0], token[:0]).tolist() == [0, 0]
-    sharp = F.one_hot(token.clamp_min(0), 4).float().log()
+    sharp = F.one_hot(token.clamp_min(0), 4).float()
     assert soft_cross_entropies(logits, sharp, token >= 0).tolist() == pytest.approx(naive, rel=1e-5)
-    own = soft_cross_entropies(logits, logits, token >= 0)
+    own = soft_cross_entropies(logits, logits.softmax(-1), token >= 0)
     entropy = entropies(logits)
     assert float(own[0]) == pytest.approx(float(entropy[token[:, 0] >= 0, 0].mean()), rel=1e-5)
     assert weights(3, 0.8) == pytest.approx([0.8, 0.64, 0.512])
@@ -191,15 +191,20 @@ def learn(recipe: HeadsRecipe, batch: Batch, steps: int) -> None:
         optimizer.step()
 
 
-def test_heads_taught_by_distributions_come_to_give_them() -> None:
-    decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
+@pytest.mark.parametrize("candidates", ["0", "200"])
+def test_heads_taught_by_distributions_come_to_give_them(candidates: str) -> None:
+    decoder = tiny_decoder(replace(WIDE, vocab=300), dtype=torch.float32, sharpness=0.1)
     texts, _ = answers(decoder, PLAIN)
     batch = batch_of(decoder, texts)
-    recipe = RECIPES["blockwise"].of(setup_for(decoder, None, heads="2", inner="256", learn="soft"))
+    options = {"heads": "2", "inner": "256", "learn": "soft"}
+    recipe = RECIPES["blockwise"].of(setup_for(decoder, None, **options, candidates=candidates))
+    judge = RECIPES["blockwise"].of(setup_for(decoder, None, **options))
     assert isinstance(recipe, HeadsRecipe)
-    first = recipe.loss(recipe.network, batch).figures
+    told = recipe.told(recipe.wanted(batch), batch.features[0])
+    assert told is not None and (told.among is None) == (candidates == "0")
+    first = judge.loss(recipe.network, batch).figures
     learn(recipe, batch, 100)
-    last = recipe.loss(recipe.network, batch).figures
+    last = judge.loss(recipe.network, batch).figures
     wanted = recipe.wanted(batch)
     for head in range(2):
         keep = wanted.token[:, head] >= 0

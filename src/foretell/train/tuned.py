@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
+from foretell.draft.network.base import Candidates
 from foretell.draft.network.heads import HeadsNetwork
 from foretell.model.decoder import Block, Decoder, FeedForward
 from foretell.model.linear import Linear
@@ -65,19 +66,20 @@ class Tuned(nn.Module):
         place: Int[torch.Tensor, " n"],
         few: Int[torch.Tensor, " m"],
         joint: bool,
+        among: Candidates | None = None,
     ) -> tuple[Float[torch.Tensor, "n k w"], Float[torch.Tensor, "_ v"]]:
-        """Logits of the heads at some positions, and the tuned target's own at a `few` of these.
+        """Logits of the heads at some positions (over candidates, if these are given), and the tuned target's own at a `few` of these.
 
         Not `joint`: from `h`, the states of the target as it was, and none of its own.
         """
         if not joint:
             # Processes that train together expect every parameter to take part.
             idle = sum(p.sum() for p in self.changes.parameters()) * 0
-            return self.network(h[row, place]) + idle, h.new_zeros(0, self.network.card.vocab)
+            return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.card.vocab)
         decoder = self._decoder[0].to(token.device)
         x = run_blocks(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
         states = decoder.final(x[row, place])
-        return self.network(states), decoder.logits(states[few])
+        return self.network(states, among), decoder.logits(states[few])
 
     @torch.no_grad()
     def added(self, decoder: Decoder) -> Decoder:

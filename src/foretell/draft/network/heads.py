@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 
-from foretell.draft.network.base import Speculator, SpeculatorConfig
+from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
 from foretell.model.ends import Ends
 
 Path = tuple[int, ...]
@@ -59,6 +59,6 @@ class HeadsNetwork(Speculator):
     def states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
         """Every head's own version of a state, which the output matrix then scores."""
 
-    def forward(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k w"]:
-        """Logits of every head over the drafted tokens, from states of the target."""
-        return self.score(self.states(h.to(self.dtype)))
+    def forward(self, h: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t k w"]:
+        """Logits of every head over the drafted tokens, or some of them, from states of the target."""
+        return self.score(self.states(h.to(self.dtype)), among)

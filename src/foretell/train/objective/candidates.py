@@ -19,16 +19,18 @@ def candidates(
 ) -> Candidates | None:
     """`count` of the drafted tokens: those with the most mass under the target's distributions `law`, the rest drawn from torch's own generator.
 
-    `certain`: tokens, by their number among the drafted ones, that must be among them. Those drawn stand for all that are left out: their logits
-    are raised by the logarithm of how many each stands for, which keeps the sum over the vocabulary right on average. None: `count` is 0, or leaves
-    nothing out.
+    `certain`: tokens, by their number among the drafted ones, that must be there; the count grows to twice as many where it is less. Tokens drawn
+    stand for all that are left out: their logits are raised by the logarithm of how many each stands for, which keeps the sum over the vocabulary
+    right on average. None: `count` is 0, or leaves nothing out.
     """
-    width = law.shape[-1]
-    if not 0 < count < width:
+    if count == 0:
         return None
     mass = law.sum(0)
     if certain is not None:
-        mass[certain] += 1
+        mass[certain] = torch.inf
+        count = max(count, 2 * len(certain))
+    if count >= len(mass):
+        return None
     drawn = count // _RANDOM
     order = mass.argsort(descending=True)
     likely, rest = order[: count - drawn], order[count - drawn :]

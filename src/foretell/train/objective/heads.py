@@ -1,10 +1,13 @@
 """What heads learn: every head its own token, later heads with less weight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+
+from foretell.train.objective.candidates import candidates
 
 _MISSED = 1 << 30
 
@@ -64,11 +67,45 @@ def cross_entropies(
 
 
 def soft_cross_entropies(
-    logits: Float[torch.Tensor, "n k w"], teacher: Float[torch.Tensor, "n k w"], learned: Bool[torch.Tensor, "n k"]
+    logits: Float[torch.Tensor, "n k w"], law: Float[torch.Tensor, "n k w"], learned: Bool[torch.Tensor, "n k"]
 ) -> Float[torch.Tensor, " k"]:
     """Mean cross-entropy of each head against the distribution that the target had at its position, over the positions to be learned."""
-    losses = -(torch.softmax(teacher.float(), -1) * F.log_softmax(logits.float(), -1)).sum(-1)
+    losses = -(law * F.log_softmax(logits.float(), -1)).sum(-1)
     return (losses * learned).sum(0) / learned.sum(0).clamp_min(1)
+
+
+class Told:
+    """What the target said of the tokens that heads are to guess: a distribution per place, computed once for all heads that look there.
+
+    `head`: scores the drafted tokens. `count`: candidates to look at, with all tokens to be guessed among them; 0: all drafted tokens.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        wanted: Targets,
+        state: Float[torch.Tensor, "b s d"],
+        head: Callable[[Float[torch.Tensor, "u d"]], Float[torch.Tensor, "u w"]],
+        count: int = 0,
+    ) -> None:
+        s, heads = state.shape[1], wanted.token.shape[1]
+        # The state one position before a token gave the target's distribution over it.
+        ahead = wanted.place[:, None] + torch.arange(1, heads + 1, device=state.device)
+        cell, self._which = torch.unique(wanted.row[:, None] * s + ahead.clamp_max(s - 1), return_inverse=True)
+        logits = head(state.flatten(0, 1)[cell])
+        self.among = candidates(torch.softmax(logits, -1), count, torch.unique(wanted.token.clamp_min(0)))
+        self._laws = torch.softmax(logits if self.among is None else self.among.of(logits), -1)
+
+    @property
+    def laws(self) -> Float[torch.Tensor, "n k c"]:
+        """Its distribution for every head."""
+        return self._laws[self._which]
+
+    def token(self, number: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
+        """Drafted tokens by their number among those looked at; -1 stays."""
+        if self.among is None:
+            return number
+        return torch.where(number >= 0, torch.searchsorted(self.among.column, number.clamp_min(0)), -1)
 
 
 @torch.no_grad()

@@ -140,8 +140,7 @@ class _Laws:
         self._cell = (at[:, None] + torch.arange(1, stages + 1, device=at.device)).clamp(max=last)
         self._known = torch.unique(self._cell)
         self._laws = teacher.laws(self._known)
-        certain = torch.unique(label)
-        self.among = candidates(self._laws, max(count, 2 * len(certain)) if count else 0, certain)
+        self.among = candidates(self._laws, count, torch.unique(label))
         if self.among is not None:
             kept = self._laws[:, self.among.column] * self.among.raised.exp()
             self._laws = kept / kept.sum(-1, keepdim=True)

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.train.recipe.base import Setup
-from foretell.train.recipe.heads import HeadsRecipe, TuningOptions, initial
+from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe, initial
 
 
-class BlockwiseOptions(TuningOptions):
+class BlockwiseOptions(HeadsOptions):
     """What `--set` may say."""
 
     heads: int = Field(4, ge=1)
@@ -20,10 +20,6 @@ class BlockwiseOptions(TuningOptions):
     """Hidden units of the layer; four times the target's width if unsaid."""
     draw: Literal["one", "all"] = "all"
     """Per batch the loss of one head, drawn at random (the paper's, unbiased), or the mean of all."""
-    positions: int = Field(1024, ge=1)
-    """Positions of a batch that the loss is computed at, drawn at random."""
-    learn: Literal["hard", "soft"] = "hard"
-    """From the tokens of the text, or from the target's distributions over them (distillation)."""
 
 
 class BlockwiseRecipe(HeadsRecipe):
@@ -32,7 +28,7 @@ class BlockwiseRecipe(HeadsRecipe):
     name = "blockwise"
 
     def __init__(self, setup: Setup, network: Blockwise, options: BlockwiseOptions) -> None:
-        super().__init__(setup, network, options.positions, options.learn == "soft", options)
+        super().__init__(setup, network, options)
         self._one = options.draw == "one"
 
     @classmethod

@@ -20,7 +20,7 @@ from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.train.batch import Batch
-from foretell.train.objective.heads import Targets, cross_entropies, ranks, soft_cross_entropies, targets
+from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
 from foretell.train.tuned import Tuned
 
@@ -28,11 +28,18 @@ _NOTED = 8
 """Batches from one note of the tree to the next."""
 
 
-class TuningOptions(BaseModel):
-    """What `--set` may say of tuning the target together with its heads."""
+class HeadsOptions(BaseModel):
+    """What `--set` may say for both kinds: positions and labels, and tuning the target together with its heads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    heads: int = Field(4, ge=1)
+    positions: int = Field(1024, ge=1)
+    """Positions of a batch that the loss is computed at, drawn at random."""
+    learn: Literal["hard", "soft"] = "hard"
+    """From the tokens of the text, or from the target's distributions over them (distillation)."""
+    candidates: int = Field(0, ge=0)
+    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
     tune: Literal["no", "text", "self"] = "no"
     """Change the target too: to say the tokens of the text, or to keep its own distributions (self-distillation)."""
     rank: int = Field(32, ge=1)
@@ -47,18 +54,17 @@ class HeadsRecipe(Recipe):
     network: HeadsNetwork
     config: HeadsConfig
 
-    def __init__(self, setup: Setup, network: HeadsNetwork, positions: int, soft: bool, tuning: TuningOptions) -> None:
-        self.network, self.config = network, network.config
-        self._positions, self._soft = positions, soft
+    def __init__(self, setup: Setup, network: HeadsNetwork, options: HeadsOptions) -> None:
+        self.network, self.config, self._options = network, network.config, options
         self._number = _numbers(setup)
         self._teacher = (
             setup.ends.head if setup.kept is None else setup.ends.head[setup.kept.to(setup.ends.head.device)]
         )
         self._cap = setup.ends.softcap
         self._counts, self._batches = PathCounts(), 0
-        self._codec, self._source, self._tuning, self._joint = setup.codec, setup.source, tuning, False
+        self._codec, self._source, self._joint = setup.codec, setup.source, False
         self._head = setup.ends.head
-        self._tuned = None if tuning.tune == "no" else _tuned(setup, network, tuning.rank)
+        self._tuned = None if options.tune == "no" else _tuned(setup, network, options.rank)
 
     @abstractmethod
     def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
@@ -82,24 +88,26 @@ class HeadsRecipe(Recipe):
 
     def stage(self, progress: float) -> None:
         """First the heads alone, then both."""
-        self._joint = self._tuned is not None and progress >= self._tuning.joint_from
+        self._joint = self._tuned is not None and progress >= self._options.joint_from
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """Cross-entropies of the heads at drawn positions; in the joint stage also the target's own."""
         wanted, h = self.wanted(batch), batch.features[0]
+        told = self.told(wanted, h)
+        among = None if told is None else told.among
         if self._tuned is None:
-            return self.judged(network(h[wanted.row, wanted.place]), wanted, h)
-        few = torch.randperm(len(wanted.row))[: self._positions // 4].to(wanted.row.device)
-        logits, own = network(batch.token, h, wanted.row, wanted.place, few, self._joint)
-        judged = self.judged(logits, wanted, h)
+            return self.judged(network(h[wanted.row, wanted.place], among), wanted, told)
+        few = torch.randperm(len(wanted.row))[: self._options.positions // 4].to(wanted.row.device)
+        logits, own = network(batch.token, h, wanted.row, wanted.place, few, self._joint, among)
+        judged = self.judged(logits, wanted, told)
         if not self._joint:
             return judged
         row, place = wanted.row[few], wanted.place[few]
         learned = batch.answer[row, place + 1]
-        if self._tuning.tune == "self":
+        if self._options.tune == "self":
             with torch.no_grad():
-                told = torch.softmax(self._capped(F.linear(h[row, place], self._head.to(h))), -1)
-            each = (torch.xlogy(told, told) - told * F.log_softmax(own.float(), -1)).sum(-1)
+                law = torch.softmax(self._capped(F.linear(h[row, place], self._head.to(h))), -1)
+            each = (torch.xlogy(law, law) - law * F.log_softmax(own.float(), -1)).sum(-1)
         else:
             each = F.cross_entropy(own.float(), batch.token[row, place + 1], reduction="none")
         language = (each * learned).sum() / learned.sum().clamp_min(1)
@@ -123,13 +131,24 @@ class HeadsRecipe(Recipe):
     def wanted(self, batch: Batch) -> Targets:
         """The positions, and what is to be guessed there."""
         number = None if self._number is None else self._number.to(batch.token.device)
-        return targets(batch.token, batch.answer, self.network.heads, number, self._positions)
+        return targets(batch.token, batch.answer, self.network.heads, number, self._options.positions)
 
-    def judged(self, logits: Float[torch.Tensor, "n k w"], wanted: Targets, h: Float[torch.Tensor, "b s d"]) -> Loss:
-        """The loss of these guesses. `h`: the target's states, for what it thought of the tokens to be guessed."""
-        losses = self._losses(logits, wanted, h)
+    def told(self, wanted: Targets, h: Float[torch.Tensor, "b s d"]) -> Told | None:
+        """What the target said of the tokens to be guessed, from its states; None where nothing asks for it."""
+        o = self._options
+        if o.learn == "hard" and not o.candidates:
+            return None
+        return Told(wanted, h, lambda state: self._capped(F.linear(state, self._teacher.to(state))), o.candidates)
+
+    def judged(self, logits: Float[torch.Tensor, "n k w"], wanted: Targets, told: Told | None) -> Loss:
+        """The loss of these guesses."""
+        token = wanted.token if told is None else told.token(wanted.token)
+        if told is None or self._options.learn == "hard":
+            losses = cross_entropies(logits, token)
+        else:
+            losses = soft_cross_entropies(logits, told.laws, token >= 0)
         figures = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
-        found = ranks(logits.detach(), wanted.token)
+        found = ranks(logits.detach(), token)
         self._watch(found, wanted)
         for i in range(self.network.heads):
             places = found[wanted.known[:, i], i]
@@ -143,16 +162,6 @@ class HeadsRecipe(Recipe):
         self._batches += 1
         if self._batches % _NOTED == 0:
             self.network.earn(*self._counts.best())
-
-    def _losses(self, logits: torch.Tensor, wanted: Targets, h: torch.Tensor) -> Float[torch.Tensor, " k"]:
-        if not self._soft:
-            return cross_entropies(logits, wanted.token)
-        with torch.no_grad():
-            # The state one position before a token gave the target's distribution over it.
-            ahead = wanted.place[:, None] + torch.arange(1, self.network.heads + 1, device=h.device)
-            before = h[wanted.row[:, None], ahead.clamp_max(h.shape[1] - 1)]
-            teacher = self._capped(F.linear(before, self._teacher.to(before)))
-        return soft_cross_entropies(logits, teacher, wanted.token >= 0)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.float()

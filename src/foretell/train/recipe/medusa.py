@@ -1,6 +1,6 @@
 """Medusa's heads, on a frozen target (Medusa-1) or together with it (Medusa-2)."""
 
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -9,23 +9,18 @@ from pydantic import Field
 from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.train.objective.heads import weights
 from foretell.train.recipe.base import Setup
-from foretell.train.recipe.heads import HeadsRecipe, TuningOptions, initial
+from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe, initial
 
 
-class MedusaOptions(TuningOptions):
+class MedusaOptions(HeadsOptions):
     """What `--set` may say."""
 
-    heads: int = Field(4, ge=1)
     blocks: int = Field(1, ge=1)
     """Residual blocks per head."""
     own_head: bool = False
     """Every head trains an output matrix of its own: large, and better on large models."""
     decay: float = Field(0.8, gt=0, le=1)
     """Weight of a head's loss relative to that of the head before."""
-    positions: int = Field(1024, ge=1)
-    """Positions of a batch that the loss is computed at, drawn at random."""
-    learn: Literal["hard", "soft"] = "hard"
-    """From the tokens of the text, or from the target's distributions over them (distillation)."""
     heads_weight: float = Field(0.2, gt=0)
     """Of the heads' loss beside the target's own, where that is tuned."""
 
@@ -36,7 +31,7 @@ class MedusaRecipe(HeadsRecipe):
     name = "medusa"
 
     def __init__(self, setup: Setup, network: Medusa, options: MedusaOptions) -> None:
-        super().__init__(setup, network, options.positions, options.learn == "soft", options)
+        super().__init__(setup, network, options)
         self._heads_weight = options.heads_weight
         self._weights = torch.tensor(weights(options.heads, options.decay))
 
