@@ -1,5 +1,6 @@
 """EAGLE's layer follows the target: shifts, keys that stay, trees level by level as training unrolls them, and drawn trees."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,13 +15,16 @@ from foretell.draft import Eagle
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.draft.network.layer import Norm, Sight, rotate
+from foretell.draft.network.pack import packed
 from foretell.engine import Engine, Request
 from foretell.method import Method
+from foretell.model import native
 from foretell.model.ends import Ends
+from foretell.model.native import Precision
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Chain, Fixed
-from foretell.testing import TINY
+from foretell.testing import TINY, tiny_decoder
 from foretell.tree import from_lists, root
 from helpers import (
     VOCAB,
@@ -103,11 +107,10 @@ class Watch(Eagle):
         super().__init__(network, most)
         self.roots: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def _root(self, tree, context):  # type: ignore[no-untyped-def]
-        out = super()._root(tree, context)
-        for i, text in enumerate(context.texts):
-            if context.room[i]:
-                self.roots[tuple(text.tokens.tolist())] = self.network.score(self.network.see(out[i, 0]))
+    def _roots(self, able, context):  # type: ignore[no-untyped-def]
+        out = super()._roots(able, context)
+        for i, state in zip(able, out, strict=True):
+            self.roots[tuple(context.texts[i].tokens.tolist())] = self.network.score(self.network.see(state))
         return out
 
 
@@ -161,7 +164,7 @@ def test_the_feature_of_a_position_goes_with_the_token_after_it(kind: str) -> No
         def advance(self, token, g, position, sight):  # type: ignore[no-untyped-def]
             states = features_of(network, text)
             fused = network.fuse(torch.cat(states, -1))[0]
-            for t, each, p in zip(token[0].tolist(), g[0], position[0].tolist(), strict=True):
+            for t, each, p in zip(token.tolist(), g, position.tolist(), strict=True):
                 nearest = int((fused - each).norm(dim=-1).argmin())
                 assert (fused[nearest] - each).norm() < 1e-9
                 seen.append((nearest, t, p))
@@ -294,3 +297,32 @@ def test_nothing_is_drafted_before_the_target_has_read_the_text() -> None:
     assert drafter.depths(context).tolist() == [99, 0]
     drafter.clear(0)
     assert drafter.depths(context).tolist() == [0, 0]
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize(("precision", "near"), [("float32", 2e-5), ("int8", 0.6)])
+@every_kind
+def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, near: float) -> None:
+    wide = replace(TINY, hidden=64, vocab=VOCAB)
+    decoder = tiny_decoder(wide, dtype=torch.float32)
+    card = TargetCard(name="tiny", hidden=64, vocab=wide.vocab, layers=wide.layers)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
+    more = {"fc_norm": True, "norm_output": True, "qk_norm": True, "taps": (0, 1, 3)}
+    config = EagleConfig.model_validate({"kind": kind, "target": card, "draft_vocab": 20} | sizes | more)
+    made = Eagle1 if kind == "eagle" else Eagle3
+    torch.manual_seed(5)
+    plain = made(config, Ends(decoder.embedding.detach(), decoder.head.weight.detach()))
+    fast = copy.deepcopy(plain)
+    packed(fast, precision)
+    assert fast.stack is not None
+    text, found = random_tokens(12, seed=9), list[dict[tuple[int, tuple[int, ...]], torch.Tensor]]()
+    for network in (plain, fast):
+        drafter, tree = Recording(network), chain_tree(text[:-1])
+        output = DecoderRunner(decoder).forward([0], tree, taps=network.taps)
+        drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),)))
+        Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0))).grow(drafter, context_of(text))
+        found.append(drafter.found)
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 3
+    for path in shared:
+        torch.testing.assert_close(found[1][path], found[0][path], atol=near, rtol=0)

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.context import Context, Step, Text
 from foretell.draft.base import Predictor, Ranked, ranked
 from foretell.draft.network.eagle import EagleNetwork
-from foretell.draft.network.layer import Sight
-from foretell.model.cache import Cache
+from foretell.model.cache import Cache, Layout
 from foretell.tree import TokenTree
 
 
@@ -36,47 +34,6 @@ class _Row:
         return states[:count]
 
 
-class _Slots(Sight):
-    """New keys go to consecutive slots of each cache row, from `first` on; queries see the slots that `mask` marks."""
-
-    def __init__(
-        self, cache: Cache, rows: Sequence[int], first: Sequence[int], mask: Bool[np.ndarray, "b n s"]
-    ) -> None:
-        self._cache, self._rows, self._first = cache, rows, first
-        self._mask = torch.from_numpy(mask).to(cache.k.device)
-        self._wide: torch.Tensor | None = None
-
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b n h e"],
-        k: Float[torch.Tensor, "b n g e"],
-        v: Float[torch.Tensor, "b n g e"],
-    ) -> Float[torch.Tensor, "b n he"]:
-        """Attention over the cache; query heads of a group are folded into the query axis, so that keys are read once."""
-        b, n, h, e = q.shape
-        g, s = k.shape[2], self._mask.shape[2]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        for i, (row, first) in enumerate(zip(self._rows, self._first, strict=True)):
-            self._cache.k[layer, row, :, first : first + n] = k[i]
-            self._cache.v[layer, row, :, first : first + n] = v[i]
-        past_k, past_v = (self._of_rows(part[layer])[:, :, :s] for part in (self._cache.k, self._cache.v))
-        folded = q.transpose(1, 2).reshape(b, g, h // g * n, e)
-        out = F.scaled_dot_product_attention(folded, past_k, past_v, attn_mask=self._folded(h // g))
-        return out.view(b, h, n, e).transpose(1, 2).reshape(b, n, h * e)
-
-    def _folded(self, groups: int) -> Bool[torch.Tensor, "b 1 m s"]:
-        """The mask for that many query heads under one another, made once for all layers."""
-        if self._wide is None:
-            self._wide = self._mask.repeat(1, groups, 1)[:, None]
-        return self._wide
-
-    def _of_rows(self, part: Float[torch.Tensor, "r g s e"]) -> Float[torch.Tensor, "b g s e"]:
-        if len(self._rows) == 1:
-            return part[self._rows[0] : self._rows[0] + 1]
-        return part[list(self._rows)]
-
-
 class Eagle(Predictor):
     """A layer with a cache of its own, on the target's states (EAGLE, arXiv 2401.15077, 2406.16858, 2503.01840).
 
@@ -87,12 +44,12 @@ class Eagle(Predictor):
 
     def __init__(self, network: EagleNetwork, most: int = 32) -> None:
         self.network, self.taps, self.reach = network, network.taps, network.context
-        self._most = most
+        self._most = max(most, 1)
         c, device = network.config, network.get_buffer("_cos").device
-        self._cache = Cache(c.layers, c.kv_heads, c.head_dim, network.dtype, device)
+        self._cache = Cache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._known: dict[int, _Row] = {}
-        self._branches = _Branches(0, torch.zeros(0, 1, 0), np.zeros((0, 1), np.int64))
+        self._branches = _Branches(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """None for texts that the target has not read up to their last token."""
@@ -136,110 +93,107 @@ class Eagle(Predictor):
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
-        out = self._root(tree, context) if tree.nodes == 1 else self._level(tree, frontier, context)
-        b, f = frontier.shape
+        if tree.nodes == 1:
+            text = np.flatnonzero(context.room)
+            node = np.zeros_like(text)
+            out = self._roots(text.tolist(), context)
+        else:
+            i, j = np.nonzero(tree.live[np.arange(tree.rows)[:, None], frontier] & (context.room > 0)[:, None])
+            text, node = i, frontier[i, j]
+            out = self._level(tree, text, node)
         at = np.full(tree.token.shape, -1, np.int64)
-        row = np.arange(b)[:, None]
-        at[row, frontier] = np.where(tree.live[row, frontier], np.arange(b * f).reshape(b, f), -1)
-        at[context.room == 0] = -1
-        return self.network.score(self.network.see(out.flatten(0, 1))), at
+        at[text, node] = np.arange(len(text))
+        return self.network.score(self.network.see(out)), at
 
-    def _root(self, tree: TokenTree, context: Context) -> Float[torch.Tensor, "b 1 d"]:
-        """Outputs at the roots, after reading what waits; zeros for texts that cannot be drafted for."""
-        able = np.flatnonzero(context.room).tolist()
+    def _roots(self, able: Sequence[int], context: Context) -> Float[torch.Tensor, "a d"]:
+        """Outputs at the roots of some texts, after reading what waits."""
         rows = [context.rows[i] for i in able]
-        counts = [self._known[row].behind for row in rows]
-        out = self._cache.k.new_zeros(tree.rows, 1, self.network.card.hidden)
+        out = self._cache.k.new_zeros(0, self.network.card.hidden, dtype=self.network.dtype)
         if rows:
+            counts = [self._known[row].behind for row in rows]
             read = self._read(rows, [context.texts[i] for i in able], counts)
-            out[able, 0] = read[range(len(rows)), [n - 1 for n in counts]]
+            out = read[torch.from_numpy(np.cumsum(counts) - 1).to(read.device)]
         length = [self._known[row].length if row in self._known else 0 for row in context.rows]
-        self._branches = _Branches(tree.rows, out, np.array(length)[:, None])
+        self._branches = _Branches(np.array(context.rows), np.array(length))
+        self._branches.begin(able, out)
         return out
 
-    def _read(self, rows: Sequence[int], texts: Sequence[Text], counts: Sequence[int]) -> Float[torch.Tensor, "b n d"]:
+    def _read(self, rows: Sequence[int], texts: Sequence[Text], counts: Sequence[int]) -> Float[torch.Tensor, "t d"]:
         """Read the next positions of some rows with the target's states, to stay."""
-        n, first = max(counts), [self._known[row].length for row in rows]
-        self._cache.reserve(max(rows) + 1, max(first) + n)
-        token = np.zeros((len(rows), n), np.int64)
-        states = list[torch.Tensor]()
-        for i, (row, text, count) in enumerate(zip(rows, texts, counts, strict=True)):
-            token[i, :count] = text.tokens[first[i] + 1 : first[i] + 1 + count]
-            states.append(F.pad(self._known[row].take(count), (0, 0, 0, n - count)))
-        position = np.array(first)[:, None] + np.arange(n)
-        mask = np.arange(max(first) + n) <= position[:, :, None]
-        g = self.network.fuse(torch.stack(states).to(self._cache.k.device, self.network.dtype))
-        return self._advance(token, g, position, _Slots(self._cache, rows, first, mask))
+        first = [self._known[row].length for row in rows]
+        self._cache.reserve(max(rows) + 1, max(f + n for f, n in zip(first, counts, strict=True)))
+        slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
+        token = np.concatenate([t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)])
+        states = [self._known[row].take(count) for row, count in zip(rows, counts, strict=True)]
+        together = states[0] if len(states) == 1 else torch.cat(states)
+        g = self.network.fuse(together.to(self._cache.k.device, self.network.dtype))
+        layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
+        return self.network.follow(torch.from_numpy(token.astype(np.int64)), g, layout, self._cache)
 
     def _level(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> Float[torch.Tensor, "b f d"]:
+        self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
+    ) -> Float[torch.Tensor, "k d"]:
         """Outputs at drafted nodes."""
-        row = np.arange(tree.rows)[:, None]
-        branches = self._branches
-        parent = branches.add(tree.nodes, frontier, tree.parent[row, frontier])
-        first, position, mask = branches.sight(frontier.shape[1])
-        self._cache.reserve(max(context.rows) + 1, mask.shape[2])
-        sight = _Slots(self._cache, context.rows, first, mask)
-        out = self._advance(tree.token[row, frontier], branches.states(parent), position, sight)
-        branches.out = torch.cat((branches.out, out), 1)
+        if not len(text):
+            return self._branches.out[:0]
+        parent, layout = self._branches.add(tree, text, node)
+        self._cache.reserve(int(layout.row.max()) + 1, int(layout.slot.max()) + 1)
+        out = self.network.follow(torch.from_numpy(tree.token[text, node]), parent, layout, self._cache)
+        self._branches.out = torch.cat((self._branches.out, out))
         return out
-
-    def _advance(
-        self,
-        token: Int[np.ndarray, "b n"],
-        g: Float[torch.Tensor, "b n d"],
-        position: Int[np.ndarray, "b n"],
-        sight: Sight,
-    ) -> Float[torch.Tensor, "b n d"]:
-        device = g.device
-        return self.network.advance(torch.from_numpy(token).to(device), g, torch.from_numpy(position).to(device), sight)
 
 
 class _Branches:
-    """The drafted nodes that the layer has read in this step, in the order in which it did; number 0 is the root, the last position of the text.
+    """The nodes that the layer has read in this step, numbered in the order in which it did, roots first.
 
-    Number `p` from 1 on has its keys in slot `length + p - 1`.
+    Roots are the last positions of texts that hold `length` positions; the keys of drafted nodes go to the slots behind these.
     """
 
-    def __init__(self, rows: int, out: Float[torch.Tensor, "b 1 d"], length: Int[np.ndarray, "b 1"]) -> None:
-        self.out, self._length = out, length
-        self._number = np.zeros((rows, 1), np.int64)
-        """Of every node of the tree."""
-        self._depth = np.zeros((rows, 1), np.int64)
-        self._sees = np.ones((rows, 1, 1), bool)
-        """Whether one number sees another: its ancestors and itself."""
+    def __init__(self, row: Int[np.ndarray, " b"], length: Int[np.ndarray, " b"]) -> None:
+        self.out = torch.zeros(0, 0)
+        """Their outputs, [n d]."""
+        self._row, self._length = row, length
+        self._drafted = [0] * len(row)
+        """Nodes below each root."""
+        self._number = np.full((len(row), 1), -1)
+        """Of every node of the tree; -1: not read."""
+        self._sees: list[list[int]] = []
+        """Slots behind the text that each number sees: its ancestors' and its own."""
+
+    def begin(self, able: Sequence[int], out: Float[torch.Tensor, "a d"]) -> None:
+        """Number the roots of some texts."""
+        self._number[able, 0] = np.arange(len(able))
+        self._sees, self.out = [[] for _ in able], out
 
     def add(
-        self, nodes: int, frontier: Int[np.ndarray, "b f"], parent: Int[np.ndarray, "b f"]
-    ) -> Int[np.ndarray, "b f"]:
-        """Number the nodes of a frontier, in a tree of `nodes`; their parents' numbers."""
-        b, f = frontier.shape
-        have = self._sees.shape[1]
-        row = np.arange(b)[:, None]
-        above = self._number[row, parent]
-        grown = np.zeros((b, nodes), np.int64)
-        grown[:, : self._number.shape[1]] = self._number
-        grown[row, frontier] = np.arange(have, have + f)
-        sees = np.zeros((b, have + f, have + f), bool)
-        sees[:, :have, :have] = self._sees
-        sees[:, have:, :have] = self._sees[row, above]
-        sees[:, np.arange(have, have + f), np.arange(have, have + f)] = True
-        self._number, self._sees = grown, sees
-        self._depth = np.concatenate((self._depth, self._depth[row, above] + 1), 1)
-        return above
+        self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
+    ) -> tuple[Float[torch.Tensor, "k d"], Layout]:
+        """Number some nodes; their parents' outputs, and where they stand."""
+        have, length = self._number.shape[1], self._length[text]
+        self._number = np.pad(self._number, ((0, 0), (0, tree.nodes - have)), constant_values=-1)
+        parent = self._number[text, tree.parent[text, node]]
+        self._number[text, node] = np.arange(len(self._sees), len(self._sees) + len(text))
+        for i, above in zip(text.tolist(), parent.tolist(), strict=True):
+            self._sees.append([*self._sees[above], int(self._length[i]) + self._drafted[i]])
+            self._drafted[i] += 1
+        extra = self._sees[-len(text) :]
+        slot = np.array([slots[-1] for slots in extra])
+        depth = np.array([len(slots) for slots in extra])
+        # A root stands at the last position that its text holds.
+        layout = _layout(self._row[text], slot, length - 1 + depth, length, extra)
+        return self.out[torch.from_numpy(parent).to(self.out.device)], layout
 
-    def sight(self, f: int) -> tuple[list[int], Int[np.ndarray, "b f"], Bool[np.ndarray, "b f s"]]:
-        """Of the `f` nodes added last: the first one's slot per row, their rotary positions, and the slots that they see."""
-        count = self._sees.shape[1]
-        first = (self._length[:, 0] + count - f - 1).tolist()
-        slots = int(self._length.max()) + count - 1
-        mask = np.broadcast_to(np.arange(slots) < self._length[:, :, None], (len(first), f, slots)).copy()
-        for i, length in enumerate(self._length[:, 0].tolist()):
-            mask[i, :, length : length + count - 1] = self._sees[i, -f:, 1:]
-        return first, self._length - 1 + self._depth[:, -f:], mask
 
-    def states(self, number: Int[np.ndarray, "b f"]) -> Float[torch.Tensor, "b f d"]:
-        """Outputs at these numbers."""
-        where = torch.from_numpy(number + np.arange(len(number))[:, None] * self.out.shape[1])
-        return self.out.flatten(0, 1)[where.to(self.out.device)]
+def _layout(
+    row: Int[np.ndarray, " t"],
+    slot: Int[np.ndarray, " t"],
+    position: Int[np.ndarray, " t"],
+    prefix: Int[np.ndarray, " t"],
+    extra: Sequence[Sequence[int]],
+) -> Layout:
+    """A layout from plain numbers; without `extra` no token sees anything beyond its prefix."""
+    seen = np.full((len(row), max(map(len, extra), default=0)), -1, np.int32)
+    for i, slots in enumerate(extra):
+        seen[i, : len(slots)] = slots
+    parts = [np.asarray(part, np.int32) for part in (row, slot, position, prefix)]
+    return Layout(*(torch.from_numpy(part) for part in (*parts, seen)))

@@ -11,9 +11,12 @@ from pydantic import Field
 from torch import nn
 
 from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
-from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Turn, Unrolled
-from foretell.model.config import Rope
+from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Unrolled
+from foretell.model.attention import Plan, attend
+from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig, Rope
 from foretell.model.ends import Ends
+from foretell.model.native import NativeStack
 from foretell.model.rope import tables
 
 BEYOND = 64
@@ -59,12 +62,48 @@ class EagleConfig(SpeculatorConfig):
         return Sizes(hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, biased, normed)
 
     @property
+    def decoder(self) -> ModelConfig:
+        """The layers as those of a decoder, for the CPU kernels."""
+        return ModelConfig(
+            architecture="llama",
+            vocab=self.target.vocab,
+            hidden=self.target.hidden,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            context=self.context + BEYOND,
+            norm_eps=self.norm_eps,
+            rope=self.rope,
+            qkv_bias=self.qkv_bias,
+        )
+
+    @property
     def tapped(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads."""
         n = self.target.layers
         if self.kind == "eagle":
             return (n + 1,)
         return self.taps or (min(2, n), n // 2, max(n - 3, 0))
+
+
+class Cached(Sight):
+    """Keys and values go to a cache, where a layout says; queries see there what it lets them."""
+
+    def __init__(self, cache: Cache, layout: Layout) -> None:
+        self._cache, self._plan = cache, Plan.of(layout, cache.k.device)
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "t h e"],
+        k: Float[torch.Tensor, "t g e"],
+        v: Float[torch.Tensor, "t g e"],
+    ) -> Float[torch.Tensor, "t he"]:
+        """Attention over the cache."""
+        self._cache.write(layer, self._plan.row, self._plan.slot, k, v)
+        return attend(q, layer, self._cache, self._plan, 0, q.shape[-1] ** -0.5, 0.0)
 
 
 class Guess(NamedTuple):
@@ -95,11 +134,20 @@ class EagleNetwork(Speculator):
         self.register_parameter("embedding", own)
         self.register_buffer("_cos", cos[:, None], persistent=False)
         self.register_buffer("_sin", sin[:, None], persistent=False)
+        self.stack: NativeStack | None = None
+        """The layers on the CPU kernels, once `packed` made it."""
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads."""
         return self.config.tapped
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values: its own, or what the CPU kernels keep."""
+        if self.stack is None:
+            return self.dtype
+        return torch.float32 if self.stack.precision == "float32" else torch.bfloat16
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
         """Its own embedding of tokens, which is not scaled, or the target's."""
@@ -110,10 +158,14 @@ class EagleNetwork(Speculator):
         """The layer's feature from the target's tapped states, side by side."""
 
     @abstractmethod
-    def through(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"], turn: Turn, sight: Sight
-    ) -> Float[torch.Tensor, "*t d"]:
-        """The layers' output, which is the next feature."""
+    def enter(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t i"]]:
+        """The residual stream before the first layer, and what that layer's attention sees."""
+
+    def leave(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The next feature, from the residual stream after the last layer."""
+        return x
 
     @abstractmethod
     def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
@@ -128,7 +180,23 @@ class EagleNetwork(Speculator):
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features: after the feature `g` of a rotary position and the token that follows it."""
         turn = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
-        return self.through(self.embed(token), g, turn, sight)
+        x, seen = self.enter(self.embed(token), g)
+        first, *more = self.layers
+        assert isinstance(first, Layer)
+        x = first.after(x, seen, turn, 0, sight)
+        for i, layer in enumerate(more, 1):
+            x = layer(x, turn, i, sight)
+        return self.leave(x)
+
+    def follow(
+        self, token: Int[torch.Tensor, " t"], g: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache
+    ) -> Float[torch.Tensor, "t d"]:
+        """The same over a cache, where new keys go; on the CPU kernels once `packed` made them a stack."""
+        if self.stack is None:
+            device = cache.k.device
+            return self.advance(token.to(device), g, layout.position.long().to(device), Cached(cache, layout))
+        x, seen = self.enter(self.embed(token), g)
+        return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
 
     def forward(
         self,
@@ -166,14 +234,12 @@ class Eagle1(EagleNetwork):
         """The feature as it is."""
         return features
 
-    def through(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"], turn: Turn, sight: Sight
-    ) -> Float[torch.Tensor, "*t d"]:
-        """The layers' output."""
+    def enter(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t d"]]:
+        """Token and feature mixed, as both."""
         x: torch.Tensor = self.fc(torch.cat((embedded, g), -1))
-        for i, layer in enumerate(self.layers):
-            x = layer(x, turn, i, sight)
-        return x
+        return x, x
 
     def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The output as it is."""
@@ -205,14 +271,16 @@ class Eagle3(EagleNetwork):
         out: torch.Tensor = self.fc(features)
         return out
 
-    def through(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"], turn: Turn, sight: Sight
-    ) -> Float[torch.Tensor, "*t d"]:
-        """The layers' output."""
-        first, *more = self.layers
-        x: torch.Tensor = first(embedded, g, turn, 0, sight)
-        for i, layer in enumerate(more, 1):
-            x = layer(x, turn, i, sight)
+    def enter(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
+        """The feature, and both side by side."""
+        first = self.layers[0]
+        assert isinstance(first, FusingLayer)
+        return first.enter(embedded, g)
+
+    def leave(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The stream, normed where the configuration says so."""
         return self.norm(x) if self.config.norm_output else x
 
     def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:

@@ -120,38 +120,34 @@ class Layer(nn.Module):
         self, x: Float[torch.Tensor, "*t d"], turn: Turn, layer: int, sight: Sight
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer."""
-        seen = x if self.input_layernorm is None else self.input_layernorm(x)
+        return self.after(x, x if self.input_layernorm is None else self.input_layernorm(x), turn, layer, sight)
+
+    def after(
+        self, x: Float[torch.Tensor, "*t d"], seen: Float[torch.Tensor, "*t i"], turn: Turn, layer: int, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream after the layer, whose attention sees `seen`."""
         x = x + self.self_attn(seen, turn, layer, sight)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
-class FusingLayer(nn.Module):
+class FusingLayer(Layer):
     """EAGLE-3's layer: attention over the token's embedding and the feature side by side, the feature as residual stream."""
 
+    input_layernorm: Norm
+
     def __init__(self, sizes: Sizes, norm_before_residual: bool) -> None:
-        super().__init__()
+        super().__init__(sizes)
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
         self.hidden_norm = Norm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes, 2 * sizes.hidden)
-        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.mlp = FeedForward(sizes)
 
-    def forward(
-        self,
-        embedded: Float[torch.Tensor, "*t d"],
-        g: Float[torch.Tensor, "*t d"],
-        turn: Turn,
-        layer: int,
-        sight: Sight,
-    ) -> Float[torch.Tensor, "*t d"]:
-        """The residual stream after the layer."""
+    def enter(
+        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
+        """The residual stream, and what attention sees."""
         normed = self.hidden_norm(g)
-        both = torch.cat((self.input_layernorm(embedded), normed), -1)
-        x = (normed if self.norm_before_residual else g) + self.self_attn(both, turn, layer, sight)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return normed if self.norm_before_residual else g, torch.cat((self.input_layernorm(embedded), normed), -1)
 
 
 class Unrolled(Sight):

@@ -1,5 +1,7 @@
 """A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -7,9 +9,13 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.draft.network.base import Speculator
+from foretell.draft.network.eagle import EagleNetwork
+from foretell.draft.network.layer import Layer
 from foretell.model import native
-from foretell.model.native.stack import NativeLinear
+from foretell.model.config import Rope
+from foretell.model.native.stack import NativeLinear, NativeStack
 from foretell.model.native.structures import Precision
+from foretell.model.rope import tables
 
 S = TypeVar("S", bound=Speculator)
 
@@ -36,7 +42,9 @@ def packed(network: S, precision: Precision = "int8") -> S:
     head = network.get_buffer("_borrowed_head") if network.head is None else network.head
     if head.device.type != "cpu" or head.dtype == torch.float64 or not native.available():
         return network
-    _swap(network, precision)
+    if isinstance(network, EagleNetwork) and network.stack is None:
+        network.stack = _stack(network, precision)
+    _swap(network, precision, leave=("layers",) if isinstance(network, EagleNetwork) and network.stack else ())
     for parameter in network.parameters():
         parameter.data = parameter.data.float()
     if not isinstance(network.packed_head, Packed):
@@ -44,8 +52,53 @@ def packed(network: S, precision: Precision = "int8") -> S:
     return network
 
 
-def _swap(module: nn.Module, precision: Precision) -> None:
+@dataclass(frozen=True)
+class _Block:
+    """A layer's weights as the kernels' packer takes them."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    output_bias: torch.Tensor | None = None
+    post_attention_norm: torch.Tensor | None = None
+    post_mlp_norm: torch.Tensor | None = None
+
+    @staticmethod
+    def of(layer: Layer) -> "_Block":
+        attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
+        return _Block(
+            # Not looked at in a layer without one.
+            attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
+            qkv=attention.qkv_proj.weight,
+            qkv_bias=attention.qkv_proj.bias,
+            q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+            k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+            output=attention.o_proj.weight,
+            mlp_norm=norm,
+            gate_up=layer.mlp.gate_up_proj.weight,
+            down=layer.mlp.down_proj.weight,
+        )
+
+
+def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
+    """The network's layers on the kernels; None where these do not run them."""
+    config = network.config.decoder
+    if not NativeStack.supports(config):
+        return None
+    blocks = [_Block.of(layer) for layer in network.layers if isinstance(layer, Layer)]
+    return NativeStack(config, blocks, precision, tables(config.rope or Rope(), config.head_dim, config.context))
+
+
+def _swap(module: nn.Module, precision: Precision, leave: Sequence[str] = ()) -> None:
     for name, child in list(module.named_children()):
+        if name in leave:
+            continue
         if isinstance(child, nn.Linear):
             setattr(module, name, Packed(child.weight, child.bias, precision))
         else:

@@ -874,18 +874,20 @@ class Attention {
 template <class P>
 class Pass {
  public:
-  Pass(const Model& model, const Layer* layers, int first, int last, float* x, const Tokens& tokens, const Cache& cache, const Team& team)
+  Pass(const Model& model, const Layer* layers, int first, int last, float* x, const float* entry, const Tokens& tokens,
+       const Cache& cache, const Team& team)
       : m_(model),
         layers_(layers),
         first_(first),
         last_(last),
         x_(x),
+        entry_(entry),
         tokens_(tokens.count),
         qkv_width_((model.heads + 2 * model.kv_heads) * model.head_dim),
         ffn_(round_up(model.ffn, kLanes)),
         sight_(tokens),
         attention_(model, sight_, cache, team),
-        operands_(tokens.count, std::max({model.hidden, model.heads * model.head_dim, ffn_}), team),
+        operands_(tokens.count, std::max({layers[first].qkv.in, model.hidden, model.heads * model.head_dim, ffn_}), team),
         qkv_(buffer<float>((size_t)tokens.count * qkv_width_)),
         inner_(buffer<float>((size_t)tokens.count * std::max(ffn_, model.heads * model.head_dim))),
         product_(buffer<float>((size_t)tokens.count * model.hidden)) {}
@@ -901,7 +903,9 @@ class Pass {
  private:
   void attend(int i, const Team& team) const {
     const Layer& layer = layers_[i];
-    linear(x_, m_.hidden, layer.attention_norm, layer.qkv, {qkv_.get(), qkv_width_, qkv_width_, Then::kStore, 0}, &layer.output, team);
+    const bool entering = entry_ && i == first_;
+    linear(entering ? entry_ : x_, entering ? layer.qkv.in : m_.hidden, entering ? nullptr : layer.attention_norm, layer.qkv,
+           {qkv_.get(), qkv_width_, qkv_width_, Then::kStore, 0}, &layer.output, team);
     attention_.place(layer, i, qkv_.get(), team);
     team.barrier();
     attention_.attend(layer, i, inner_.get(), team);
@@ -939,6 +943,7 @@ class Pass {
   const Layer* layers_;
   const int first_, last_;
   float* x_;
+  const float* entry_;
   const int tokens_, qkv_width_, ffn_;
   const Sight sight_;
   const Attention<typename P::Cached> attention_;
@@ -947,8 +952,9 @@ class Pass {
 };
 
 template <class P>
-void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const Tokens& tokens, const Cache& cache, int threads) {
-  const Pass<P> pass(m, layers, first, last, x, tokens, cache, {0, threads});
+void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* entry, const Tokens& tokens,
+               const Cache& cache, int threads) {
+  const Pass<P> pass(m, layers, first, last, x, entry, tokens, cache, {0, threads});
   Gate gate;
 #pragma omp parallel num_threads(threads)
   pass.run(Team::current(gate));
@@ -1024,16 +1030,17 @@ extern "C" {
 int32_t foretell_int8_block() { return Int8::kBlock; }
 int32_t foretell_int8_group() { return Int8::kGroup; }
 
-// x [tokens, hidden], the residual stream, in place through layers first .. last - 1. Returns -1, or the first token
-// that points outside the cache or the rotary tables; then nothing was done.
-int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x, const Tokens* tokens,
-                       const Cache* cache, int32_t threads) {
+// x [tokens, hidden], the residual stream, in place through layers first .. last - 1. What the first layer's attention reads is
+// entry [tokens, in of its qkv], or, where that is null, the normed stream. Returns -1, or the first token that points outside
+// the cache or the rotary tables; then nothing was done.
+int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x, const float* entry,
+                       const Tokens* tokens, const Cache* cache, int32_t threads) {
   const int bad = first_bad_token(*m, *tokens, *cache);
-  if (bad >= 0 || !tokens->count) return bad;
+  if (bad >= 0 || !tokens->count || first == last) return bad;
   switch (m->precision) {
-    case kFloat32: run_stack<FloatProduct<Float32>>(*m, layers, first, last, x, *tokens, *cache, threads); break;
-    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(*m, layers, first, last, x, *tokens, *cache, threads); break;
-    case kInt8: run_stack<Int8>(*m, layers, first, last, x, *tokens, *cache, threads); break;
+    case kFloat32: run_stack<FloatProduct<Float32>>(*m, layers, first, last, x, entry, *tokens, *cache, threads); break;
+    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(*m, layers, first, last, x, entry, *tokens, *cache, threads); break;
+    case kInt8: run_stack<Int8>(*m, layers, first, last, x, entry, *tokens, *cache, threads); break;
   }
   return -1;
 }

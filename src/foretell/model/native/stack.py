@@ -119,8 +119,12 @@ class NativeStack:
         shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
         return plain and rotary and shaped and config.gated and config.activation in ACTIVATIONS
 
-    def __call__(self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, entry: Tensor | None = None
+    ) -> Tensor:
         """Run blocks first .. last - 1 on the residual stream, float32 [t, hidden]; returns it, leaving `x` as it is.
+
+        `entry`: what the attention of block `first` reads, [t, inputs of its qkv], instead of the stream after its norm.
 
         Raises:
             ValueError: a tensor has the wrong type or shape, or a token points outside the cache or the context.
@@ -129,8 +133,11 @@ class NativeStack:
         if not 0 <= first <= last <= len(self._layers):
             raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self._layers)}")
         x = x.clone(memory_format=torch.contiguous_format)
+        if entry is not None:
+            _expect(entry, torch.float32, "entry", x.shape[0], self._layers[first].qkv.input)
         bad = self._kernels.foretell_stack(
-            *(self._model, self._layers, first, last, x.data_ptr(), tokens, memory, torch.get_num_threads())
+            *(self._model, self._layers, first, last, x.data_ptr(), None if entry is None else entry.data_ptr()),
+            *(tokens, memory, torch.get_num_threads()),
         )
         if bad >= 0:
             where = f"row {layout.row[bad]}, slot {layout.slot[bad]}, position {layout.position[bad]}, prefix {layout.prefix[bad]}"
