@@ -1,5 +1,6 @@
 """The multi-stage MLP speculator: its constants, its two forms, and drafting equal to what is trained."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,13 @@ from foretell.draft import Stages
 from foretell.draft.base import Predictor
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.draft.network.pack import packed
 from foretell.engine import Engine, Request
 from foretell.method import Method
+from foretell.model import native
 from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
+from foretell.model.native import Precision
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Beam, Branch, Chain, Paced
 from foretell.testing import TINY, tiny_decoder
@@ -190,3 +194,21 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
                    {"draft_sample_method": "probabilistic", "num_speculative_tokens": 4}):  # fmt: skip
         with pytest.raises(ValueError, match="3 stages and drafts no deeper, and 4 were asked for"):
             stages_method(network, SpeculativeConfig.read(dict(values)))
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize(("precision", "near"), [("float32", 2e-5), ("int8", 0.5)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precision, near: float) -> None:
+    plain = network_of(5, tied=tied, draft_vocab=20, more_taps=(1,))
+    fast = packed(copy.deepcopy(plain), precision)
+    assert len(fast.kernels) == 4
+    state = torch.randn(7, 2 * CONFIG.hidden)
+    for stage in range(4):
+        token = torch.randint(0, CONFIG.vocab, (7,))
+        alone = [fast.draft(state[i : i + 1], token[i : i + 1], stage) for i in range(7)]
+        expected, found = plain.draft(state, token, stage), fast.draft(state, token, stage)
+        for mine, right, parts in zip(found, expected, zip(*alone, strict=True), strict=True):
+            torch.testing.assert_close(mine, right, atol=near, rtol=0)
+            assert torch.equal(mine, torch.cat(parts))
+        state = expected[0]

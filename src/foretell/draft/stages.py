@@ -85,10 +85,10 @@ class Stages(Predictor):
         self, state: Float[torch.Tensor, "k e"], token: Int[np.ndarray, " k"], stage: int
     ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, " k"]]:
         """Scores after nodes with these parents' states and these tokens; the places of their own states, which are remembered."""
-        new = self.network.step(state, torch.from_numpy(token).to(state.device), stage)
+        new, logits = self.network.draft(state, torch.from_numpy(token).to(state.device), stage)
         number = np.arange(len(new)) + len(self._states)
         self._states = torch.cat([self._states, new]) if len(self._states) else new
-        return self.network.score_stage(new, stage), number
+        return logits, number
 
     def _none(self) -> Float[torch.Tensor, "0 w"]:
         """No scores."""

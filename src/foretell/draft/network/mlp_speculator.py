@@ -13,9 +13,10 @@ from torch import nn
 from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
 from foretell.model.ends import Ends
 from foretell.model.linear import widen
+from foretell.model.native import NativeStage
 
 T = TypeVar("T")
-_EPS = 1e-6
+EPS = 1e-6
 _START_LOGITS = 2.5
 """Standard deviation of logits at the start of training, of the order of a language model's own."""
 _START_TOKEN = 0.5
@@ -72,7 +73,7 @@ class RMSShift(nn.Module):
 def _unit(x: Float[torch.Tensor, "*t e"]) -> Float[torch.Tensor, "*t e"]:
     """Scaled to a mean square of 1."""
     wide = widen(x)
-    return F.rms_norm(wide, (x.shape[-1],), eps=_EPS).to(x.dtype)
+    return F.rms_norm(wide, (x.shape[-1],), eps=EPS).to(x.dtype)
 
 
 class MLPSpeculator(Speculator):
@@ -106,6 +107,8 @@ class MLPSpeculator(Speculator):
             self.token = nn.ModuleList(nn.Linear(d, e, bias=False) for _ in range(shared))
             self.output = nn.ModuleList(nn.Linear(e, d, bias=False) for _ in range(shared))
             self._as_the_target(ends)
+        self.kernels: Sequence[NativeStage] = ()
+        """The stages on the CPU kernels, once `packed` made them."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -130,6 +133,16 @@ class MLPSpeculator(Speculator):
         """The state of stage `stage` (from 0) after the token that the stage before guessed (the target, before the first)."""
         project, norm = self.project[min(stage, len(self.project) - 1)], self.norm[stage % len(self.norm)]
         return F.gelu(norm(project(state) + self._embedded(token, stage)))
+
+    def draft(
+        self, state: Float[torch.Tensor, "k i"], token: Int[torch.Tensor, " k"], stage: int
+    ) -> tuple[Float[torch.Tensor, "k e"], Float[torch.Tensor, "k w"]]:
+        """`step` and `score_stage` of its outcome; on the CPU kernels once there are any."""
+        if self.kernels:
+            state, logits = self.kernels[stage](state, self.embed(token))
+            return state, self._capped(logits)
+        state = self.step(state, token, stage)
+        return state, self.score_stage(state, stage)
 
     def _embedded(self, token: Int[torch.Tensor, "*t"], stage: int) -> Float[torch.Tensor, "*t e"]:
         module = self.token[stage % len(self.token)]

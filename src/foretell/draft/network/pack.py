@@ -11,9 +11,10 @@ from torch import nn
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import EagleNetwork
 from foretell.draft.network.layer import Layer
+from foretell.draft.network.mlp_speculator import EPS, MLPSpeculator
 from foretell.model import native
 from foretell.model.config import Rope
-from foretell.model.native.stack import NativeLinear, NativeStack
+from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
 
@@ -25,12 +26,12 @@ class Packed(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, precision: Precision) -> None:
         super().__init__()
-        self._linear = NativeLinear(weight, bias, precision)
+        self.linear = NativeLinear(weight, bias, precision)
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
         """Apply to the last axis."""
         flat = x.reshape(-1, x.shape[-1]).float().contiguous()
-        return self._linear(flat).view(*x.shape[:-1], self._linear.outputs)
+        return self.linear(flat).view(*x.shape[:-1], self.linear.outputs)
 
 
 def packed(network: S, precision: Precision = "int8") -> S:
@@ -49,7 +50,22 @@ def packed(network: S, precision: Precision = "int8") -> S:
         parameter.data = parameter.data.float()
     if not isinstance(network.packed_head, Packed):
         network.packed_head = Packed(head, None, precision)
+    if isinstance(network, MLPSpeculator) and not network.config.own_embedding:
+        network.kernels = [_stage(network, i) for i in range(network.stages)]
     return network
+
+
+def _stage(network: MLPSpeculator, i: int) -> NativeStage:
+    """A stage in one call, on the layers that are packed already."""
+    shared, norm = i % len(network.token), network.norm[i % len(network.norm)]
+    layers = network.project[min(i, len(network.project) - 1)], network.token[shared], network.output[shared]
+    project, token, output, head = (_linear(layer) for layer in (*layers, network.packed_head))
+    return NativeStage((project, token, output, head), (norm.get_parameter("weight"), norm.get_parameter("bias")), EPS)
+
+
+def _linear(layer: nn.Module | None) -> NativeLinear:
+    assert isinstance(layer, Packed)
+    return layer.linear
 
 
 @dataclass(frozen=True)

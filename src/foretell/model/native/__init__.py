@@ -1,7 +1,18 @@
 """CPU kernels of the decoder, compiled on first use: near the memory floor, and bitwise independent of who shares a call."""
 
 from foretell.model.native.build import available, load, why_not
-from foretell.model.native.stack import NativeLinear, NativeStack, argmax, rms_norm, topk
+from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, argmax, rms_norm, topk
 from foretell.model.native.structures import Precision
 
-__all__ = ["NativeLinear", "NativeStack", "Precision", "argmax", "available", "load", "rms_norm", "topk", "why_not"]
+__all__ = [
+    "NativeLinear",
+    "NativeStack",
+    "NativeStage",
+    "Precision",
+    "argmax",
+    "available",
+    "load",
+    "rms_norm",
+    "topk",
+    "why_not",
+]

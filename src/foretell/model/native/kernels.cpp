@@ -70,6 +70,12 @@ struct Model {
   float eps, scale, softcap;
 };
 
+struct Stage {  // of a multi-stage MLP speculator
+  Weight project, token, output, head;
+  const float *norm_weight, *norm_bias;
+  float eps;
+};
+
 struct Tokens {  // see `Layout` in Python
   int32_t count, extras;
   const int32_t *row, *slot, *position, *prefix;
@@ -187,6 +193,15 @@ inline Float activate(Float x, int32_t kind) {
   if (kind == kSilu) return x / (splat(1.0f) + exponential(-x));
   const Float cubic = fma(x * x * x, splat(0.044715f), x);
   return splat(0.5f) * x * (splat(1.0f) + tanh_of(splat(0.7978845608f) * cubic));
+}
+
+// GELU with the error function itself, to about 2e-7 (Abramowitz and Stegun, 7.1.26).
+inline Float gelu(Float x) {
+  const Float z = larger(x, -x) * splat(0.70710678f), t = splat(1.0f) / fma(z, splat(0.3275911f), splat(1.0f));
+  Float p = splat(1.061405429f);
+  for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, splat(c));
+  const Float tail = splat(0.5f) * p * t * exponential(-z * z);
+  return x * (x < Float{} ? tail : splat(1.0f) - tail);
 }
 
 // Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
@@ -972,6 +987,39 @@ void run_linear(const Weight& w, const float* x, float* y, int tokens, int width
   }
 }
 
+// One stage: next [tokens, e] = gelu(norm(project state + token embedded)), logits [tokens, width] = head (output next).
+template <class P>
+void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens, int threads) {
+  const int inner = s.project.out, reading = s.output.out;
+  const Team all = {0, threads};
+  const Operands<P> first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all), last(tokens, reading, all);
+  const Buffer<float> read = buffer<float>((size_t)tokens * reading);
+  Gate gate;
+#pragma omp parallel num_threads(threads)
+  {
+    const Team team = Team::current(gate);
+    const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Then then, const Weight* coming) {
+      const uint32_t* words = operands.prepare(x, w.in, w.in, nullptr, 0, team);
+      multiply<P>(w, words, tokens, {y, w.out, w.out, then, 0}, coming, team);
+    };
+    product(first, state, s.project, next, Then::kStore, &s.token);
+    // A thread adds to what it stored itself: both products have the same panels.
+    product(second, embedded, s.token, next, Then::kAdd, &s.output);
+    team.barrier();
+    const auto [from, to] = team.share(tokens);
+    for (int t = from; t < to; ++t) {
+      float* row = next + (size_t)t * inner;
+      normalize(row, inner, s.norm_weight, s.eps, row);
+      for (int i = 0; i < inner; i += kLanes)
+        store_part(row + i, gelu(load_part<Float>(row + i, inner - i) + load_part<Float>(s.norm_bias + i, inner - i)), inner - i);
+    }
+    team.barrier();
+    product(third, next, s.output, read.get(), Then::kStore, &s.head);
+    team.barrier();
+    product(last, read.get(), s.head, logits, Then::kStore, nullptr);
+  }
+}
+
 // The first token that points outside the cache or the rotary tables, or sees nothing; -1: all are well.
 int first_bad_token(const Model& m, const Tokens& tokens, const Cache& cache) {
   const auto within = [](int32_t x, int32_t end) { return x >= 0 && x < end; };
@@ -1051,6 +1099,16 @@ void foretell_linear(int32_t precision, const Weight* w, const float* x, float* 
     case kFloat32: return run_linear<FloatProduct<Float32>>(*w, x, y, tokens, width, threads);
     case kBfloat16: return run_linear<FloatProduct<Bfloat16>>(*w, x, y, tokens, width, threads);
     case kInt8: return run_linear<Int8>(*w, x, y, tokens, width, threads);
+  }
+}
+
+// A stage over `tokens` states and the embeddings of the tokens that follow them.
+void foretell_stage(int32_t precision, const Stage* s, const float* state, const float* embedded, float* next, float* logits, int32_t tokens,
+                    int32_t threads) {
+  switch (precision) {
+    case kFloat32: return run_stage<FloatProduct<Float32>>(*s, state, embedded, next, logits, tokens, threads);
+    case kBfloat16: return run_stage<FloatProduct<Bfloat16>>(*s, state, embedded, next, logits, tokens, threads);
+    case kInt8: return run_stage<Int8>(*s, state, embedded, next, logits, tokens, threads);
   }
 }
 

@@ -59,18 +59,52 @@ class NativeLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: Precision) -> None:
         self._kernels = structures.library()
         self.outputs, self.inputs = weight.shape
+        self.precision: Precision = dtype
         self._packed = _Packed([(weight, bias)], dtype, self._kernels)
-        self._precision = PRECISIONS.index(dtype)
+
+    @property
+    def struct(self) -> structures.Weight:
+        """For the kernels; points into memory that lives as long as this layer."""
+        return self._packed.structs[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Float32 [t, in] to float32 [t, out]."""
         _expect(x, torch.float32, "x", x.shape[0], self.inputs)
         y = torch.empty(x.shape[0], self.outputs)
         self._kernels.foretell_linear(
-            *(self._precision, self._packed.structs[0], x.data_ptr(), y.data_ptr()),
+            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), y.data_ptr()),
             *(x.shape[0], self.outputs, torch.get_num_threads()),
         )
         return y
+
+
+class NativeStage:
+    """A stage of a multi-stage MLP speculator in one call: project, add the token, norm, GELU, and the two products that make its scores.
+
+    All layers are of one precision; `norm` is scale and shift, float32 [inner] each.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[NativeLinear, NativeLinear, NativeLinear, NativeLinear],
+        norm: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> None:
+        self._kernels, self._layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
+        self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
+
+    def __call__(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and scores [t, outputs]."""
+        project, token, _, head = self._layers
+        _expect(state, torch.float32, "state", state.shape[0], project.inputs)
+        _expect(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
+        following = torch.empty(len(state), project.outputs)
+        scores = torch.empty(len(state), head.outputs)
+        self._kernels.foretell_stage(
+            *(PRECISIONS.index(project.precision), self._struct, state.data_ptr(), embedded.data_ptr()),
+            *(following.data_ptr(), scores.data_ptr(), len(state), torch.get_num_threads()),
+        )
+        return following, scores
 
 
 class NativeStack:

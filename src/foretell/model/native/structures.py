@@ -1,6 +1,7 @@
 """The structures of kernels.cpp, field by field, and the kernels' signatures."""
 
 import ctypes
+import functools
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Literal
 
@@ -38,6 +39,15 @@ class Model(ctypes.Structure):
     )
 
 
+class Stage(ctypes.Structure):
+    """One stage of a multi-stage MLP speculator."""
+
+    _fields_ = (
+        *((name, Weight) for name in ("project", "token", "output", "head")),
+        *(("norm_weight", c_void_p), ("norm_bias", c_void_p), ("eps", c_float)),
+    )
+
+
 class Tokens(ctypes.Structure):
     """Where the new tokens stand."""
 
@@ -65,6 +75,7 @@ def library() -> ctypes.CDLL:
     return declare(kernels)
 
 
+@functools.cache
 def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the kernels' signatures; returns its argument."""
     kernels.foretell_stack.argtypes = [
@@ -74,6 +85,8 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.foretell_stack.restype = c_int32
     kernels.foretell_linear.argtypes = [c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_linear.restype = None
+    kernels.foretell_stage.argtypes = [c_int32, POINTER(Stage), *[c_void_p] * 4, c_int32, c_int32]
+    kernels.foretell_stage.restype = None
     kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_rms_norm.restype = None
     kernels.foretell_argmax.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
