@@ -155,4 +155,6 @@ class Speculator(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of its own weights."""
+        if self.packed_head is not None:
+            return torch.float32
         return next((p.dtype for p in self.parameters()), torch.float32)

@@ -1,6 +1,5 @@
 """A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,11 +9,11 @@ from torch import nn
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import EagleNetwork
-from foretell.draft.network.layer import Layer
+from foretell.draft.network.layer import Layer, Norm
 from foretell.draft.network.mlp_speculator import EPS, MLPSpeculator
 from foretell.model import native
 from foretell.model.config import Rope
-from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage
+from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, rms_norm
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
 
@@ -34,6 +33,18 @@ class Packed(nn.Module):
         return self.linear(flat).view(*x.shape[:-1], self.linear.outputs)
 
 
+class PackedNorm(nn.Module):
+    """A root-mean-square norm on the native kernels, float32 in and out."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self._weight, self._eps = norm.weight.detach().float(), norm.eps
+
+    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """Normalise and scale the last axis."""
+        return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
+
+
 def packed(network: S, precision: Precision = "int8") -> S:
     """The network with every `nn.Linear` and its output matrix packed, in place; as it is where the kernels do not run or do not fit its dtype.
 
@@ -43,9 +54,11 @@ def packed(network: S, precision: Precision = "int8") -> S:
     head = network.get_buffer("_borrowed_head") if network.head is None else network.head
     if head.device.type != "cpu" or head.dtype == torch.float64 or not native.available():
         return network
-    if isinstance(network, EagleNetwork) and network.stack is None:
-        network.stack = _stack(network, precision)
-    _swap(network, precision, leave=("layers",) if isinstance(network, EagleNetwork) and network.stack else ())
+    stacked: nn.Module | None = None
+    if isinstance(network, EagleNetwork):
+        network.stack = network.stack or _stack(network, precision)
+        stacked = network.layers if network.stack else None
+    _swap(network, precision, stacked)
     for parameter in network.parameters():
         parameter.data = parameter.data.float()
     if not isinstance(network.packed_head, Packed):
@@ -111,11 +124,12 @@ def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
     return NativeStack(config, blocks, precision, tables(config.rope or Rope(), config.head_dim, config.context))
 
 
-def _swap(module: nn.Module, precision: Precision, leave: Sequence[str] = ()) -> None:
+def _swap(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
+    """Swap norms, and linear layers too where there is a precision for them, as there is not within `stacked`."""
     for name, child in list(module.named_children()):
-        if name in leave:
-            continue
-        if isinstance(child, nn.Linear):
+        if isinstance(child, Norm):
+            setattr(module, name, PackedNorm(child))
+        elif not isinstance(child, nn.Linear):
+            _swap(child, None if child is stacked else precision, stacked)
+        elif precision is not None:
             setattr(module, name, Packed(child.weight, child.bias, precision))
-        else:
-            _swap(child, precision)
