@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 app = typer.Typer(pretty_exceptions_enable=False)
+_SAID = Settings(recipe="", model="", data=(), out="")
+"""What holds for options that are not given."""
 _LINE_SECONDS = 30.0
 """Between lines of progress where nobody watches a terminal."""
 
@@ -44,31 +46,37 @@ def train(
         Path, typer.Option(metavar="DIR", help="Where the speculator goes; holding a checkpoint, training goes on.")
     ],
     model: options.Model = options.DEFAULT_MODEL,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps; 0: as many as the epochs have.")] = 0,
-    epochs: Annotated[float, typer.Option(metavar="N", help="Times that every text is shown.")] = 3.0,
-    batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a batch, all processes together.")] = 4096,
-    sequence: Annotated[int, typer.Option(metavar="N", help="Longest piece of a text.")] = 512,
-    accumulate: Annotated[int, typer.Option(metavar="N", help="Batches of a step.")] = 1,
-    lr: Annotated[float, typer.Option(metavar="X", help="Learning rate, at its highest.")] = 1e-3,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Steps until it is reached.")] = 50,
-    schedule: Annotated[str, typer.Option(metavar="NAME", help="cosine (to a tenth) or constant.")] = "cosine",
-    weight_decay: Annotated[float, typer.Option(metavar="X", help="Of AdamW.")] = 0.01,
-    clip: Annotated[float, typer.Option(metavar="X", help="Longest gradient.")] = 1.0,
-    ema: Annotated[float, typer.Option(metavar="X", help="Decay of a moving average of the weights; 0: none.")] = 0.0,
-    precision: Annotated[str, typer.Option(metavar="NAME", help="bf16 (autocast) or no (float32).")] = "bf16",
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps; 0: as many as the epochs have.")] = _SAID.steps,
+    epochs: Annotated[float, typer.Option(metavar="N", help="Times that every text is shown.")] = _SAID.epochs,
+    batch_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a batch, all processes together.")
+    ] = _SAID.batch_tokens,
+    sequence: Annotated[int, typer.Option(metavar="N", help="Longest piece of a text.")] = _SAID.sequence,
+    accumulate: Annotated[int, typer.Option(metavar="N", help="Batches of a step.")] = _SAID.accumulate,
+    lr: Annotated[float, typer.Option(metavar="X", help="Learning rate, at its highest.")] = _SAID.lr,
+    warmup: Annotated[int, typer.Option(metavar="N", help="Steps until it is reached.")] = _SAID.warmup,
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="cosine (to a tenth) or constant.")] = _SAID.schedule,
+    weight_decay: Annotated[float, typer.Option(metavar="X", help="Of AdamW.")] = _SAID.weight_decay,
+    clip: Annotated[float, typer.Option(metavar="X", help="Longest gradient.")] = _SAID.clip,
+    ema: Annotated[
+        float, typer.Option(metavar="X", help="Decay of a moving average of the weights; 0: none.")
+    ] = _SAID.ema,
+    precision: Annotated[str, typer.Option(metavar="NAME", help="bf16 (autocast) or no (float32).")] = _SAID.precision,
     draft_vocab: Annotated[
         int, typer.Option(metavar="N", help="Draft the N most frequent tokens only; 0: all.")
-    ] = 8192,
-    save_minutes: Annotated[float, typer.Option(metavar="M", help="Between checkpoints.")] = 10.0,
+    ] = _SAID.draft_vocab,
+    save_minutes: Annotated[float, typer.Option(metavar="M", help="Between checkpoints.")] = _SAID.save_minutes,
     measure_every: Annotated[
         int, typer.Option(metavar="N", help="Steps between measurements; 0: at the end only.")
-    ] = 250,
-    measure_prompts: Annotated[int, typer.Option(metavar="N", help="Prompts held back for measuring.")] = 16,
-    measure_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens decoded for each.")] = 96,
+    ] = _SAID.measure_every,
+    measure_prompts: Annotated[
+        int, typer.Option(metavar="N", help="Prompts held back for measuring.")
+    ] = _SAID.measure_prompts,
+    measure_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens decoded for each.")] = _SAID.measure_tokens,
     patience: Annotated[
         int, typer.Option(metavar="K", help="Stop after K measurements without a new best; 0: never.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of weights, order and draws.")] = 0,
+    ] = _SAID.patience,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of weights, order and draws.")] = _SAID.seed,
     chosen: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Option of what is trained, as inner=1024; repeatable."),
@@ -78,8 +86,8 @@ def train(
     ] = None,
     features: Annotated[
         str, typer.Option(metavar="NAME", help="The target's states: cache, stream, or auto (what fits is cached).")
-    ] = "auto",
-    cache_gib: Annotated[float, typer.Option(metavar="X", help="Most disk that cached states take.")] = 6.0,
+    ] = _SAID.features,
+    cache_gib: Annotated[float, typer.Option(metavar="X", help="Most disk that cached states take.")] = _SAID.cache_gib,
 ) -> None:
     """Train a speculator on a model's own answers; stopped at any moment, the same command goes on.
 

@@ -26,7 +26,7 @@ class Settings(BaseModel):
     out: str
     steps: int = Field(0, ge=0)
     epochs: float = Field(3.0, gt=0)
-    batch_tokens: int = Field(4096, ge=1)
+    batch_tokens: int = Field(512, ge=1)
     """Tokens of a batch, padding included, shared by the processes."""
     sequence: int = Field(512, ge=8)
     """Longest piece of a document."""
@@ -45,7 +45,7 @@ class Settings(BaseModel):
     draft_vocab: int = Field(8192, ge=0)
     """Tokens that the speculator may draft; 0: all."""
     save_minutes: float = Field(10.0, gt=0)
-    measure_every: int = Field(250, ge=0)
+    measure_every: int = Field(1000, ge=0)
     """Steps between measurements of tokens per pass; 0: at the end only."""
     measure_prompts: int = Field(16, ge=1)
     measure_tokens: int = Field(96, ge=1)

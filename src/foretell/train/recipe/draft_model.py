@@ -54,7 +54,7 @@ class Options(BaseModel):
     """Batches after which the writing draft takes over the trained weights."""
     earlier: str = ""
     """Directories of drafts trained before, separated by commas: only what none of them finds is learned (SpecInfer's boost-tuning)."""
-    candidates: int = Field(0, ge=0)
+    candidates: int = Field(2048, ge=0)
     """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are drafted."""
     unit: Literal["position", "text"] = "position"
     """What boost-tuning leaves out: positions that an earlier draft masters, or (as published) whole texts all of whose positions they master."""

@@ -37,7 +37,7 @@ class EagleOptions(BaseModel):
     """Weight of a step's loss relative to that of the step before."""
     hard: float = Field(0.0, ge=0, le=1)
     """Share of the label that is the target's best token, instead of its distribution."""
-    candidates: int = Field(0, ge=0)
+    candidates: int = Field(2048, ge=0)
     """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are drafted."""
 
 

@@ -38,7 +38,7 @@ class HeadsOptions(BaseModel):
     """Positions of a batch that the loss is computed at, drawn at random."""
     learn: Literal["hard", "soft"] = "hard"
     """From the tokens of the text, or from the target's distributions over them (distillation)."""
-    candidates: int = Field(0, ge=0)
+    candidates: int = Field(2048, ge=0)
     """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
     tune: Literal["no", "text", "self"] = "no"
     """Change the target too: to say the tokens of the text, or to keep its own distributions (self-distillation)."""

@@ -41,7 +41,7 @@ class MLPSpeculatorOptions(BaseModel):
     """Share of the loss that is learned from the target's distributions; the rest is learned from the tokens that came."""
     temperature: float = Field(1.0, gt=0)
     """Of the target's distributions."""
-    candidates: int = Field(0, ge=0)
+    candidates: int = Field(2048, ge=0)
     """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
 
 
