@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from foretell.api import Answer, Model
     from foretell.catalogue import catalogue
     from foretell.config import SpeculativeConfig
-    from foretell.engine import Engine, Request, Statistics, Update
+    from foretell.engine import Engine, Request, Update
     from foretell.load import load
     from foretell.method import Method
     from foretell.sampling import Sampling
+    from foretell.statistics import Statistics
 
 __version__ = version("foretell")
 __all__ = [
@@ -48,7 +49,7 @@ _HOME = {
     "Request": "engine",
     "Sampling": "sampling",
     "SpeculativeConfig": "config",
-    "Statistics": "engine",
+    "Statistics": "statistics",
     "Update": "engine",
     "catalogue": "catalogue",
     "load": "load",

@@ -10,13 +10,14 @@ from foretell.catalogue.trained import read, trained
 from foretell.config import SpeculativeConfig
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator
-from foretell.engine import Engine, Request, Statistics, Update
+from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.model.source import Remembered, Source
 from foretell.names import unknown
 from foretell.sampling import Sampling
+from foretell.statistics import Statistics
 from foretell.text import Message, TextCodec
 
 

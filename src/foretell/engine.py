@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from foretell.accept.base import Accepted
-from foretell.accept.price import Price
 from foretell.context import Context, Output, Step, Text
 from foretell.laws import Laws
 from foretell.method import AnyMethod
 from foretell.model.runner import Runner
 from foretell.sampling import Noise, Sampling
+from foretell.statistics import Cost, Statistics
 from foretell.text import Detokenizer, StopStrings
 from foretell.tree import TokenTree, concatenate, root
 
@@ -30,75 +30,6 @@ class Request:
     eos: tuple[int, ...] = ()
     logprobs: bool = False
     """Report the natural logarithm of every token's probability under the model's own softmax."""
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """Seconds that a step took: in the drafter, in the target's pass, altogether."""
-
-    draft: float
-    verify: float
-    all: float
-
-
-@dataclass
-class Statistics:
-    """What a request cost and gained. Times in seconds; a shared pass counts fully for every request in it."""
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    target_passes: int = 0
-    """Passes that decided tokens. The last chunk of a prompt is read by such a pass."""
-    drafted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    """How many passes accepted a draft at depth 1, 2, …"""
-    prefill_seconds: float = 0.0
-    """Until the first new token."""
-    decode_seconds: float = 0.0
-    """After the first new token."""
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    decode_tokens: int = 0
-    """New tokens that `decode_seconds` paid for."""
-    price: Price = field(default_factory=Price)
-    """How far a lossy method strayed from the target; zero for lossless ones."""
-    experts_read: int = 0
-    """Distinct experts that passes after the prompt read, summed over their mixture-of-experts layers."""
-    mixtures_read: int = 0
-    """Mixture-of-experts layers of those passes."""
-
-    @property
-    def experts_per_pass(self) -> float:
-        """Mean distinct experts that a decoding pass reads in a mixture-of-experts layer; 0 for dense models."""
-        return self.experts_read / self.mixtures_read if self.mixtures_read else 0.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Mean tokens decided by a pass, the target's own included."""
-        return self.new_tokens / self.target_passes if self.target_passes else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed of decoding, prefill apart."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-    def add(self, cost: _Cost, trunk: int, drafted: int, accepted: int | None, tokens: int) -> None:
-        """Count one step; `accepted` is None while a prompt is being read."""
-        if trunk > 1 or self.new_tokens == 0:
-            self.prefill_seconds += cost.all
-        else:
-            self.decode_seconds += cost.all
-            self.decode_tokens += tokens
-            self.draft_seconds += cost.draft
-            self.verify_seconds += cost.verify
-        if accepted is None:
-            return
-        self.new_tokens += tokens
-        self.target_passes += 1
-        self.drafted += drafted
-        self.accepted_per_position += [0] * (accepted - len(self.accepted_per_position))
-        for depth in range(accepted):
-            self.accepted_per_position[depth] += 1
 
 
 @dataclass(frozen=True)
@@ -243,7 +174,7 @@ class Engine:
         kept = time.perf_counter()
         self.method.keep(step)
         over = time.perf_counter()
-        cost = _Cost(draft=drafted - started + over - kept, verify=verified - drafted, all=over - started)
+        cost = Cost(draft=drafted - started + over - kept, verify=verified - drafted, all=over - started)
         return [
             u for i, (r, v) in enumerate(zip(unread, verdicts, strict=True)) if (u := self._tell(r, v, step, i, cost))
         ]
@@ -315,7 +246,7 @@ class Engine:
             decided.append(tuple(tokens))
         return Step(context, tree, output, tuple(paths), tuple(decided))
 
-    def _tell(self, r: _Running, verdict: Accepted | None, step: Step, i: int, cost: "_Cost") -> Update | None:
+    def _tell(self, r: _Running, verdict: Accepted | None, step: Step, i: int, cost: Cost) -> Update | None:
         """Account for the step and report it; None while a prompt is still being read. Tokens after a stop string do not count."""
         count, text, stopped = r.write(step.decided[i])
         trunk, tokens = int(step.tree.trunk[i]), step.decided[i][:count]

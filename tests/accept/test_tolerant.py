@@ -10,11 +10,12 @@ import torch
 from foretell.accept import Acceptor, Lenient, Match, Near, Rejection, Rollback, Topmost, Typical
 from foretell.accept.price import divergence, total_variation
 from foretell.draft import Nothing
-from foretell.engine import Engine, Request, Statistics
+from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Branch, Chain, Root
+from foretell.statistics import Statistics
 from helpers import (
     VOCAB,
     chain_tree,

@@ -8,12 +8,13 @@ import pytest
 from foretell.accept import Match
 from foretell.context import Context
 from foretell.draft import Continuation, Hybrid, Lookup, Nothing, Predictor, Recycling, Retriever, Suffix, Together
-from foretell.engine import Engine, Request, Statistics
+from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Chain, Fallback, Frugal, PassCost, Root
 from foretell.shape.frugal import Ledger, Offer
+from foretell.statistics import Statistics
 from helpers import VOCAB, generate, good_model, random_tokens, small_model, target
 
 REQUESTS = [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from foretell.accept import Match
 from foretell.draft import Nothing
 from foretell.draft.network.base import TargetCard
-from foretell.engine import Engine, Request, Statistics
+from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.branches import run_branches
 from foretell.model.config import ModelConfig
@@ -18,6 +18,7 @@ from foretell.model.ends import Ends
 from foretell.model.runner import DecoderRunner
 from foretell.model.source import Source
 from foretell.shape import Root
+from foretell.statistics import Statistics
 from foretell.testing import TINY, RandomWeights
 from foretell.train.batch import Batch
 from foretell.train.objective.look_ahead import answers_ahead, cut_points

@@ -16,9 +16,10 @@ from foretell.bench.tasks import Question
 from foretell.catalogue import find
 from foretell.config import SpeculativeConfig
 from foretell.context import Output
-from foretell.engine import Engine, Request, Statistics
+from foretell.engine import Engine, Request
 from foretell.model.runner import Runner
 from foretell.sampling import Sampling
+from foretell.statistics import Statistics
 from foretell.text import Message
 from foretell.tree import TokenTree
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.engine import Engine, Request, Statistics
+from foretell.engine import Engine, Request
 from foretell.method import AnyMethod
 from foretell.model.runner import Runner
+from foretell.statistics import Statistics
 
 
 @dataclass(frozen=True)
