@@ -115,6 +115,10 @@ LEAST = 0.1
 """Chance below which a node of a tree by confidence is not worth what reading it costs, where a pass pays for every node as it does on CPUs."""
 
 
+_NODES_PER_CHILD = 6
+"""Nodes of a tree for each that is gone on from per level: EAGLE-2's 60 and 10."""
+
+
 def nodes_of(config: SpeculativeConfig) -> int | None:
     """The nodes that a tree was asked to have; None: unsaid."""
     return config.num_draft_tokens or config.num_speculative_tokens
@@ -126,12 +130,12 @@ def paths_of(tree: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def grown(config: SpeculativeConfig, depth: int, width: int, nodes: int) -> Beam:
-    """A tree by confidence: the sizes that were named, whole; else up to `nodes`, as far as they pay."""
+    """A tree by confidence: the sizes that were named, whole; else up to `nodes`, as far as they pay. Large trees are as much wider."""
     named = nodes_of(config)
     least = config.confidence_threshold
     if least is None:
         least = 0.0 if named else LEAST
-    return Beam(depth, config.eagle_topk or width, named or nodes, least)
+    return Beam(depth, config.eagle_topk or max(width, (named or 0) // _NODES_PER_CHILD), named or nodes, least)
 
 
 def trie_of(config: SpeculativeConfig, budget: int, least: float) -> Trie:
