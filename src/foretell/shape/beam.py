@@ -36,17 +36,16 @@ class Beam(Shape[Predictor]):
         growth = Growth(context)
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.room.max()))):
-            score = self._deepen(growth, growth.best(draft, self.width), score)
-            best = np.argsort(-score[np.arange(len(score))[:, None], growth.frontier], axis=1, kind="stable")[
-                :, : self.width
-            ]
-            growth.frontier = np.sort(np.take_along_axis(growth.frontier, best, 1), axis=1)
-            if not growth.tree.live[np.arange(len(score))[:, None], growth.frontier].any():
+            new = self._deepen(growth, growth.best(draft, self.width), score)
+            if not new.shape[1]:
                 break
+            score = np.concatenate([score, new], 1)
+            # The best come first.
+            growth.frontier = growth.frontier[:, : self.width]
         return self._rerank(growth.done(), score)
 
     def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray) -> np.ndarray:
-        """Add the children of the frontier; scores of all nodes so far."""
+        """Add the children of the frontier, the best of each text first; their scores."""
         row, at = np.arange(len(score))[:, None], np.take_along_axis(ranks.at, growth.frontier, 1)
         live = growth.tree.live[row, growth.frontier] & (growth.depth < growth.context.room)[:, None] & (at >= 0)
         token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
@@ -55,11 +54,19 @@ class Beam(Shape[Predictor]):
             token[live, :width] = ranks.token[which]
             new[live, :width] = score[row, growth.frontier][live][:, None] * ranks.probability[which]
         token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
-        growth.add(np.repeat(growth.frontier, self.width, axis=1), token, (new > 0) & (new >= self.least))
-        return np.concatenate([score, new], 1)
+        worth = (new > 0) & (new >= self.least)
+        order = np.argsort(-np.where(worth, new, -1.0), axis=1, kind="stable")[
+            :, : min(self.budget, worth.sum(1).max())
+        ]
+        live, new = (np.take_along_axis(part, order, 1) for part in (worth, new))
+        if order.shape[1]:
+            growth.add(growth.frontier[row, order // self.width], np.take_along_axis(token, order, 1), live)
+        return new
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:
         """Keep the root and the best `budget` nodes; ties go to the earlier, shallower node."""
+        if tree.nodes <= self.budget + 1:
+            return tree
         order = np.argsort(-np.where(tree.live, score, -1.0)[:, 1:], axis=1, kind="stable")[:, : self.budget] + 1
         keep = np.concatenate([np.zeros((tree.rows, 1), np.int64), np.sort(order, axis=1)], 1)
         new_index = np.zeros_like(tree.parent)
