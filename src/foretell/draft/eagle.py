@@ -169,8 +169,9 @@ class _Branches:
         self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
     ) -> tuple[Float[torch.Tensor, "k d"], Layout]:
         """Number some nodes; their parents' outputs, and where they stand."""
-        have, length = self._number.shape[1], self._length[text]
-        self._number = np.pad(self._number, ((0, 0), (0, tree.nodes - have)), constant_values=-1)
+        known, length = self._number, self._length[text]
+        self._number = np.full((len(known), tree.nodes), -1)
+        self._number[:, : known.shape[1]] = known
         parent = self._number[text, tree.parent[text, node]]
         self._number[text, node] = np.arange(len(self._sees), len(self._sees) + len(text))
         for i, above in zip(text.tolist(), parent.tolist(), strict=True):

@@ -23,6 +23,8 @@ class Stages(Predictor):
         """Per row the length of the text whose last token a state produced, and that state, as the first stage takes it."""
         self._states = torch.zeros(0, 0)
         """States of the nodes expanded in this step, in the order in which they were."""
+        self._stage: Int[np.ndarray, " k"] = np.zeros(0, np.int64)
+        """The stage that made each of them."""
         self._at: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
         """Which of them a node has; -1: none."""
 
@@ -52,18 +54,19 @@ class Stages(Predictor):
         if tree.nodes == 1:
             return self._first(tree, context)
         row = np.arange(tree.rows)[:, None]
-        depth, parent = tree.depth[row, frontier], self._at[row, tree.parent[row, frontier]]
+        parent = self._at[row, tree.parent[row, frontier]]
+        stage = self._stage[parent] + 1
         most = np.minimum(context.room, self.network.stages)[:, None]
-        wanted = tree.live[row, frontier] & (depth < most) & (parent >= 0)
+        wanted = tree.live[row, frontier] & (stage < most) & (parent >= 0)
         at = np.full(tree.token.shape, -1, np.int64)
-        self._at = np.pad(self._at, ((0, 0), (0, tree.nodes - self._at.shape[1])), constant_values=-1)
-        found, stages = list[torch.Tensor](), np.unique(depth[wanted]).tolist()
-        for stage in stages:
-            mine = wanted & (depth == stage)
+        have, self._at = self._at, at.copy()
+        self._at[:, : have.shape[1]] = have
+        found = list[torch.Tensor]()
+        for each in sorted(set(stage[wanted].tolist())):
+            mine = wanted & (stage == each)
             which, node = np.nonzero(mine)[0], frontier[mine]
-            logits, number = self._score(
-                self._states[torch.from_numpy(parent[mine]).to(self._states.device)], tree.token[which, node], stage
-            )
+            state = self._states[torch.from_numpy(parent[mine]).to(self._states.device)]
+            logits, number = self._score(state, tree.token[which, node], each)
             at[which, node] = np.arange(len(node)) + sum(map(len, found))
             self._at[which, node] = number
             found.append(logits)
@@ -75,7 +78,7 @@ class Stages(Predictor):
         """Scores after the roots, from the target's states; where one is not known, there are none."""
         ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
         self._at = np.where(ready, np.cumsum(ready) - 1, -1)[:, None]
-        self._states = torch.zeros(0, 0)
+        self._states, self._stage = torch.zeros(0, 0), np.zeros(1, np.int64)
         if not any(ready):
             return self._none(), self._at
         start = torch.cat([self._start[row][1] for row, yes in zip(context.rows, ready, strict=True) if yes])
@@ -87,6 +90,8 @@ class Stages(Predictor):
         """Scores after nodes with these parents' states and these tokens; the places of their own states, which are remembered."""
         new, logits = self.network.draft(state, torch.from_numpy(token).to(state.device), stage)
         number = np.arange(len(new)) + len(self._states)
+        made = np.full(len(new), stage)
+        self._stage = np.concatenate([self._stage, made]) if len(self._states) else made
         self._states = torch.cat([self._states, new]) if len(self._states) else new
         return logits, number
 

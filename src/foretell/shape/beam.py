@@ -9,6 +9,9 @@ from foretell.draft.base import Predictor, Ranked
 from foretell.shape.base import Growth, Shape
 from foretell.tree import TokenTree
 
+_HOPE = 2.0
+"""A node is gone on from where its best child, which is about half as likely, may be worth its place."""
+
 
 @dataclass(frozen=True)
 class Beam(Shape[Predictor]):
@@ -35,7 +38,9 @@ class Beam(Shape[Predictor]):
         """The reranked tree per text."""
         growth = Growth(context)
         score = np.ones((len(context.rows), 1))
-        for _ in range(min(self.depth, int(context.room.max()))):
+        for level in range(min(self.depth, int(context.room.max()))):
+            if level and score[np.arange(len(score))[:, None], growth.frontier].max() < _HOPE * self.least:
+                break
             new = self._deepen(growth, growth.best(draft, self.width), score)
             if not new.shape[1]:
                 break
@@ -46,7 +51,9 @@ class Beam(Shape[Predictor]):
 
     def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray) -> np.ndarray:
         """Add the children of the frontier, the best of each text first; their scores."""
-        row, at = np.arange(len(score))[:, None], np.take_along_axis(ranks.at, growth.frontier, 1)
+        # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
+        row = np.arange(len(score))[:, None]
+        at = ranks.at[row, growth.frontier]
         live = growth.tree.live[row, growth.frontier] & (growth.depth < growth.context.room)[:, None] & (at >= 0)
         token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
         if live.any():
@@ -58,10 +65,9 @@ class Beam(Shape[Predictor]):
         order = np.argsort(-np.where(worth, new, -1.0), axis=1, kind="stable")[
             :, : min(self.budget, worth.sum(1).max())
         ]
-        live, new = (np.take_along_axis(part, order, 1) for part in (worth, new))
         if order.shape[1]:
-            growth.add(growth.frontier[row, order // self.width], np.take_along_axis(token, order, 1), live)
-        return new
+            growth.add(growth.frontier[row, order // self.width], token[row, order], worth[row, order])
+        return np.asarray(new[row, order])
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:
         """Keep the root and the best `budget` nodes; ties go to the earlier, shallower node."""
