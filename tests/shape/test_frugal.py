@@ -7,7 +7,7 @@ import pytest
 
 from foretell.accept import Match
 from foretell.context import Context
-from foretell.draft import Continuation, Hybrid, Lookup, Nothing, Predictor, Recycling, Retriever, Suffix, Together
+from foretell.draft import Continuation, DraftModel, Hybrid, Lookup, Nothing, Predictor, Recycling, Retriever, Suffix, Together
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
@@ -192,6 +192,19 @@ def test_the_model_drafts_where_retrieval_finds_nothing() -> None:
 
     assert drafted(0.0) > 3
     assert drafted(50.0) < 1
+
+
+def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
+    class Late(DraftModel):
+        taps = (1,)
+
+        def depths(self, context: Context) -> np.ndarray:
+            fresh = np.array([not len(text.generated) for text in context.texts])
+            return np.where(fresh, 0, super().depths(context))
+
+    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(0.0))
+    s = statistics(Method(Hybrid(Lookup(), Late(good_model(VOCAB).runner)), shape, Match()), GREEDY[:1])
+    assert s.drafted / s.target_passes > 3
 
 
 def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:

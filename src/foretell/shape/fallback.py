@@ -16,10 +16,10 @@ from foretell.tree import TokenTree, concatenate, joined
 
 
 class Mean:
-    """A running mean; old values fade once `memory` of them have been seen."""
+    """A running mean; old values fade once `memory` of them have been seen. `value` is believed as if `weight` values had been so."""
 
-    def __init__(self, memory: float = 16.0) -> None:
-        self.value, self._memory, self._weight = 0.0, memory, 0.0
+    def __init__(self, memory: float = 16.0, value: float = 0.0, weight: float = 0.0) -> None:
+        self.value, self._memory, self._weight = value, memory, weight
 
     def add(self, value: float) -> None:
         """Count one value."""
@@ -48,7 +48,8 @@ class Fallback(Shape[Hybrid]):
         if isinstance(guess, Chain) and (guess.draw or guess.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
         self.frugal, self.guess, self._again, self._clock = frugal, guess, again, clock
-        self._stood, self._size, self._seconds = Mean(), Mean(), Mean()
+        # Few guesses say little of a model, and one that is thought too little of is hardly asked again.
+        self._stood, self._size, self._seconds = Mean(value=1.0, weight=8.0), Mean(), Mean()
         self._tries, self._idle = 0, 0
         self._read: set[int] = set()
         """Rows that the model has drafted for: its first guess at a text pays for reading the prompt, and does not count."""
@@ -63,6 +64,9 @@ class Fallback(Shape[Hybrid]):
         able = replace(context, room=draft.predictor.depths(context))
         weak = []
         if not self._plan.timing:
+            if draft.predictor.taps:
+                # It lives on what the target has read, and has nothing to read itself.
+                self._read.update(context.rows)
             weak = [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid, able.texts[i])]
         tree = self._with_guesses(draft, able, weak, self._plan) if weak else self._plan.tree
         self._idle = 0 if weak else self._idle + 1
