@@ -1,8 +1,10 @@
 """Retrieval first, the model where retrieval finds too little, nothing where neither pays."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from foretell.draft.hybrid import Hybrid
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
 from foretell.shape.frugal import Bid, Frugal, Plan, accepted
+from foretell.shape.trie import planted
 from foretell.tree import TokenTree, concatenate, joined
 
 
@@ -27,10 +30,16 @@ class Mean:
         self.value += (value - self.value) / self._weight
 
 
+_BESIDE = 0.25
+"""Chance of a copy that is worth its place beside the model's guesses: where it is right, these mostly are as well."""
+_TRIALS = 3
+"""Guesses before it is decided whether they pay; the first of them often takes as long as ten others."""
+
+
 class Fallback(Shape[Hybrid]):
     """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree beside it, or no drafts.
 
-    What the model's guesses give and take is known from the last ones. The first two are trials, one of them while the target still reads the
+    What the model's guesses give and take is known from the last ones. The first few are trials, one of them while the target still reads the
     prompt, so that the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has read. Timing decides
     who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and
     a chain that draws is refused.
@@ -49,7 +58,8 @@ class Fallback(Shape[Hybrid]):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
         self.frugal, self.guess, self._again, self._clock = frugal, guess, again, clock
         # Few guesses say little of a model, and one that is thought too little of is hardly asked again.
-        self._stood, self._size, self._seconds = Mean(value=1.0, weight=8.0), Mean(), Mean()
+        self._stood, self._size = Mean(value=1.0, weight=8.0), Mean()
+        self._times = deque[float](maxlen=9)
         self._tries, self._idle = 0, 0
         self._read: set[int] = set()
         """Rows that the model has drafted for: its first guess at a text pays for reading the prompt, and does not count."""
@@ -75,13 +85,13 @@ class Fallback(Shape[Hybrid]):
 
     def _weak(self, bid: Bid, text: Text) -> bool:
         """Whether the model promises this text more tokens per second than retrieval does, or is to be tried."""
-        if not self._tries or self._idle >= self._again:
+        if self._tries < _TRIALS or self._idle >= self._again:
             return bid.row in self._read or not len(text.generated)
         assert self._plan is not None
         b, size = len(self._plan.bids), round(self._size.value)
         cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
         share = cost[0] / b - cost[0]
-        model = (1 + self._stood.value) / (share + cost[size] + self._seconds.value)
+        model = (1 + self._stood.value) / (share + cost[size] + median(self._times))
         return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
 
     def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
@@ -89,13 +99,14 @@ class Fallback(Shape[Hybrid]):
         started = self._clock()
         guesses = self.guess.grow(draft.predictor, context.select(weak))
         if all(context.rows[i] in self._read for i in weak):
-            self._seconds.add((self._clock() - started) / len(weak))
+            self._times.append((self._clock() - started) / len(weak))
             self._tries += 1
         self._read.update(context.rows[i] for i in weak)
         self._guessed = {context.rows[i]: int(n) - 1 for i, n in zip(weak, guesses.live.sum(1), strict=True)}
         for size in self._guessed.values():
             self._size.add(size)
-        guesses = joined(guesses, plan.tree.select(np.array(weak, np.int64)))
+        likely = [[prefix for prefix, chance in plan.offers[i] if chance >= _BESIDE] for i in weak]
+        guesses = joined(guesses, planted(context.select(weak).last, likely))
         others = [i for i in range(len(context.rows)) if i not in set(weak)]
         if not others:
             return guesses

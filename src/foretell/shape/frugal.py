@@ -66,6 +66,8 @@ class Plan:
     """Trees for a step, the bid behind each, and the seconds it took. `timing`: nothing was drafted, to see what a plain pass costs."""
 
     tree: TokenTree
+    offers: tuple[Offer, ...]
+    """What each tree was planted from."""
     bids: tuple[Bid, ...]
     seconds: float
     timing: bool
@@ -110,7 +112,7 @@ class Frugal(Shape[Retriever]):
             Bid(row, yes, len(offer), sum_ / self._ledgers[row].honesty, sum_)
             for row, yes, offer, sum_ in zip(context.rows, asked, chosen, expected, strict=True)
         )
-        return Plan(tree, tuple(bids), self._clock() - started, timing)
+        return Plan(tree, tuple(chosen), tuple(bids), self._clock() - started, timing)
 
     def _offers(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Offer]:
         """Ranked prefixes with corrected chances per text."""
