@@ -7,7 +7,18 @@ import pytest
 
 from foretell.accept import Match
 from foretell.context import Context
-from foretell.draft import Continuation, DraftModel, Hybrid, Lookup, Nothing, Predictor, Recycling, Retriever, Suffix, Together
+from foretell.draft import (
+    Continuation,
+    DraftModel,
+    Hybrid,
+    Lookup,
+    Nothing,
+    Predictor,
+    Recycling,
+    Retriever,
+    Suffix,
+    Together,
+)
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
