@@ -18,7 +18,7 @@ ORDER = [
     ("model", "model.native.decoder"),
     ("draft", "accept"),
     ("shape",),
-    ("method", "speculator"),
+    ("method", "speculator", "statistics"),
     ("engine", "catalogue"),
     ("api",),
     ("load", "testing", "tune", "corpus"),

@@ -35,12 +35,12 @@ def scenes() -> tuple[Scene, ...]:
         "each with a docstring, then a short test for every method."
     )
     return (
-        Scene("code", code, "sam_recycling", 256),
-        Scene("summary", f"Summarize the following text in a few sentences.\n\n{text}", "sam_recycling", 160),
+        Scene("code", code, "hybrid_model", 256),
+        Scene("summary", f"Summarize the following text in a few sentences.\n\n{text}", "hybrid_model", 160),
         Scene(
             "chat",
             "What is the difference between a comet and an asteroid? Explain it to a child, with an example of each.",
-            "sam_recycling",
+            "hybrid_model",
             256,
         ),
     )
