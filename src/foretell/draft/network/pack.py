@@ -1,6 +1,5 @@
 """A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from foretell.draft.network.layer import Layer, Norm
 from foretell.draft.network.mlp_speculator import EPS, MLPSpeculator
 from foretell.model import native
 from foretell.model.config import Rope
+from foretell.model.native.decoder import PlainBlock
 from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, rms_norm
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
@@ -81,38 +81,21 @@ def _linear(layer: nn.Module | None) -> NativeLinear:
     return layer.linear
 
 
-@dataclass(frozen=True)
-class _Block:
+def _plain(layer: Layer) -> PlainBlock:
     """A layer's weights as the kernels' packer takes them."""
-
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    output_bias: torch.Tensor | None = None
-    post_attention_norm: torch.Tensor | None = None
-    post_mlp_norm: torch.Tensor | None = None
-
-    @staticmethod
-    def of(layer: Layer) -> "_Block":
-        attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
-        return _Block(
-            # Not looked at in a layer without one.
-            attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
-            qkv=attention.qkv_proj.weight,
-            qkv_bias=attention.qkv_proj.bias,
-            q_norm=None if attention.q_norm is None else attention.q_norm.weight,
-            k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-            output=attention.o_proj.weight,
-            mlp_norm=norm,
-            gate_up=layer.mlp.gate_up_proj.weight,
-            down=layer.mlp.down_proj.weight,
-        )
+    attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
+    return PlainBlock(
+        # Not looked at in a layer without one.
+        attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
+        qkv=attention.qkv_proj.weight,
+        qkv_bias=attention.qkv_proj.bias,
+        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+        output=attention.o_proj.weight,
+        mlp_norm=norm,
+        gate_up=layer.mlp.gate_up_proj.weight,
+        down=layer.mlp.down_proj.weight,
+    )
 
 
 def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
@@ -120,7 +103,7 @@ def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
     config = network.config.decoder
     if not NativeStack.supports(config):
         return None
-    blocks = [_Block.of(layer) for layer in network.layers if isinstance(layer, Layer)]
+    blocks = [_plain(layer) for layer in network.layers if isinstance(layer, Layer)]
     return NativeStack(config, blocks, precision, tables(config.rope or Rope(), config.head_dim, config.context))
 
 

@@ -14,7 +14,7 @@ from foretell.model.native.structures import Precision
 
 
 @dataclass(frozen=True)
-class _Plain:
+class PlainBlock:
     """A block's weights without its modules, as the kernels' packer takes them."""
 
     attention_norm: torch.Tensor
@@ -23,17 +23,18 @@ class _Plain:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     output: torch.Tensor
-    output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
-    post_attention_norm: torch.Tensor | None
-    post_mlp_norm: torch.Tensor | None
+    output_bias: torch.Tensor | None = None
+    post_attention_norm: torch.Tensor | None = None
+    post_mlp_norm: torch.Tensor | None = None
 
     @staticmethod
-    def of(block: nn.Module) -> "_Plain":
+    def of(block: nn.Module) -> "PlainBlock":
+        """Of a block of the torch decoder."""
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
-        return _Plain(
+        return PlainBlock(
             attention_norm=block.attention_norm.weight,
             qkv=block.qkv.weight,
             qkv_bias=block.qkv.bias,
@@ -70,7 +71,7 @@ class NativeDecoder:
         # The decoder's norms hold their offset already.
         plain = replace(decoder.config, norm_offset=0.0)
         self._stack = NativeStack(
-            plain, [_Plain.of(b) for b in decoder.blocks], precision, decoder.rope, decoder.local_rope
+            plain, [PlainBlock.of(b) for b in decoder.blocks], precision, decoder.rope, decoder.local_rope
         )
         self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
 

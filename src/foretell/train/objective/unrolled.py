@@ -55,6 +55,8 @@ class Labels:
     logits: Float[torch.Tensor, "k w"]
     covered: float
     """Share of the tokens to be learned that can be drafted."""
+    among: Candidates | None = None
+    """Which of the drafted tokens `logits` are of; None: all."""
 
     def after(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
         """The positions `j` that have a label `shift` positions later, and these labels in the order of the positions."""
@@ -62,10 +64,10 @@ class Labels:
         where = row >= 0
         return where, self.logits[row[where]]
 
-    def narrowed(self, count: int) -> tuple["Labels", Candidates | None]:
-        """The same over `count` candidates (0: over all), and which those are."""
+    def narrowed(self, count: int) -> "Labels":
+        """The same over `count` candidates; 0: over all."""
         among = candidates(torch.softmax(self.logits, -1), count)
-        return (self if among is None else replace(self, logits=among.of(self.logits))), among
+        return self if among is None else replace(self, logits=among.of(self.logits), among=among)
 
 
 @torch.no_grad()

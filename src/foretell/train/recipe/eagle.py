@@ -12,7 +12,7 @@ from torch import nn
 
 from foretell.catalogue.eagle import eagle_method
 from foretell.config import SpeculativeConfig
-from foretell.draft.network.base import Candidates, Speculator
+from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.method import AnyMethod
 from foretell.model.config import Rope
@@ -86,15 +86,8 @@ class EagleRecipe(Recipe):
         return own if head in own else (*own, head)
 
     @abstractmethod
-    def judge(
-        self,
-        network: nn.Module,
-        batch: Batch,
-        answer: Bool[torch.Tensor, "b s"],
-        known: Labels,
-        among: Candidates | None,
-    ) -> Loss:
-        """The loss at the tokens of `answer`, given the target's opinions of the candidates."""
+    def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
+        """The loss at the tokens of `answer`, given the target's opinions."""
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The loss of a batch."""
@@ -103,7 +96,7 @@ class EagleRecipe(Recipe):
             self._ends = replace(self._ends, head=self._ends.head.to(device))
         answer = some(batch.answer, self._positions, self._generator)
         known = labels(self.seen(batch), batch.token, answer, self._ends, self.network.token_of)
-        return self.judge(network, batch, answer, *known.narrowed(self._candidates))
+        return self.judge(network, batch, answer, known.narrowed(self._candidates))
 
     def seen(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
         """What the target's head sees."""
@@ -137,18 +130,11 @@ class Eagle3Recipe(EagleRecipe):
         more = {"taps": taps, "fc_norm": o.fc_norm, "norm_before_residual": o.norm_before_residual}
         return cls(setup, Eagle3(sizes_of(setup, "eagle3", o, more), setup.ends), o)
 
-    def judge(
-        self,
-        network: nn.Module,
-        batch: Batch,
-        answer: Bool[torch.Tensor, "b s"],
-        known: Labels,
-        among: Candidates | None,
-    ) -> Loss:
+    def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
         """The cross-entropy of every step, those of later steps weighted less."""
         asked = [known.after(1 + i) for i in range(self._steps)]
         features = batch.features[: len(self.network.taps)]
-        guesses = network(batch.token, features, [where for where, _ in asked], among)
+        guesses = network(batch.token, features, [where for where, _ in asked], known.among)
         pairs = [(guess.logits, target) for guess, (_, target) in zip(guesses, asked, strict=True)]
         figures = {f"step {i + 1} top 1": agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
         return Loss(unrolled(pairs, self._decay, self._hard), figures | {"covered": known.covered})
@@ -169,18 +155,11 @@ class Eagle1Recipe(EagleRecipe):
         o = setup.parse(Eagle1Options)
         return cls(setup, Eagle1(sizes_of(setup, "eagle", o, {}), setup.ends), o)
 
-    def judge(
-        self,
-        network: nn.Module,
-        batch: Batch,
-        answer: Bool[torch.Tensor, "b s"],
-        known: Labels,
-        among: Candidates | None,
-    ) -> Loss:
+    def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
         """Regression wherever there is an answer, classification where its best token can be drafted."""
         truth = self.seen(batch)
         asked = [_ahead(answer, 2 + i) for i in range(self._steps)]
-        guesses = network(batch.token, (noisy(truth, self._noise),), asked, among)
+        guesses = network(batch.token, (noisy(truth, self._noise),), asked, known.among)
         total, figures = truth.new_zeros((), dtype=torch.float32), dict[str, float]()
         for i, (guess, where) in enumerate(zip(guesses, asked, strict=True)):
             labelled, target = known.after(1 + i)
