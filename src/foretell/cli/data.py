@@ -47,7 +47,7 @@ def generate(
         list[Path] | None, typer.Option(help="Plain text to learn as it is: files or directories; repeatable.")
     ] = None,
     dtype: Dtype = "bfloat16",
-    rows: Annotated[int, typer.Option(min=1, help="Texts written together.")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Texts written together.")] = 32,
     greedy_share: Annotated[
         float, typer.Option(min=0, max=1, help="Answers that are greedy; the others are sampled.")
     ] = 0.8,
