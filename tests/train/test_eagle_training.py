@@ -108,7 +108,7 @@ def test_the_loss_is_that_of_every_position_on_its_own(kind: str) -> None:
     network, kept, steps = made_target(), torch.arange(0, 64, 2), 3
     recipe = recipe_of(kind, network, kept, steps=str(steps), **({"noise": "0"} if kind == "eagle" else {}))
     texts = [random_tokens(10, 64, seed=i) for i in range(2)]
-    batch = batch_of(network, texts, 4, recipe.taps)
+    batch = batch_of(network, texts, 6, recipe.taps)
     loss = recipe.loss(recipe.network, batch)
     seen = batch.features[-1]
     full = F.linear(seen, network.head.weight)
@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_every_position_on_its_own(kind: str) -> None:
         entropies, distances = [], []
         for b in range(2):
             for j in range(9 - 1 - i):
-                if j + 2 + i < 4:
+                if j + 2 + i < 6:
                     continue
                 state, logits = guess.state.view(2, 9, -1)[b, j], guess.logits.view(2, 9, -1)[b, j]
                 distances.append(F.smooth_l1_loss(state, seen[b, j + 1 + i]))

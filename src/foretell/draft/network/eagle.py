@@ -207,14 +207,19 @@ class EagleNetwork(Speculator):
     ) -> tuple[Guess, ...]:
         """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of token `j + 2 + i` counts.
 
-        Each step goes on from the outputs of the one before, as drafting does. `among`: the tokens to be scored, if not all.
+        Each step goes on from the outputs of the one before, as drafting does; what stands before all that later steps are asked for, a prompt,
+        only the first reads. `among`: the tokens to be scored, if not all.
         """
         g = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
-        position = torch.arange(g.shape[1], device=g.device)
+        token, length, begin = F.pad(token, (0, len(wanted))), g.shape[1], 0
         sight, guesses = Unrolled(), list[Guess]()
         for i, where in enumerate(wanted):
-            g = self.advance(F.pad(token[:, 1 + i :], (0, i)), g, position + i, sight)
-            state = self.see(g[where])
+            if i == 1:
+                begin = int(torch.stack([w.any(0) for w in wanted[1:]]).any(0).int().argmax())
+                g = g[:, begin:]
+            position = torch.arange(begin + i, length + i, device=g.device)
+            g = self.advance(token[:, position + 1], g, position, sight)
+            state = self.see(g[where[:, begin:]])
             guesses.append(Guess(state, self.score(state, among)))
         return tuple(guesses)
 

@@ -154,7 +154,7 @@ class Unrolled(Sight):
     """Attention of training-time test (EAGLE-3, arXiv 2503.01840) over whole texts `[b, s]`, one call per layer and step.
 
     In step `i` position `j` sees what drafting would: keys of step 0 up to `j` (the text, read with true features), then its own keys of steps
-    `1 .. i` (what it drafted since). Padding stands at the end.
+    `1 .. i` (what it drafted since). Padding stands at the end. Later steps may leave out positions at the beginning.
     """
 
     def __init__(self) -> None:
@@ -169,9 +169,10 @@ class Unrolled(Sight):
     ) -> Float[torch.Tensor, "b s he"]:
         """Causal in step 0, and along the diagonal from then on."""
         groups = q.shape[2] // k.shape[2]
-        q = q.transpose(1, 2)
-        k, v = (part.transpose(1, 2).repeat_interleave(groups, 1) for part in (k, v))
         past = self._past.setdefault(layer, [])
+        absent = past[0][0].shape[2] - q.shape[1] if past else 0
+        q, k, v = (F.pad(part.transpose(1, 2), (0, 0, absent, 0)) for part in (q, k, v))
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         past.append((k, v))
         if len(past) == 1:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -179,7 +180,7 @@ class Unrolled(Sight):
             out = _Merged.apply(q, *(each for pair in past for each in pair))  # type: ignore[no-untyped-call]
         else:
             out = _diagonal(q, past)
-        return out.transpose(1, 2).flatten(2)
+        return out[:, :, absent:].transpose(1, 2).flatten(2)
 
 
 def _diagonal(q: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
