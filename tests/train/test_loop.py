@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
 from foretell.train import checkpoint, loop
-from foretell.train.card import card
+from foretell.train.card import card, write
 from foretell.train.measure import Measured
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
@@ -190,6 +190,17 @@ def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Pat
     second = trained(settings(tmp_path / "b", steps=2, begin=str(tmp_path / "a"), lr=1e-5, draft_vocab=32))
     assert losses(second)[0] < 0.95 * losses(first)[0]
     assert second.best >= first.best - 0.1
+
+
+def test_a_card_tells_of_the_trainings_that_it_began_from(tmp_path: Path) -> None:
+    for name, begin in ("a", ""), ("b", "a"), ("c", "b"):
+        done = trained(settings(tmp_path / name, steps=2, begin=str(tmp_path / begin) if begin else "", draft_vocab=32))
+        write(done, f"foretell train to {name}")
+    lines = (tmp_path / "c" / "README.md").read_text().splitlines()
+    assert [line for line in lines if "## Begun" in line] == ["## Begun from `b`", "### Begun from `a`"]
+    assert [line for line in lines if "foretell train" in line] == [f"foretell train to {name}" for name in "cba"]
+    assert [line for line in lines if line.endswith(" Course")] == ["## Course", "### Course", "#### Course"]
+    assert sum("curve.png" in line for line in lines) == 1
 
 
 def test_bfloat16_follows_float32(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The model card of a trained speculator: what it is, what it learned from, how it was made, what it gives."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +46,19 @@ def card(trainer: Trainer, command: str) -> str:
     measured = [r for r in rows if r.tokens_per_pass is not None]
     lines += ["| step | tokens | loss | tokens per pass |", "|---:|---:|---:|---:|"]
     lines += [f"| {r.step:,} | {r.tokens:,} | {r.loss:.4f} | {r.tokens_per_pass:.3f} |" for r in measured]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_before(settings.begin)]) + "\n"
+
+
+def _before(begin: str) -> list[str]:
+    """What the card of the speculator that the training began from says of how that one was made."""
+    path = Path(begin) / CARD
+    if not begin or not path.is_file():
+        return []
+    sections = re.split(r"^(?=## )", path.read_text("utf-8"), flags=re.MULTILINE)
+    kept = "".join(s for s in sections if s.startswith(("## Command", "## Data", "## Course", "## Begun from")))
+    # Its curve is not here.
+    text = re.sub(r"^!\[.*\n+", "", kept, flags=re.MULTILINE)
+    return ["", f"## Begun from `{path.parent.name}`", "", re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE).rstrip()]
 
 
 def _gain(trainer: Trainer) -> str:
