@@ -187,9 +187,25 @@ def test_keeping_states_changes_rounding_only(tmp_path: Path) -> None:
 
 def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Path) -> None:
     first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2))
-    second = trained(settings(tmp_path / "b", steps=2, begin=str(tmp_path / "a"), lr=1e-5, draft_vocab=32))
+    second = trained(settings(tmp_path / "b", steps=2, begin=str(tmp_path / "a"), lr=1e-5, draft_vocab=None))
     assert losses(second)[0] < 0.95 * losses(first)[0]
     assert second.best >= first.best - 0.1
+
+
+def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
+    def drafted(name: str) -> list[int]:
+        tokens = load_own(
+            tmp_path / name, trainer(settings(tmp_path / "x")).task.model.source.ends(torch.float32)
+        ).token_of
+        assert tokens is not None
+        return list(tokens.tolist())
+
+    first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2, draft_vocab=48))
+    trained(settings(tmp_path / "b", steps=1, begin=str(tmp_path / "a"), draft_vocab=None))
+    again = trained(settings(tmp_path / "c", steps=1, begin=str(tmp_path / "a"), draft_vocab=60))
+    assert drafted("a") == drafted("b") and len(drafted("a")) == 48
+    assert len(drafted("c")) == 60 and set(drafted("a")) < set(drafted("c"))
+    assert losses(again)[0] < 0.95 * losses(first)[0]
 
 
 def test_a_card_tells_of_the_trainings_that_it_began_from(tmp_path: Path) -> None:

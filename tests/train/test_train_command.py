@@ -110,6 +110,9 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     )
     assert "give the --set it was trained with" in asked(out, "--from", made, "--set", "inner=16")
     assert "no config.json here" in asked(out, "--from", tmp_path)
+    own = ("--set", "own_head=true")
+    assert foretell(*arguments(tmp_path / "own", *own)).exit_code == 0
+    assert "leave --draft-vocab away" in asked(out, *own, "--from", tmp_path / "own", "--draft-vocab", "40")
     other = save_tiny(tmp_path / "other", seed=4)
     foreign = answers(tmp_path / "foreign", target(str(other)))
     assert "(fingerprint" in refused(

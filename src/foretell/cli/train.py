@@ -20,7 +20,7 @@ from foretell.train import card, curve
 from foretell.train.curve import Row
 from foretell.train.loop import Trainer, Watcher
 from foretell.train.measure import Measured
-from foretell.train.settings import Portion, Settings, flag
+from foretell.train.settings import DRAFT_VOCAB, Portion, Settings, flag
 from foretell.train.task import dtype_of, features, prepare, understood
 
 if TYPE_CHECKING:
@@ -63,7 +63,11 @@ def train(
     ] = _SAID.ema,
     precision: Annotated[str, typer.Option(metavar="NAME", help="bf16 (autocast) or no (float32).")] = _SAID.precision,
     draft_vocab: Annotated[
-        int, typer.Option(metavar="N", help="Draft the N most frequent tokens only; 0: all.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Draft the N most frequent tokens only; 0: all; unsaid: those of --from, or {DRAFT_VOCAB}.",
+        ),
     ] = _SAID.draft_vocab,
     save_minutes: Annotated[float, typer.Option(metavar="M", help="Between checkpoints.")] = _SAID.save_minutes,
     measure_every: Annotated[

@@ -6,6 +6,10 @@ _FREE = frozenset({"out", "save_minutes", "features", "cache_gib"})
 """Settings that a training may be resumed with other values of: they do not change what is learned."""
 
 
+DRAFT_VOCAB = 8192
+"""Tokens that a fresh speculator drafts where nothing else is said."""
+
+
 class Portion(BaseModel):
     """A data set and how often an epoch shows each of its documents (0.5: every second one, drawn anew)."""
 
@@ -42,8 +46,8 @@ class Settings(BaseModel):
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the moving average of the weights; 0: none."""
     precision: str = "bf16"
-    draft_vocab: int = Field(8192, ge=0)
-    """Tokens that the speculator may draft; 0: all."""
+    draft_vocab: int | None = Field(None, ge=0)
+    """Tokens that the speculator may draft, the most frequent of the data; 0: all; unsaid: those that `begin` drafts, or `DRAFT_VOCAB`."""
     save_minutes: float = Field(10.0, gt=0)
     measure_every: int = Field(1000, ge=0)
     """Steps between measurements of tokens per pass; 0: at the end only."""

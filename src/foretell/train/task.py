@@ -20,7 +20,7 @@ from foretell.train.measure import prompts_of
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Recipe, Setup
 from foretell.train.schedule import Order, Pieces, Schedule, pieces
-from foretell.train.settings import Settings
+from foretell.train.settings import DRAFT_VOCAB, Settings
 
 PRECISIONS = ("bf16", "no")
 SCHEDULES = ("cosine", "constant")
@@ -133,8 +133,10 @@ def _setup(settings: Settings, model: Model, fingerprint: str, data: Sequence[Da
     c, dtype = model.config, dtype_of(settings)
     ends = model.source.ends(dtype)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
-    begun = load_own(Path(settings.begin), ends).token_of if settings.begin else None
-    kept = begun if settings.begin else frequent(data, rows, c.vocab, settings.draft_vocab)
+    if settings.begin and settings.draft_vocab is None:
+        kept = load_own(Path(settings.begin), ends).token_of
+    else:
+        kept = frequent(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
     return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec)
 
 
@@ -155,10 +157,10 @@ def frequent(data: Sequence[Dataset], rows: Pieces, vocab: int, count: int) -> I
 
 
 def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
-    """Take the weights of a trained speculator.
+    """Take the weights of a trained speculator; its tokens are those of the recipe then.
 
     Raises:
-        ValueError: it is of another kind, for another target, or has other sizes.
+        ValueError: it is of another kind, for another target, has other sizes, or an output matrix for other tokens.
     """
     found = load_own(folder, setup.ends)
     if found.kind != recipe.network.kind:
@@ -172,6 +174,13 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
             f"{setup.card.name} (fingerprint {ours})"
         )
     mine, given = recipe.network.state_dict(), found.state_dict()
+    if found.head is None:
+        # Whatever tokens it drafts, their rows are the target's.
+        given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in mine.items() if n == "token_of"}
+    elif not _equal(found.token_of, recipe.network.token_of):
+        raise ValueError(
+            f"--from {folder}: it has an output matrix of its own, for {len(found.head):,} tokens; leave --draft-vocab away to go on with these"
+        )
     for name in sorted(set(mine) | set(given)):
         shapes = [list(s[name].shape) if name in s else "missing" for s in (given, mine)]
         if shapes[0] != shapes[1]:
@@ -179,6 +188,10 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
                 f"--from {folder}: its {name} is {shapes[0]}, and {shapes[1]} with these settings; give the --set it was trained with"
             )
     recipe.network.load_state_dict(given)
+
+
+def _equal(some: torch.Tensor | None, others: torch.Tensor | None) -> bool:
+    return some is others if some is None or others is None else torch.equal(some, others)
 
 
 def features(task: Task, decoder: Decoder) -> Features:
