@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_training_is_not_touched(tmp_path: Path) -> None
     trained(wanted)
     for changed, sentence in (
         ({"lr": 1e-2}, "--lr was 0.003 there and is 0.01 here"),
-        ({"options": {"inner": "16"}}, '--set was {"inner": "32"} there'),
+        ({"options": {"inner": "16"}}, "--set was inner=32 there"),
         ({"steps": 3}, "--steps was 2 there and is 3 here"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -1,7 +1,6 @@
 """Where a training stands, on disk: written beside the last one and moved into its place whole, so that a kill at any moment leaves a good one."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -137,7 +136,7 @@ def belongs(stand: Stand, settings: Settings, target: str, documents: int, proce
     cure = "train with the same settings, or give another --out"
     name = stand.settings.changed(settings)
     if name is not None:
-        then, now = (_shown(s.model_dump()[name]) for s in (stand.settings, settings))
+        then, now = (_shown(getattr(s, name)) for s in (stand.settings, settings))
         raise ValueError(f"{where}: {flag(name)} was {then} there and is {now} here; {cure}")
     if stand.target != target:
         raise ValueError(
@@ -153,7 +152,11 @@ def belongs(stand: Stand, settings: Settings, target: str, documents: int, proce
 
 
 def _shown(value: object) -> str:
-    return json.dumps(value) if isinstance(value, dict | list | tuple) else str(value) or "not given"
+    """As the command line would say it."""
+    if isinstance(value, dict):
+        value = tuple(f"{key}={said}" for key, said in value.items())
+    parts = value if isinstance(value, tuple) else () if value is None else (value,)
+    return " ".join(map(str, parts)) or "not given"
 
 
 class _room:  # noqa: N801 (a context manager, named as one)

@@ -18,6 +18,10 @@ class Portion(BaseModel):
     folder: str
     weight: float = Field(1.0, gt=0)
 
+    def __str__(self) -> str:
+        """As the command line spells it."""
+        return self.folder if self.weight == 1 else f"{self.folder}={self.weight:g}"
+
 
 class Settings(BaseModel):
     """One training. Sizes in tokens; `steps` 0: as many as the epochs have."""

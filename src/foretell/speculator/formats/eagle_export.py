@@ -84,7 +84,9 @@ def _check(network: EagleNetwork, format_name: str) -> None:
     }
     for what, found in cannot.items():
         if found:
-            raise ValueError(f"the format {format_name} has no place for {what}, which this speculator has")
+            raise ValueError(
+                f"the format {format_name} has no place for {what}, which this speculator has; train one without to export it"
+            )
 
 
 def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
