@@ -1,0 +1,108 @@
+"""The tool that makes prompts from the texts of packages: every kind, no two alike, the same from the same seed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from foretell.cli.prompts import parse
+from foretell.datastore import fingerprint
+from foretell.load import EMBEDDED, load
+from foretell.train.dataset import Collection, Manifest, Record
+
+TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"
+FILES = (
+    "03",
+    "04",
+    "05",
+    "06",
+    "07",
+    "08",
+    "09",
+    "10",
+    "11",
+    "13",
+    "14",
+    "15",
+    "17",
+    "18",
+    "19",
+    "20",
+    "21",
+    "22",
+    "26",
+    "27",
+)
+"""Of WordNet's lexicographers, all that the tool draws from."""
+
+
+def wordnet(path: Path) -> Path:
+    lines = ["  1 a licence comes first  "]
+    for number in FILES:
+        lines.append(f"00001740 {number} n 01 thing_{number} 0 001 @ 00001930 n 0000 | what it is")
+        lines.append(f"00001741 {number} n 02 N{number} 0 Name_{number} 0 001 @i 00001930 n 0000 | who it is")
+    path.write_text("\n".join(lines))
+    return path
+
+
+def talks(folder: Path) -> Path:
+    model = load(EMBEDDED)
+    known = Manifest(
+        model=model.name, fingerprint="", tokenizer=fingerprint(model.codec), vocab=model.config.vocab, kind="self"
+    )
+    prompt = model.codec.chat([{"role": "user", "content": "Why is the sky blue?"}])
+    answer = [*model.codec.encode("It scatters light.", special=False), model.eos[0]]
+    with Collection(folder, known) as collection:
+        collection.add(Record(number=0, tokens=[*prompt, *answer], start=len(prompt)))
+    return folder
+
+
+def test_prompts_of_every_kind(tmp_path: Path) -> None:
+    for name, text in (
+        ("english", "A passage about the town of Springfield, where little happens. " * 9),
+        ("german", "Der Hund schläft den ganzen Tag im Garten."),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+    sources: list[str | Path] = [
+        "--wordnet",
+        wordnet(tmp_path / "data.noun"),
+        "--passages",
+        tmp_path / "english",
+        "--german",
+        tmp_path / "german",
+    ]
+    command: list[str | Path] = [
+        sys.executable,
+        TOOL,
+        tmp_path / "out.jsonl",
+        *sources,
+        "--talks",
+        talks(tmp_path / "talks"),
+        "--count",
+        "300",
+        "--seed",
+        "3",
+    ]
+    made = []
+    for _ in range(2):
+        subprocess.run(command, check=True, capture_output=True)
+        made.append((tmp_path / "out.jsonl").read_bytes())
+    assert made[0] == made[1]
+    lines = made[0].splitlines()
+    assert len(set(lines)) == len(lines) == 300
+    turns = [parse(line).messages or [] for line in lines]
+    texts = [t[-1].content for t in turns]
+    talked = [t for t in turns if len(t) == 3]
+    assert talked and {(t[0].content, t[1].content) for t in talked} == {("Why is the sky blue?", "It scatters light.")}
+    for sign in (
+        "Name 18",
+        "thing 06",
+        "Springfield",
+        "Der Hund",
+        "Write a Python function",
+        "How many",
+        "You are a thing 18",
+    ):
+        assert any(sign in text for text in texts), sign
+    assert not any(re.search(r"\{\w+\}", text) for text in texts)
