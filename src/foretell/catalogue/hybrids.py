@@ -19,8 +19,8 @@ from foretell.shape import Chain, Fallback, Shape
 from foretell.speculator.shipped import find_shipped
 
 _GUESSERS: Mapping[str, Callable[[Any, SpeculativeConfig], AnyMethod]] = {
-    "mlp_speculator": stages_method,
     "eagle3": eagle_method,
+    "mlp_speculator": stages_method,
     "eagle": eagle_method,
     "medusa": heads_method,
     "blockwise": heads_method,
