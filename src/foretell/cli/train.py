@@ -128,14 +128,16 @@ def run(settings: Settings, command: str) -> None:
     with Interrupt() as interrupt, watcher if isinstance(watcher, Bar) else _Nothing():
         trainer = Trainer(task, on, states, watcher)
         trainer.run(lambda: interrupt.asked)
-    if quiet:
-        return
-    curve.write(trainer.out, trainer.rows, picture=True)
-    card.write(trainer, command)
-    Console(stderr=True).print(
-        f"{settings.out}: {trainer.best:.3f} tokens per pass at step {trainer.best_step:,} of {trainer.step:,}; "
-        f"use it with --draft-model {settings.out}", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    if not quiet:
+        curve.write(trainer.out, trainer.rows, picture=True)
+        card.write(trainer, command)
+        Console(stderr=True).print(
+            f"{settings.out}: {trainer.best:.3f} tokens per pass at step {trainer.best_step:,} of {trainer.step:,}; "
+            f"use it with --draft-model {settings.out}", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    # A process that ends with its group alive may abort, and takes those with it that still write.
+    on.wait_for_everyone()
+    on.end_training()
 
 
 def _accelerator() -> "Accelerator":
