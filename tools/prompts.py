@@ -55,11 +55,9 @@ class Maker:
         self._draw, self._words = draw, words
         self._form = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
         self._jobs = [f"{verb} {thing}" for verb in self._form["verbs"] for thing in self._form["objects"]]
-        self._passages, self._german, self._talks = (
-            list(documents(passages)),
-            list(sentences(german)),
-            list(talked(talks)),
-        )
+        self._passages = list(documents(passages))
+        self._german = list(sentences(german))
+        self._talks = list(talked(talks))
 
     def one(self) -> str | list[str]:
         """A prompt of any kind."""

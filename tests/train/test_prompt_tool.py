@@ -12,27 +12,9 @@ from foretell.train.dataset import Collection, Manifest, Record
 
 TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"
 FILES = (
-    "03",
-    "04",
-    "05",
-    "06",
-    "07",
-    "08",
-    "09",
-    "10",
-    "11",
-    "13",
-    "14",
-    "15",
-    "17",
-    "18",
-    "19",
-    "20",
-    "21",
-    "22",
-    "26",
-    "27",
-)
+    "03", "04", "05", "06", "07", "08", "09", "10", "11", "13",
+    "14", "15", "17", "18", "19", "20", "21", "22", "26", "27",
+)  # fmt: skip
 """Of WordNet's lexicographers, all that the tool draws from."""
 
 
@@ -64,26 +46,9 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
-    sources: list[str | Path] = [
-        "--wordnet",
-        wordnet(tmp_path / "data.noun"),
-        "--passages",
-        tmp_path / "english",
-        "--german",
-        tmp_path / "german",
-    ]
-    command: list[str | Path] = [
-        sys.executable,
-        TOOL,
-        tmp_path / "out.jsonl",
-        *sources,
-        "--talks",
-        talks(tmp_path / "talks"),
-        "--count",
-        "300",
-        "--seed",
-        "3",
-    ]
+    command: list[str | Path] = [sys.executable, TOOL, tmp_path / "out.jsonl", "--count", "300", "--seed", "3"]
+    command += ["--wordnet", wordnet(tmp_path / "data.noun"), "--talks", talks(tmp_path / "talks")]
+    command += ["--passages", tmp_path / "english", "--german", tmp_path / "german"]
     made = []
     for _ in range(2):
         subprocess.run(command, check=True, capture_output=True)

@@ -171,7 +171,9 @@ class Unrolled(Sight):
         groups = q.shape[2] // k.shape[2]
         past = self._past.setdefault(layer, [])
         absent = past[0][0].shape[2] - q.shape[1] if past else 0
-        q, k, v = (F.pad(part.transpose(1, 2), (0, 0, absent, 0)) for part in (q, k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if absent:  # Padding by nothing would copy.
+            q, k, v = (F.pad(part, (0, 0, absent, 0)) for part in (q, k, v))
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         past.append((k, v))
         if len(past) == 1:
