@@ -273,17 +273,18 @@ struct Bfloat16 {
   }
 };
 
-// Brings the next panel into the second-level cache while the arithmetic on this one runs: two lines per step, which is
-// what a step reads. The processor's own prefetching does better when there is little arithmetic, as well when there is much.
-struct Fetch {
-  const char* at;
-  int second;  // distance of the step's second line
-  void step() {
-    __builtin_prefetch(at, 0, 2);
-    __builtin_prefetch(at + second, 0, 2);
-    at += 128;
-  }
-};
+// What a product brings into the second-level cache while its arithmetic runs: nothing, what it will itself read soon, or half of
+// the panel that comes next. The processor's own prefetching does as well where there is little arithmetic.
+enum class Fetch { kNone, kAhead, kNext };
+
+// For step k of a panel: two lines are what a step reads.
+template <Fetch kFetch>
+inline void fetch(const uint32_t* panel, const char* next, int k) {
+  constexpr int kSoon = 48;
+  if (kFetch == Fetch::kAhead)
+    for (int line = 0; line < 2; ++line) __builtin_prefetch(panel + kPanel * (k + kSoon) + kLanes * line, 0, 2);
+  if (kFetch == Fetch::kNext) __builtin_prefetch(next + 128 * k, 0, 2);
+}
 
 // Products of float32 and bfloat16: one accumulator per output and token, from the first input to the last.
 template <class P>
@@ -295,13 +296,13 @@ struct FloatProduct {
 
   static void quantize(float* x, int in, uint32_t* row) { P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row); }
 
-  // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t; fetches on the way.
-  template <int T, bool kFetch>
-  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Fetch fetch, Float* out) {
+  // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t.
+  template <int T, Fetch kFetch>
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
     Float acc[2 * T] = {};
     const int steps = (int)row_words(in);
     for (int k = 0; k < steps; ++k) {
-      if (kFetch) fetch.step();
+      fetch<kFetch>(panel, next, k);
       const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
       for (int t = 0; t < T; ++t) {
         const Word word = splat(x[t * stride + k]);
@@ -389,15 +390,15 @@ struct Int8 {
     return row + count / 4 + 2;
   }
 
-  template <int T, bool kFetch>
-  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Fetch fetch, Float* out) {
-    Float acc[2 * T] = {};
+  template <int T, Fetch kFetch>
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
+    for (int i = 0; i < 2 * T; ++i) out[i] = Float{};
     for (int left = padded(in) / 4; left > 0; left -= kGroup / 4) {
       const int steps = std::min(kGroup / 4, left);
       Int part[2 * T];
       for (int t = 0; t < T; ++t) part[2 * t] = part[2 * t + 1] = splat((int32_t)x[t * stride + steps + 1]);
       for (int k = 0; k < steps; ++k) {
-        if (kFetch) fetch.step();
+        fetch<kFetch>(panel, next, k);
         const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
         for (int t = 0; t < T; ++t) {
           const Word word = splat(x[t * stride + k]);
@@ -405,16 +406,17 @@ struct Int8 {
           part[2 * t + 1] = step(part[2 * t + 1], w1, word);
         }
       }
+      fetch<kFetch>(panel, next, steps);  // there are scales in step with the weights
       const Float s0 = load<Float>(panel + kPanel * steps), s1 = load<Float>(panel + kPanel * steps + kLanes);
       for (int t = 0; t < T; ++t) {
         const Float scale = (Float)splat(x[t * stride + steps]);
-        acc[2 * t] = fma(__builtin_convertvector(part[2 * t], Float), s0 * scale, acc[2 * t]);
-        acc[2 * t + 1] = fma(__builtin_convertvector(part[2 * t + 1], Float), s1 * scale, acc[2 * t + 1]);
+        out[2 * t] = fma(__builtin_convertvector(part[2 * t], Float), s0 * scale, out[2 * t]);
+        out[2 * t + 1] = fma(__builtin_convertvector(part[2 * t + 1], Float), s1 * scale, out[2 * t + 1]);
       }
       panel += kPanel * (steps + 1);
+      next += 128 * (steps + 1);
       x += steps + 2;
     }
-    for (int i = 0; i < 2 * T; ++i) out[i] = acc[i];
   }
 };
 
@@ -526,35 +528,40 @@ void emit(const Sink& sink, const Weight& w, const Float* tile, int panel, int t
   }
 }
 
-using Tile = void (*)(const uint32_t*, const uint32_t*, size_t, int, Fetch, Float*);
+using Tile = void (*)(const uint32_t*, const uint32_t*, size_t, int, const char*, Float*);
 
-template <class P, bool kFetch, size_t... T>
-Tile pick_tile(int tokens, std::index_sequence<T...>) {
+template <class P, Fetch kFetch, size_t... T>
+Tile tile_of(int tokens, std::index_sequence<T...>) {
   constexpr Tile all[] = {P::template tile<T + 1, kFetch>...};
   return all[tokens - 1];
+}
+
+template <class P, Fetch kFetch>
+Tile pick_tile(int tokens) {
+  return tile_of<P, kFetch>(tokens, std::make_index_sequence<P::kMostTokens>());
 }
 
 const uint32_t* first_panel(const Weight& w, size_t panel_words, const Team& team) {
   return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words;
 }
 
-// y = x W^T for this thread's panels. A panel stays in the cache while all tokens pass by it in blocks; meanwhile the next
-// one (at the end: the first of the layer that follows) is fetched, by two blocks half of its lines each.
+// y = x W^T for this thread's panels. A panel stays in the cache while all tokens pass by it in blocks. Two blocks fetch half of the
+// next panel's lines each (at the end: of the first of the layer that follows).
 template <class P>
-void multiply(const Weight& w, const uint32_t* x, int tokens, const Sink& sink, const Weight* next, const Team& team) {
-  constexpr auto sizes = std::make_index_sequence<P::kMostTokens>();
+void multiply(const Weight& w, const uint32_t* x, int tokens, const Sink& sink, const Weight* following, const Team& team) {
   const size_t stride = P::row_words(w.in), panel_words = P::panel_words(w.in);
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
   const int blocks = (tokens + P::kMostTokens - 1) / P::kMostTokens;
-  const bool fetch = tokens > 4 && blocks <= 2;
+  const auto pick = tokens <= 4   ? pick_tile<P, Fetch::kNone>
+                    : blocks == 2 ? pick_tile<P, Fetch::kNext>
+                                  : pick_tile<P, Fetch::kAhead>;
   Float out[2 * P::kMostTokens];
   for (int p = from; p < to; ++p) {
     const uint32_t* panel = w.words + p * panel_words;
-    const uint32_t* coming = p + 1 < to ? panel + panel_words : next ? first_panel(*next, P::panel_words(next->in), team) : panel;
+    const uint32_t* next = p + 1 < to ? panel + panel_words : following ? first_panel(*following, P::panel_words(following->in), team) : panel;
     for (int b = 0, t = 0; b < blocks; ++b) {
       const int count = (tokens - t + blocks - b - 1) / (blocks - b);
-      const Tile tile = fetch ? pick_tile<P, true>(count, sizes) : pick_tile<P, false>(count, sizes);
-      tile(panel, x + t * stride, stride, w.in, {(const char*)coming + 64 * b, blocks == 1 ? 64 : 0}, out);
+      pick(count)(panel, x + t * stride, stride, w.in, (const char*)next + 64 * b, out);
       for (int i = 0; i < count; ++i) emit(sink, w, out + 2 * i, p, t + i);
       t += count;
     }
@@ -668,7 +675,7 @@ class Attention {
         words_(model.head_dim / C::kDepth),
         group_(model.heads / model.kv_heads),
         span_((size_t)round_up(sight.longest(), kLanes)),
-        together_(tokens_together(team)),
+        together_(tokens_together()),
         queries_(buffer<uint32_t>((size_t)sight.tokens().count * model.heads * words_)),
         keys_size_((size_t)round_up(words_, kLanes)),
         keys_(buffer<Word>(team.threads * keys_size_)),
@@ -682,26 +689,30 @@ class Attention {
     for (int i = from; i < to; ++i) place_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
   }
 
-  // out [tokens, heads * head_dim].
+  // out [tokens, heads * head_dim]. A thread's share of a row is a run of (key-value head, token) pairs, so that few keys and values
+  // are read by two threads; tokens weigh what they see.
   void attend(const Layer& layer, int index, float* out, const Team& team) const {
     const Tokens& tokens = sight_.tokens();
-    int task = 0;
-    for (int first = 0, last, end = 0; first < tokens.count; first = last) {
-      if (first == end)
-        while (end < tokens.count && tokens.row[end] == tokens.row[first]) ++end;
-      const int parts = (end - first + together_ - 1) / together_;  // of what is left of the row, alike in size
-      last = first + (end - first + parts - 1) / parts;
-      for (int kv = 0; kv < m_.kv_heads; ++kv)
-        if (task++ % team.threads == team.thread) attend_some(layer, index, kv, first, last, out, team);
+    for (int first = 0, end = 0; first < tokens.count; first = end) {
+      int64_t seen = 0;
+      for (; end < tokens.count && tokens.row[end] == tokens.row[first]; ++end) seen += sight_[end].length;
+      const int64_t all = seen * m_.kv_heads, from = all * team.thread / team.threads, to = all * (team.thread + 1) / team.threads;
+      for (int kv = 0; kv < m_.kv_heads; ++kv) {
+        int t = after(first, end, from - kv * seen);
+        for (const int last = after(first, end, to - kv * seen); t < last; t += together_)
+          attend_some(layer, index, kv, t, std::min(t + together_, last), out, team);
+      }
     }
   }
 
  private:
-  // As many as share well: every thread has work, and the scores stay in the second-level cache.
-  int tokens_together(const Team& team) const {
-    const int busy = sight_.tokens().count * m_.kv_heads / (2 * team.threads);
-    const int fitting = (int)(65536 / (group_ * span_));
-    return std::max(1, std::min({busy, fitting, kMostShared}));
+  // As many as share the reading of keys, and leave their scores in the second-level cache.
+  int tokens_together() const { return std::max(1, std::min((int)(65536 / (group_ * span_)), kMostShared)); }
+
+  // The first of some tokens before which `seen` keys or more are seen by the others.
+  int after(int first, int end, int64_t seen) const {
+    for (; first < end && seen > 0; ++first) seen -= sight_[first].length;
+    return first;
   }
 
   size_t head_at(int index, int row, int kv) const {
@@ -746,19 +757,20 @@ class Attention {
     int most = 0;
     for (int t = first; t < last; ++t) most = std::max(most, shared_blocks(t));
     for (int block = 0; block < most; ++block) score_shared(layer, at, kv, first, last, block, team);
-    for (int t = first; t < last; ++t) {
+    for (int t = first; t < last; ++t)
       for (int block = shared_blocks(t); block * kLanes < sight_[t].length; ++block)
         score_block(layer, at, kv, t, block, (t - first) * group_, team);
-      for (int h = 0; h < group_; h += 4) {
-        const int count = std::min(4, group_ - h);
+    Query queries[kMostMixed];
+    int count = 0;
+    for (int t = first; t < last; ++t)
+      for (int h = 0; h < group_; ++h) {
         float* scores = scores_of((t - first) * group_ + h, team);
-        float* y = out + ((size_t)t * m_.heads + kv * group_ + h) * m_.head_dim;
-        float factor[4];
-        for (int i = 0; i < count; ++i) factor[i] = soften(layer, t, scores + i * span_);
-        constexpr decltype(&Attention::mix<1>) all[] = {&Attention::mix<1>, &Attention::mix<2>, &Attention::mix<3>, &Attention::mix<4>};
-        (this->*all[count - 1])(cache_.v + at, t, first_visible(layer, t), (const uint32_t*)scores, factor, y);
+        const float factor = soften(layer, t, scores);
+        const Query query = {t, first_visible(layer, t), (const uint32_t*)scores, factor, out + ((size_t)t * m_.heads + kv * group_ + h) * m_.head_dim};
+        if (count == kMostMixed || (count && query.from != queries[0].from)) mix_all(cache_.v + at, queries, std::exchange(count, 0));
+        queries[count++] = query;
       }
-    }
+    mix_all(cache_.v + at, queries, count);
   }
 
   // Blocks of 16 visible keys that lie in the cache in their own order, so that other tokens see the same ones there.
@@ -834,42 +846,86 @@ class Attention {
     return 1 / sum(total);
   }
 
-  // y[h] = sum of values weighted with the words of weights[h], times factor[h], for H heads. Two vectors of a value's
-  // words at a time, and as many keys as a word of weights holds; what lies outside the view weighs nothing.
-  template <int H>
-  void mix(const uint32_t* values, int token, int from, const uint32_t* weights, const float* factor, float* y) const {
+  // y = sum of a token's visible values from `from` on, weighted with the words of `weights`, times `factor`.
+  struct Query {
+    int token, from;
+    const uint32_t* weights;
+    float factor;
+    float* y;
+  };
+
+  // Two vectors of a value's words, in turns the numbers of as many values as a word of weights holds.
+  struct Columns {
+    Word word[2][C::kDepth];
+  };
+
+  template <class Value>
+  Columns columns(const Value& value, int w) const {
+    Columns out;
+    for (int half = 0; half < 2; ++half) {
+      const int first = w + kLanes * half;
+      Word rows[C::kDepth];
+      for (int d = 0; d < C::kDepth; ++d) rows[d] = first < words_ ? load_part<Word>(value(d) + first, words_ - first) : Word{};
+      C::zip(rows, out.word[half]);
+    }
+    return out;
+  }
+
+  struct Sums {  // over such columns
+    Float of[2][C::kDepth];
+    void add(const Columns& values, uint32_t weight) {
+      for (int half = 0; half < 2; ++half)
+        for (int d = 0; d < C::kDepth; ++d) of[half][d] = C::step(of[half][d], values.word[half][d], splat(weight));
+    }
+  };
+
+  // Some queries that begin at the same key. They share the reading of values while these lie in the cache in their own order.
+  // Written out by query, since sums stay in registers only where every index is a constant.
+  template <size_t... Q>
+  void mix(const uint32_t* values, const Query* queries, std::index_sequence<Q...>) const {
     constexpr int D = C::kDepth;
-    const View view = sight_[token];
+    const int shared = std::min({sight_[queries[Q].token].run...}) / D;
     for (int w = 0; w < words_; w += 2 * kLanes) {
-      const int n0 = words_ - w, n1 = std::max(0, n0 - kLanes);
-      Float acc[H][2][D] = {};
-      for (int i = from / D; i * D < view.length; ++i) {
-        Word rows[2][D], columns[2][D];
-        for (int d = 0; d < D; ++d) {
-          const uint32_t* value = values + (size_t)view.slot(std::min(i * D + d, view.length - 1)) * words_ + w;
-          rows[0][d] = load_part<Word>(value, n0);
-          rows[1][d] = n1 ? load_part<Word>(value + kLanes, n1) : Word{};
-        }
-        for (int half = 0; half < 2; ++half) C::zip(rows[half], columns[half]);
-        for (int h = 0; h < H; ++h) {
-          const Word weight = splat(weights[h * span_ + i]);
-          for (int half = 0; half < 2; ++half)
-            for (int d = 0; d < D; ++d) acc[h][half][d] = C::step(acc[h][half][d], columns[half][d], weight);
-        }
+      Sums sums[sizeof...(Q)] = {};
+      int i = queries[0].from / D;
+      for (const uint32_t* value = values + (size_t)i * D * words_; i < shared; ++i, value += D * words_) {
+        const Columns read = columns([&](int d) { return value + d * words_; }, w);
+        (sums[Q].add(read, queries[Q].weights[i]), ...);
       }
-      for (int h = 0; h < H; ++h)
-        for (int half = 0; half < 2; ++half) {
-          Float ordered[D];
-          C::unravel(acc[h][half], ordered);
-          for (int d = 0; d < D; ++d) {
-            const int first = (w + kLanes * half) * D + kLanes * d;
-            if (first < m_.head_dim)
-              store_part(y + h * m_.head_dim + first, ordered[d] * splat(factor[h]), m_.head_dim - first);
-          }
-        }
+      (finish_mix(values, queries[Q], i, w, sums[Q]), ...);
     }
   }
 
+  // Adds what a query sees from word i of its weights on; what lies past its view weighs nothing.
+  void finish_mix(const uint32_t* values, const Query& query, int i, int w, Sums sums) const {
+    constexpr int D = C::kDepth;
+    const View view = sight_[query.token];
+    for (; i * D < view.length; ++i) {
+      const auto value = [&](int d) { return values + (size_t)view.slot(std::min(i * D + d, view.length - 1)) * words_; };
+      sums.add(columns(value, w), query.weights[i]);
+    }
+    for (int half = 0; half < 2; ++half) {
+      Float ordered[D];
+      C::unravel(sums.of[half], ordered);
+      for (int d = 0; d < D; ++d) {
+        const int first = (w + kLanes * half) * D + kLanes * d;
+        if (first < m_.head_dim) store_part(query.y + first, ordered[d] * splat(query.factor), m_.head_dim - first);
+      }
+    }
+  }
+
+  void mix_all(const uint32_t* values, const Query* queries, int count) const {
+    switch (count) {
+      case 1: return mix(values, queries, std::make_index_sequence<1>());
+      case 2: return mix(values, queries, std::make_index_sequence<2>());
+      case 3: return mix(values, queries, std::make_index_sequence<3>());
+      case 4: return mix(values, queries, std::make_index_sequence<4>());
+      case 5: return mix(values, queries, std::make_index_sequence<5>());
+      case 6: return mix(values, queries, std::make_index_sequence<6>());
+    }
+  }
+
+  static constexpr int kMostMixed = 6;   // queries that share the reading of values: what the registers hold
   static constexpr int kMostGroup = 16;  // query heads per key-value head
   const Model& m_;
   const Sight& sight_;
