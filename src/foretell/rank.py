@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 
 from foretell.model.native import argmax as native_argmax
 from foretell.model.native import available
+from foretell.model.native import likeliest as native_likeliest
 from foretell.model.native import topk as native_topk
 
 
@@ -19,6 +20,13 @@ def best(scores: Float[torch.Tensor, "k v"], count: int) -> tuple[Float[torch.Te
         return native_topk(scores, count)
     top = scores.topk(count)
     return top.values, top.indices
+
+
+def likeliest(
+    scores: Float[torch.Tensor, "k v"], count: int
+) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
+    """Probabilities, under the softmax of its row, and ids of the `count` best tokens of every row, best first."""
+    return native_likeliest(scores, count) if _fast(scores) else best(torch.softmax(scores, -1), count)
 
 
 def _fast(scores: torch.Tensor) -> bool:

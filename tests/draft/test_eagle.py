@@ -19,6 +19,8 @@ from foretell.draft.network.pack import packed
 from foretell.engine import Engine, Request
 from foretell.method import Method
 from foretell.model import native
+from foretell.model.cache import Cache, Layout
+from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
 from foretell.model.native import Precision
 from foretell.model.runner import DecoderRunner
@@ -218,14 +220,15 @@ class Recording(Eagle):
         super().__init__(network)
         self.found: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
 
-    def _scores(self, tree, frontier, context):  # type: ignore[no-untyped-def]
-        logits, at = super()._scores(tree, frontier, context)
+    def _outputs(self, tree, frontier, context):  # type: ignore[no-untyped-def]
+        out, at = super()._outputs(tree, frontier, context)
+        logits = self.network.spread(self.network.score(self.network.see(out)))
         for i, row in enumerate(context.rows):
             for node in frontier[i].tolist():
                 if at[i, node] >= 0:
                     path = tree.token[i, tree.ancestors(i, node)[1:]].tolist()
-                    self.found[row, tuple(path)] = self.network.spread(logits[at[i, node]])
-        return logits, at
+                    self.found[row, tuple(path)] = logits[at[i, node]]
+        return out, at
 
 
 @every_kind
@@ -326,3 +329,73 @@ def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, ne
     assert len(shared) > 3
     for path in shared:
         torch.testing.assert_close(found[1][path], found[0][path], atol=near, rtol=0)
+
+
+class Stepwise(Eagle):
+    """Has its trees grown level by level."""
+
+    def beam(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+        return None
+
+
+@cache
+def kernel_network(precision: Precision, dtype: torch.dtype, drafted: int | None) -> tuple[Decoder, EagleNetwork]:
+    """A random EAGLE-3 on the CPU kernels, with its target."""
+    decoder = tiny_decoder(replace(TINY, hidden=64, vocab=VOCAB), dtype=dtype)
+    card = TargetCard(name="tiny", hidden=64, vocab=VOCAB, layers=2)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
+    config = EagleConfig.model_validate(
+        {"target": card, "draft_vocab": drafted, "fc_norm": True, "taps": (0, 1, 3)} | sizes
+    )
+    torch.manual_seed(5)
+    network = Eagle3(config, Ends(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))
+    if drafted is not None:
+        network.choose(torch.arange(VOCAB)[2 : 2 + drafted])
+    return decoder, packed(network, precision)
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.float32), ("int8", torch.bfloat16)]
+)
+@pytest.mark.parametrize(
+    "shape", [Beam(1, 3, 9), Beam(5, 3, 60, 1e-4), Beam(4, 4, 7), Beam(4, 2, 9, 0.02), Beam(3, 99, 30)], ids=str
+)
+@pytest.mark.parametrize("drafted", [20, None])
+def test_the_kernels_grow_the_trees_that_grow_level_by_level(
+    precision: Precision, dtype: torch.dtype, shape: Beam, drafted: int | None
+) -> None:
+    """Texts of unequal length, one of them with room for two more tokens, one with none."""
+    decoder, network = kernel_network(precision, dtype, drafted)
+    texts = [random_tokens(n, seed=n) for n in (9, 3, 17, 5)]
+    context = replace(context_of(*texts), room=np.array([99, 2, 99, 0]))
+    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
+    output = DecoderRunner(decoder).forward(range(4), tree, taps=network.taps)
+    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
+    step = Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
+    found = list[list[set[tuple[tuple[int, ...], ...]]]]()
+    for drafter in (Eagle(network), Stepwise(network)):
+        drafter.keep(step)
+        grown = shape.grow(drafter, context)
+        assert grown.nodes <= shape.budget + 1
+        found.append([])
+        for i in range(4):
+            nodes = np.flatnonzero(grown.live[i])[1:].tolist()
+            found[-1].append({tuple(grown.token[i, grown.ancestors(i, node)].tolist()) for node in nodes})
+    assert found[0] == found[1]
+    assert [bool(part) for part in found[0]] == [True, True, True, False]
+    assert all(len(path) <= 3 for path in found[0][1])
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
+    _, network = kernel_network("float32", torch.float32, None)
+    kernels = network.kernels
+    assert kernels is not None
+    zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    layout = Layout(row=zero, slot=zero, position=zero, prefix=one, extra=zero[:, None][:, :0].contiguous())
+    cache = Cache(2, 2, 16, torch.float32, torch.device("cpu"))
+    cache.reserve(1, 8)
+    for token, parent in ((VOCAB, 0), (-1, 0), (1, 1), (1, -1)):
+        with pytest.raises(ValueError, match="is not among"):
+            kernels.follow(torch.tensor([token]), torch.zeros(1, 64), torch.tensor([parent]), layout, cache)

@@ -18,6 +18,7 @@ from foretell.model.native import (
     argmax,
     available,
     build,
+    likeliest,
     rms_norm,
     structures,
     topk,
@@ -306,6 +307,9 @@ def test_rms_norm() -> None:
     for width in (1, 16, 45, 576):
         x, weight = torch.randn(20, width), torch.randn(width)
         torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (width,), weight, 1e-5))
+        several = torch.randn(4, width)
+        expected = F.rms_norm(x, (width,), None, 1e-5).view(-1, 4, width) * several
+        torch.testing.assert_close(rms_norm(x, several, 1e-5), expected.view(20, width))
 
 
 def test_argmax_takes_the_first_of_equals() -> None:
@@ -382,3 +386,26 @@ def test_topk_is_sorted_and_prefers_low_indices(width: int, k: int) -> None:
     order = torch.argsort(x, dim=-1, descending=True, stable=True)[:, :k]
     assert torch.equal(indices, order)
     assert torch.equal(values, x.gather(1, order))
+
+
+@pytest.mark.parametrize(("width", "k"), [(5, 3), (16, 16), (1000, 8), (49153, 8)])
+def test_likeliest_are_the_best_of_the_softmax(width: int, k: int) -> None:
+    x = 3 * torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+    x[1, 2] = -torch.inf
+    chances, indices = likeliest(x, k)
+    expected = torch.softmax(x.double(), -1).topk(k)
+    assert torch.equal(indices, expected.indices)
+    torch.testing.assert_close(chances.double(), expected.values, rtol=1e-5, atol=1e-9)
+
+
+@every_precision
+@pytest.mark.parametrize("tokens", [0, 1, 5, 20])
+def test_a_linear_layer_says_which_outputs_are_likeliest(precision: Precision, tokens: int) -> None:
+    torch.manual_seed(2)
+    layer, x = NativeLinear(torch.randn(77, 64), torch.randn(77), precision), torch.randn(tokens, 64)
+    chances, indices = layer.likeliest(x, 6)
+    expected = likeliest(layer(x), 6)
+    assert torch.equal(indices, expected[1])
+    assert torch.equal(chances, expected[0])
+    with pytest.raises(ValueError, match="best 78 of 77"):
+        layer.likeliest(x, 78)

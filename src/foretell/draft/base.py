@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
-from foretell.rank import best
+from foretell.rank import likeliest
 from foretell.tree import TokenTree
 
 
@@ -60,6 +60,17 @@ class Ranked:
     token: Int[np.ndarray, "k c"]
     at: Int[np.ndarray, "b n"]
 
+    @staticmethod
+    def of(
+        chances: Float[torch.Tensor, "k c"],
+        columns: Int[torch.Tensor, "k c"],
+        at: Int[np.ndarray, "b n"],
+        token_of: Int[np.ndarray, " w"] | None = None,
+    ) -> "Ranked":
+        """From what was drafted best; `token_of` gives the token of every column."""
+        places = columns.cpu().numpy()
+        return Ranked(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
+
 
 def ranked(
     logits: Float[torch.Tensor, "k w"],
@@ -67,12 +78,10 @@ def ranked(
     count: int,
     token_of: Int[np.ndarray, " w"] | None = None,
 ) -> Ranked:
-    """The `count` best tokens of every row of scores, or as many as there are; `token_of` gives the token of every column."""
+    """The `count` best tokens of every row of scores, or as many as there are."""
     if not len(logits):
         return Ranked(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
-    chances, columns = best(torch.softmax(logits, -1), min(count, logits.shape[1]))
-    places = columns.cpu().numpy()
-    return Ranked(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
+    return Ranked.of(*likeliest(logits, min(count, logits.shape[1])), at, token_of)
 
 
 class Predictor(Drafter):
@@ -81,6 +90,13 @@ class Predictor(Drafter):
     def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
         """The `count` likeliest tokens after the live nodes of `frontier`: all that a shape needs which picks. Called instead of `expand`."""
         return ranked(*self.expand(tree, frontier, context), count)
+
+    def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
+        """The tree that `shape.Beam` would grow from this drafter, in one go; None: let it be grown level by level.
+
+        `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of the best one of a level to be gone on from.
+        """
+        return None
 
     @abstractmethod
     def expand(

@@ -1,17 +1,17 @@
 """Drafting with EAGLE's layer: it follows the target through the text, and goes on from its own outputs below the text's end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step, Text
-from foretell.draft.base import Predictor, Ranked, ranked
+from foretell.draft.base import Predictor, Ranked
 from foretell.draft.network.eagle import EagleNetwork
 from foretell.model.cache import Cache, Layout
-from foretell.tree import TokenTree
+from foretell.tree import TokenTree, root
 
 
 @dataclass
@@ -81,18 +81,31 @@ class Eagle(Predictor):
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
         """Scores after the frontier; the first call reads what the target has read since the last one."""
-        logits, at = self._scores(tree, frontier, context)
-        return self.network.spread(logits), at
+        out, at = self._outputs(tree, frontier, context)
+        return self.network.spread(self.network.score(self.network.see(out))), at
 
     @torch.inference_mode()
     def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
         """The same, without a look at the tokens that it does not draft."""
-        logits, at = self._scores(tree, frontier, context)
-        return ranked(logits, at, count, self._token_of)
+        out, at = self._outputs(tree, frontier, context)
+        best = self.network.likeliest(self.network.see(out), min(count, len(self.network.output_matrix)))
+        return Ranked.of(*best, at, self._token_of)
 
-    def _scores(
+    @torch.inference_mode()
+    def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
+        """Whole trees from the CPU kernels, where these run the network."""
+        able = np.flatnonzero(context.room)
+        if self.network.kernels is None or not len(able):
+            return None
+        out = self._roots(able.tolist(), context)
+        row = np.array(context.rows)[able]
+        where = row, np.array([self._known[r].length for r in row.tolist()]), context.room[able]
+        return _planted(context, able, *self.network.kernels.beam(out, where, sizes, bounds, self._cache))
+
+    def _outputs(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    ) -> tuple[Float[torch.Tensor, "k d"], Int[np.ndarray, "b n"]]:
+        """What the layer makes of the frontier."""
         if tree.nodes == 1:
             text = np.flatnonzero(context.room)
             node = np.zeros_like(text)
@@ -103,7 +116,7 @@ class Eagle(Predictor):
             out = self._level(tree, text, node)
         at = np.full(tree.token.shape, -1, np.int64)
         at[text, node] = np.arange(len(text))
-        return self.network.score(self.network.see(out)), at
+        return out, at
 
     def _roots(self, able: Sequence[int], context: Context) -> Float[torch.Tensor, "a d"]:
         """Outputs at the roots of some texts, after reading what waits."""
@@ -128,7 +141,7 @@ class Eagle(Predictor):
         together = states[0] if len(states) == 1 else torch.cat(states)
         g = self.network.fuse(together.to(self._cache.k.device, self.network.dtype))
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
-        return self.network.follow(torch.from_numpy(token.astype(np.int64)), g, layout, self._cache)
+        return self.network.follow(torch.from_numpy(token.astype(np.int64)), g, None, layout, self._cache)
 
     def _level(
         self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
@@ -138,7 +151,8 @@ class Eagle(Predictor):
             return self._branches.out[:0]
         parent, layout = self._branches.add(tree, text, node)
         self._cache.reserve(int(layout.row.max()) + 1, int(layout.slot.max()) + 1)
-        out = self.network.follow(torch.from_numpy(tree.token[text, node]), parent, layout, self._cache)
+        token = torch.from_numpy(tree.token[text, node])
+        out = self.network.follow(token, self._branches.out, torch.from_numpy(parent), layout, self._cache)
         self._branches.out = torch.cat((self._branches.out, out))
         return out
 
@@ -167,8 +181,8 @@ class _Branches:
 
     def add(
         self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
-    ) -> tuple[Float[torch.Tensor, "k d"], Layout]:
-        """Number some nodes; their parents' outputs, and where they stand."""
+    ) -> tuple[Int[np.ndarray, " k"], Layout]:
+        """Number some nodes; their parents' numbers, and where they stand."""
         known, length = self._number, self._length[text]
         self._number = np.full((len(known), tree.nodes), -1)
         self._number[:, : known.shape[1]] = known
@@ -182,7 +196,29 @@ class _Branches:
         depth = np.array([len(slots) for slots in extra])
         # A root stands at the last position that its text holds.
         layout = _layout(self._row[text], slot, length - 1 + depth, length, extra)
-        return self.out[torch.from_numpy(parent).to(self.out.device)], layout
+        return parent, layout
+
+
+def _planted(
+    context: Context,
+    able: Int[np.ndarray, " a"],
+    token: Int[np.ndarray, "a m"],
+    parent: Int[np.ndarray, "a m"],
+    count: Int[np.ndarray, " a"],
+) -> TokenTree:
+    """Trees of so many nodes below the roots of some texts, the others' roots alone."""
+    tree, most = root(context.last), int(count.max())
+    nodes = np.zeros((3, tree.rows, most), np.int64)
+    nodes[:, able] = token[:, :most], parent[:, :most], np.arange(most) < count[:, None]
+    live = nodes[2] > 0
+    return replace(
+        tree,
+        token=np.concatenate([tree.token, nodes[0]], 1),
+        parent=np.concatenate([tree.parent, nodes[1]], 1),
+        live=np.concatenate([tree.live, live], 1),
+        probe=np.concatenate([tree.probe, np.zeros_like(live)], 1),
+        drawn_from=np.concatenate([tree.drawn_from, np.full_like(nodes[0], -1)], 1),
+    )
 
 
 def _layout(

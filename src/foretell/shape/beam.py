@@ -36,10 +36,14 @@ class Beam(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The reranked tree per text."""
+        stop = _HOPE * self.least
+        whole = draft.beam(context, (self.depth, self.width, self.budget), (self.least, stop))
+        if whole is not None:
+            return whole
         growth = Growth(context)
         score = np.ones((len(context.rows), 1))
         for level in range(min(self.depth, int(context.room.max()))):
-            if level and score[np.arange(len(score))[:, None], growth.frontier].max() < _HOPE * self.least:
+            if level and score[np.arange(len(score))[:, None], growth.frontier].max() < stop:
                 break
             new = self._deepen(growth, growth.best(draft, self.width), score)
             if not new.shape[1]:

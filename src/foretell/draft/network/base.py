@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from foretell.model.ends import Ends
+from foretell.model.native import NativeLinear
+from foretell.rank import likeliest
 
 
 class TargetCard(BaseModel):
@@ -86,7 +88,7 @@ class Speculator(nn.Module, ABC):
         """Its own output matrix; None where it uses rows of the target's."""
         self.register_parameter("head", nn.Parameter(rows.detach().float().clone()) if config.own_head else None)
         self.register_buffer("_borrowed_head", None if config.own_head else rows, persistent=False)
-        self.packed_head: nn.Module | None = None
+        self.packed_head: NativeLinear | None = None
         """The output matrix in the form of the CPU kernels, once `packed` made it."""
 
     @property
@@ -126,6 +128,11 @@ class Speculator(nn.Module, ABC):
         """The target's bound on logits; 0: none."""
         return self._softcap
 
+    @property
+    def embedding_scale(self) -> float:
+        """What the target multiplies its embeddings by."""
+        return self._scale
+
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
         """The target's embedding of tokens, as its first block sees it, in the dtype of the own weights."""
         x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)
@@ -134,11 +141,20 @@ class Speculator(nn.Module, ABC):
     def score(self, x: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens, or some of them, from what the target's head would see."""
         if self.packed_head is not None:
-            return self._capped(self.packed_head(x))
+            flat = x.reshape(-1, x.shape[-1]).contiguous()
+            return self._capped(self.packed_head(flat).view(*x.shape[:-1], -1))
         head = self.output_matrix
         if among is None:
             return self._capped(F.linear(x, head.to(x.dtype)).float())
         return self._capped(F.linear(x, head[among.column].to(x.dtype)).float()) + among.raised
+
+    def likeliest(
+        self, x: Float[torch.Tensor, "k d"], count: int
+    ) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
+        """Probabilities and numbers of the `count` drafted tokens that score best, best first, from what the target's head would see."""
+        if self.packed_head is not None and not self._softcap:
+            return self.packed_head.likeliest(x, count)
+        return likeliest(self.score(x), count)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits within the target's bound, where it has one."""

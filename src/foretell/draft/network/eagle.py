@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import nn
 
 from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
-from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Unrolled
+from foretell.draft.network.layer import FusingLayer, Layer, Norm, Norms, Sight, Sizes, Unrolled
 from foretell.model.attention import Plan, attend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig, Rope
 from foretell.model.ends import Ends
-from foretell.model.native import NativeStack
+from foretell.model.native import NativeEagle, NativeStack
 from foretell.model.rope import tables
 
 BEYOND = 64
@@ -136,6 +136,8 @@ class EagleNetwork(Speculator):
         self.register_buffer("_sin", sin[:, None], persistent=False)
         self.stack: NativeStack | None = None
         """The layers on the CPU kernels, once `packed` made it."""
+        self.kernels: NativeEagle | None = None
+        """The layers with what surrounds them, likewise, where the kernels have a place for it."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -189,11 +191,22 @@ class EagleNetwork(Speculator):
         return self.leave(x)
 
     def follow(
-        self, token: Int[torch.Tensor, " t"], g: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache
+        self,
+        token: Int[torch.Tensor, " t"],
+        features: Float[torch.Tensor, "n d"],
+        parent: Int[torch.Tensor, " t"] | None,
+        layout: Layout,
+        cache: Cache,
     ) -> Float[torch.Tensor, "t d"]:
-        """The same over a cache, where new keys go; on the CPU kernels once `packed` made them a stack."""
+        """The same over a cache, where new keys go; on the CPU kernels once `packed` made them a stack.
+
+        Token `i` follows feature `parent[i]`, or feature `i`.
+        """
+        if self.kernels is not None:
+            return self.kernels.follow(token, features, parent, layout, cache)
+        device = cache.k.device
+        g = features if parent is None else features[parent.to(device)]
         if self.stack is None:
-            device = cache.k.device
             return self.advance(token.to(device), g, layout.position.long().to(device), Cached(cache, layout))
         x, seen = self.enter(self.embed(token), g)
         return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
@@ -260,7 +273,7 @@ class Eagle3(EagleNetwork):
         super().__init__(config, ends)
         d, count, eps = config.target.hidden, len(config.tapped), config.norm_eps
         self.input_norm = Norm(count * d, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(Norm(d, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc_norm = Norms(count, d, eps) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
         first = FusingLayer(config.sizes, config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(config.sizes) for _ in range(1, config.layers))])
@@ -271,8 +284,7 @@ class Eagle3(EagleNetwork):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            features = self.fc_norm(features)
         out: torch.Tensor = self.fc(features)
         return out
 

@@ -1,5 +1,6 @@
 """A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -7,12 +8,13 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.draft.network.base import Speculator
-from foretell.draft.network.eagle import EagleNetwork
-from foretell.draft.network.layer import Layer, Norm
+from foretell.draft.network.eagle import Eagle3, EagleNetwork
+from foretell.draft.network.layer import FusingLayer, Layer, Norm, Norms
 from foretell.draft.network.mlp_speculator import EPS, MLPSpeculator
 from foretell.model import native
 from foretell.model.config import Rope
 from foretell.model.native.decoder import PlainBlock
+from foretell.model.native.eagle import NativeEagle
 from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, rms_norm
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
@@ -34,15 +36,15 @@ class Packed(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """A root-mean-square norm on the native kernels, float32 in and out."""
+    """One or several root-mean-square norms, each for its part of the last axis, on the native kernels; float32 in and out."""
 
-    def __init__(self, norm: Norm) -> None:
+    def __init__(self, norms: Sequence[Norm]) -> None:
         super().__init__()
-        self._weight, self._eps = norm.weight.detach().float(), norm.eps
+        self._weight, self._eps = torch.stack([norm.weight.detach().float() for norm in norms]), norms[0].eps
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """Normalise and scale the last axis."""
-        return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
+        """Normalise and scale."""
+        return rms_norm(x.reshape(-1, self._weight.shape[1]).contiguous(), self._weight, self._eps).view(x.shape)
 
 
 def packed(network: S, precision: Precision = "int8") -> S:
@@ -58,11 +60,12 @@ def packed(network: S, precision: Precision = "int8") -> S:
     if isinstance(network, EagleNetwork):
         network.stack = network.stack or _stack(network, precision)
         stacked = network.layers if network.stack else None
+    network.packed_head = network.packed_head or NativeLinear(head, None, precision)
+    if isinstance(network, Eagle3):
+        network.kernels = network.kernels or _eagle(network)
     _swap(network, precision, stacked)
     for parameter in network.parameters():
         parameter.data = parameter.data.float()
-    if not isinstance(network.packed_head, Packed):
-        network.packed_head = Packed(head, None, precision)
     if isinstance(network, MLPSpeculator) and not network.config.own_embedding:
         network.kernels = [_stage(network, i) for i in range(network.stages)]
     return network
@@ -72,11 +75,13 @@ def _stage(network: MLPSpeculator, i: int) -> NativeStage:
     """A stage in one call, on the layers that are packed already."""
     shared, norm = i % len(network.token), network.norm[i % len(network.norm)]
     layers = network.project[min(i, len(network.project) - 1)], network.token[shared], network.output[shared]
-    project, token, output, head = (_linear(layer) for layer in (*layers, network.packed_head))
+    project, token, output = (_linear(layer) for layer in layers)
+    head = network.packed_head
+    assert head is not None
     return NativeStage((project, token, output, head), (norm.get_parameter("weight"), norm.get_parameter("bias")), EPS)
 
 
-def _linear(layer: nn.Module | None) -> NativeLinear:
+def _linear(layer: nn.Module) -> NativeLinear:
     assert isinstance(layer, Packed)
     return layer.linear
 
@@ -107,11 +112,26 @@ def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
     return NativeStack(config, blocks, precision, tables(config.rope or Rope(), config.head_dim, config.context))
 
 
+def _eagle(network: Eagle3) -> NativeEagle | None:
+    """The layers with what surrounds them; None where the kernels have no place for it."""
+    first, own, head = network.layers[0], network.embedding, network.packed_head
+    if network.stack is None or network.config.norm_output or network.softcap:
+        return None
+    assert isinstance(first, FusingLayer) and head is not None
+    table, scale = (network.get_buffer("_embedding"), network.embedding_scale) if own is None else (own, 1.0)
+    entering = first.input_layernorm.weight, first.hidden_norm.weight
+    return NativeEagle(
+        network.stack, table, scale, entering, first.norm_before_residual, network.norm.weight, head, network.token_of
+    )
+
+
 def _swap(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
     """Swap norms, and linear layers too where there is a precision for them, as there is not within `stacked`."""
     for name, child in list(module.named_children()):
         if isinstance(child, Norm):
-            setattr(module, name, PackedNorm(child))
+            setattr(module, name, PackedNorm([child]))
+        elif isinstance(child, Norms):
+            setattr(module, name, PackedNorm(list(child.each())))
         elif not isinstance(child, nn.Linear):
             _swap(child, None if child is stacked else precision, stacked)
         elif precision is not None:

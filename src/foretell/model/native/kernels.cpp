@@ -17,8 +17,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -74,6 +76,20 @@ struct Stage {  // of a multi-stage MLP speculator
   Weight project, token, output, head;
   const float *norm_weight, *norm_bias;
   float eps;
+};
+
+struct Entry {  // how EAGLE-3's layers begin: with embeddings of tokens and features of positions
+  const void* embedding;   // [vocabulary, hidden], float32 or the upper halves of it
+  int32_t halves, normed;  // normed: the residual stream starts from the normed feature
+  const float *embedding_norm, *feature_norm;
+  float scale;    // of embeddings
+  int32_t vocab;  // rows of embeddings
+};
+
+struct Beam {  // a tree by confidence for each of some texts, which the layers have read up to the root
+  int32_t texts, depth, width, budget;
+  double least, stop;  // a node's score at least; the best of a level below which none is gone on from
+  const int64_t *row, *length, *room;
 };
 
 struct Tokens {  // see `Layout` in Python
@@ -1076,6 +1092,29 @@ void run_stage(const Stage& s, const float* state, const float* embedded, float*
   }
 }
 
+// What the layers see of tokens that follow features: x [tokens, hidden] the residual stream, entry [tokens, 2 hidden] the normed
+// embeddings and features side by side. Feature `parent[t]` belongs to token t; null: feature t.
+void enter(const Model& m, const Entry& e, const int64_t* token, const float* features, const int64_t* parent, int tokens, float* x, float* entry,
+           int threads) {
+  const int d = m.hidden;
+#pragma omp parallel for num_threads(threads) if (tokens > 16)
+  for (int t = 0; t < tokens; ++t) {
+    const float* feature = features + (size_t)(parent ? parent[t] : t) * d;
+    float *embedded = entry + (size_t)t * 2 * d, *normed = embedded + d;
+    const size_t at = (size_t)token[t] * d;
+    for (int i = 0; i < d; ++i) {
+      uint32_t bits = 0;
+      if (e.halves) bits = (uint32_t)((const uint16_t*)e.embedding)[at + i] << 16;
+      else bits = ((const uint32_t*)e.embedding)[at + i];
+      std::memcpy(embedded + i, &bits, 4);
+      embedded[i] *= e.scale;
+    }
+    normalize(embedded, d, e.embedding_norm, m.eps, embedded);
+    normalize(feature, d, e.feature_norm, m.eps, normed);
+    std::memcpy(x + (size_t)t * d, e.normed ? normed : feature, 4 * (size_t)d);
+  }
+}
+
 // The first token that points outside the cache or the rotary tables, or sees nothing; -1: all are well.
 int first_bad_token(const Model& m, const Tokens& tokens, const Cache& cache) {
   const auto within = [](int32_t x, int32_t end) { return x >= 0 && x < end; };
@@ -1126,6 +1165,163 @@ void top_row(const float* x, int n, int k, float* values, int64_t* indices) {
   }
 }
 
+// The k likeliest entries of a row of scores and their probabilities under its softmax, descending.
+void likeliest_row(const float* x, int n, int k, float* chances, int64_t* indices) {
+  top_row(x, n, k, chances, indices);
+  const Float most = splat(chances[0]);
+  Float total = {};
+  for (int i = 0; i < n; i += kLanes) {
+    const Float e = exponential(load_part<Float>(x + i, n - i) - most);
+    total += kIota < splat(n - i) ? e : Float{};
+  }
+  const float all = sum(total);
+  for (int i = 0; i < k; ++i) chances[i] = exponential(splat(chances[i]) - most)[0] / all;
+}
+
+// The k likeliest outputs of a linear layer for each row of x [tokens, in], which is normed first unless `norm` is null.
+template <class P>
+void run_guess(const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k, int threads) {
+  const Operands<P> operands(tokens, w.in, {0, threads});
+  const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
+  Gate gate;
+#pragma omp parallel num_threads(threads)
+  {
+    const Team team = Team::current(gate);
+    const uint32_t* words = operands.prepare(x, w.in, w.in, norm, eps, team);
+    multiply<P>(w, words, tokens, {scores.get(), w.out, w.out, Then::kStore, 0}, nullptr, team);
+    team.barrier();
+    const auto [from, to] = team.share(tokens);
+    for (int t = from; t < to; ++t)
+      likeliest_row(scores.get() + (size_t)t * w.out, w.out, k, chances + (size_t)t * k, indices + (size_t)t * k);
+  }
+}
+
+void guess(int32_t precision, const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k,
+           int threads) {
+  switch (precision) {
+    case kFloat32: return run_guess<FloatProduct<Float32>>(w, x, norm, eps, chances, indices, tokens, k, threads);
+    case kBfloat16: return run_guess<FloatProduct<Bfloat16>>(w, x, norm, eps, chances, indices, tokens, k, threads);
+    case kInt8: return run_guess<Int8>(w, x, norm, eps, chances, indices, tokens, k, threads);
+  }
+}
+
+int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* entry, const Tokens& tokens, const Cache& cache,
+              int threads) {
+  const int bad = first_bad_token(m, tokens, cache);
+  if (bad >= 0 || !tokens.count || first == last) return bad;
+  switch (m.precision) {
+    case kFloat32: run_stack<FloatProduct<Float32>>(m, layers, first, last, x, entry, tokens, cache, threads); break;
+    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(m, layers, first, last, x, entry, tokens, cache, threads); break;
+    case kInt8: run_stack<Int8>(m, layers, first, last, x, entry, tokens, cache, threads); break;
+  }
+  return -1;
+}
+
+int32_t eagle(const Model& m, const Layer* layers, int count, const Entry& e, const int64_t* token, const float* features, const int64_t* parent,
+              float* x, const Tokens& tokens, const Cache& cache, int threads) {
+  const Buffer<float> entry = buffer<float>((size_t)tokens.count * 2 * m.hidden);
+  enter(m, e, token, features, parent, tokens.count, x, entry.get(), threads);
+  return stack(m, layers, 0, count, x, entry.get(), tokens, cache, threads);
+}
+
+// A tree that grows where the layers are confident; see shape/beam.py, which says the same for any drafter.
+class Growth {
+ public:
+  struct Node {
+    int64_t token;
+    int parent, depth;
+    double score;
+    int64_t number;  // of its output among those of all nodes that were read
+    int32_t slot;    // of its keys
+  };
+
+  Growth(const Beam& beam, int text) : beam_(beam), text_(text), nodes_{{0, -1, 0, 1.0, text, 0}} {}
+
+  const Node& operator[](int i) const { return nodes_[(size_t)i]; }
+  int length() const { return (int)beam_.length[text_]; }
+  int row() const { return (int)beam_.row[text_]; }
+  // Nodes to be gone on from at this level, the best first.
+  const std::vector<int>& frontier() const { return frontier_; }
+  double best() const { return frontier_.empty() ? 0 : (*this)[frontier_[0]].score; }
+  bool grows(int level) const { return level < beam_.room[text_] && !frontier_.empty(); }
+
+  // The node was read: its output has this number, its keys stand behind those of others.
+  void read(int i, int64_t number) { nodes_[(size_t)i].number = number, nodes_[(size_t)i].slot = length() + drafted_++; }
+
+  // Slots of a node and those above it, up to the root, which is part of the text.
+  void path(int i, int32_t* slots) const {
+    for (; i; i = (*this)[i].parent) slots[(*this)[i].depth - 1] = (*this)[i].slot;
+  }
+
+  // Children of the frontier, `count` for each node with their chances; the best of them are gone on from next.
+  void add(const float* chances, const int64_t* tokens, int count) {
+    struct Child {
+      int64_t token;
+      int parent;
+      double score;
+    };
+    std::vector<Child> children;
+    for (const int i : frontier_)
+      for (int j = 0; j < count; ++j, ++chances, ++tokens) {
+        const double score = (*this)[i].score * (double)*chances;
+        if (score > 0 && score >= beam_.least) children.push_back({*tokens, i, score});
+      }
+    std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
+    if ((int)children.size() > beam_.budget) children.resize((size_t)beam_.budget);
+    frontier_.clear();
+    for (const Child& child : children) {
+      if ((int)frontier_.size() < beam_.width) frontier_.push_back((int)nodes_.size());
+      nodes_.push_back({child.token, child.parent, (*this)[child.parent].depth + 1, child.score, -1, 0});
+    }
+  }
+
+  // The best `budget` nodes below the root in the order in which they came, of equals the earlier; parents by their place among them
+  // from 1 on, 0 the root. How many there are.
+  int write(int64_t* token, int64_t* parent) const {
+    std::vector<int> order(nodes_.size() - 1), place(nodes_.size(), 0);
+    std::iota(order.begin(), order.end(), 1);
+    if ((int)order.size() > beam_.budget) {
+      std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return (*this)[a].score > (*this)[b].score; });
+      order.resize((size_t)beam_.budget);
+      std::sort(order.begin(), order.end());
+    }
+    for (size_t i = 0; i < order.size(); ++i) {
+      place[(size_t)order[i]] = (int)i + 1;
+      token[i] = (*this)[order[i]].token, parent[i] = place[(size_t)(*this)[order[i]].parent];
+    }
+    return (int)order.size();
+  }
+
+ private:
+  const Beam& beam_;
+  const int text_;
+  std::vector<Node> nodes_;
+  std::vector<int> frontier_{0};
+  int drafted_ = 0;
+};
+
+struct Place {  // of a node that is read next
+  int text, node;
+};
+
+// Outputs of some nodes at one level below the roots, given those of all that were read before.
+int32_t read_level(const Model& m, const Layer* layers, int count, const Entry& e, std::vector<Growth>& trees, const std::vector<Place>& places, int level,
+                   float* outputs, int64_t known, const Cache& cache, int threads) {
+  const size_t n = places.size();
+  std::vector<int32_t> row(n), slot(n), position(n), prefix(n), extra(n * (size_t)level);
+  std::vector<int64_t> token(n), parent(n);
+  for (size_t i = 0; i < n; ++i) {
+    Growth& tree = trees[(size_t)places[i].text];
+    tree.read(places[i].node, known + (int64_t)i);
+    const Growth::Node& node = tree[places[i].node];
+    row[i] = tree.row(), slot[i] = node.slot, prefix[i] = tree.length(), position[i] = tree.length() - 1 + level;
+    tree.path(places[i].node, extra.data() + i * (size_t)level);
+    token[i] = node.token, parent[i] = tree[node.parent].number;
+  }
+  const Tokens tokens = {(int32_t)n, level, row.data(), slot.data(), position.data(), prefix.data(), extra.data()};
+  return eagle(m, layers, count, e, token.data(), outputs, parent.data(), outputs + (size_t)known * m.hidden, tokens, cache, threads);
+}
+
 }  // namespace
 
 extern "C" {
@@ -1139,14 +1335,7 @@ int32_t foretell_int8_group() { return Int8::kGroup; }
 // the cache or the rotary tables; then nothing was done.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x, const float* entry,
                        const Tokens* tokens, const Cache* cache, int32_t threads) {
-  const int bad = first_bad_token(*m, *tokens, *cache);
-  if (bad >= 0 || !tokens->count || first == last) return bad;
-  switch (m->precision) {
-    case kFloat32: run_stack<FloatProduct<Float32>>(*m, layers, first, last, x, entry, *tokens, *cache, threads); break;
-    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(*m, layers, first, last, x, entry, *tokens, *cache, threads); break;
-    case kInt8: run_stack<Int8>(*m, layers, first, last, x, entry, *tokens, *cache, threads); break;
-  }
-  return -1;
+  return stack(*m, layers, first, last, x, entry, *tokens, *cache, threads);
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
@@ -1168,9 +1357,68 @@ void foretell_stage(int32_t precision, const Stage* s, const float* state, const
   }
 }
 
-void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (tokens > 16)
-  for (int t = 0; t < tokens; ++t) normalize(x + (size_t)t * width, width, weight, eps, y + (size_t)t * width);
+// Row i of x [rows, width] is scaled by row i mod kinds of weight [kinds, width].
+void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t rows, int32_t width, int32_t kinds, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 16)
+  for (int i = 0; i < rows; ++i) normalize(x + (size_t)i * width, width, weight + (size_t)(i % kinds) * width, eps, y + (size_t)i * width);
+}
+
+// EAGLE-3's layers on tokens and the `known` features before them: as foretell_stack, with x [tokens, hidden] only written. -2: a
+// token or a parent is not there.
+int32_t foretell_eagle(const Model* m, const Layer* layers, int32_t count, const Entry* e, const int64_t* token, const float* features,
+                       int32_t known, const int64_t* parent, float* x, const Tokens* tokens, const Cache* cache, int32_t threads) {
+  for (int t = 0; t < tokens->count; ++t) {
+    const int64_t above = parent ? parent[t] : t;
+    if (token[t] < 0 || token[t] >= e->vocab || above < 0 || above >= known) return -2;
+  }
+  return eagle(*m, layers, count, *e, token, features, parent, x, *tokens, *cache, threads);
+}
+
+// Trees by confidence below roots whose outputs [texts, hidden] are given, of texts with room for a token: per text at most `budget` tokens and the places of their
+// parents, [texts, budget] each, and how many there are. token_of: the token of every output of the head; null: its number.
+int32_t foretell_beam(const Model* m, const Layer* layers, int32_t count, const Entry* e, const Weight* head, const float* norm, const int64_t* token_of,
+                      const float* roots, const Beam* b, const Cache* cache, int64_t* token, int64_t* parent, int64_t* sizes, int32_t threads) {
+  std::vector<Growth> trees;
+  for (int i = 0; i < b->texts; ++i) trees.emplace_back(*b, i);
+  const Buffer<float> outputs = buffer<float>((size_t)b->texts * (1 + (size_t)b->width * b->depth) * m->hidden);
+  std::memcpy(outputs.get(), roots, 4 * (size_t)b->texts * m->hidden);
+  int64_t known = 0;
+  for (int level = 0; level < b->depth; ++level) {
+    std::vector<Place> places;
+    double best = 0;
+    for (int i = 0; i < b->texts; ++i) {
+      const Growth& tree = trees[(size_t)i];
+      best = std::max(best, tree.best());
+      if (tree.grows(level))
+        for (const int node : tree.frontier()) places.push_back({i, node});
+    }
+    if (places.empty() || (level && best < b->stop)) break;
+    const size_t n = places.size(), k = (size_t)std::min(b->width, head->out);
+    if (level) {
+      const int bad = read_level(*m, layers, count, *e, trees, places, level, outputs.get(), known, *cache, threads);
+      if (bad >= 0) return bad;
+    }
+    const float* x = outputs.get() + (size_t)known * m->hidden;
+    std::vector<float> chances(n * k);
+    std::vector<int64_t> found(n * k);
+    guess(m->precision, *head, x, norm, m->eps, chances.data(), found.data(), (int)n, (int)k, threads);
+    if (token_of)
+      for (int64_t& each : found) each = token_of[each];
+    for (size_t i = 0; i < n;) {
+      Growth& tree = trees[(size_t)places[i].text];
+      const size_t mine = tree.frontier().size();
+      tree.add(chances.data() + i * k, found.data() + i * k, (int)k);
+      i += mine;
+    }
+    known += (int64_t)n;
+  }
+  for (int i = 0; i < b->texts; ++i) sizes[i] = trees[(size_t)i].write(token + (size_t)i * b->budget, parent + (size_t)i * b->budget);
+  return -1;
+}
+
+// The k likeliest outputs of a linear layer for each row of x [tokens, in].
+void foretell_guess(int32_t precision, const Weight* w, const float* x, float* chances, int64_t* indices, int32_t tokens, int32_t k, int32_t threads) {
+  guess(precision, *w, x, nullptr, 0, chances, indices, tokens, k, threads);
 }
 
 // Lowest index of the largest number of each row of x [tokens, width].
@@ -1179,11 +1427,18 @@ void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width
   for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
 }
 
-// The k largest numbers of each row of x [tokens, width] and where they are, [tokens, k], descending.
+// The k largest numbers of each row of x and where they are, [tokens, k], descending.
 void foretell_topk(const float* x, float* values, int64_t* indices, int32_t tokens, int32_t width, int32_t k, int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (tokens > 1)
   for (int t = 0; t < tokens; ++t)
     top_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
+}
+
+// The same of scores, with their probabilities under the softmax of the row.
+void foretell_likeliest(const float* x, float* chances, int64_t* indices, int32_t tokens, int32_t width, int32_t k, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 1)
+  for (int t = 0; t < tokens; ++t)
+    likeliest_row(x + (size_t)t * width, width, k, chances + (size_t)t * k, indices + (size_t)t * k);
 }
 
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of the block.

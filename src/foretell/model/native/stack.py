@@ -5,7 +5,7 @@ threads: verifying a tree gives bit for bit the numbers that decoding one token 
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -69,13 +69,24 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Float32 [t, in] to float32 [t, out]."""
-        _expect(x, torch.float32, "x", x.shape[0], self.inputs)
+        expect(x, torch.float32, "x", x.shape[0], self.inputs)
         y = torch.empty(x.shape[0], self.outputs)
         self._kernels.foretell_linear(
             *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), y.data_ptr()),
             *(x.shape[0], self.outputs, torch.get_num_threads()),
         )
         return y
+
+    def likeliest(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest outputs for float32 [t, in] under their softmax, best first: probabilities and numbers, [t, count] each."""
+        expect(x, torch.float32, "x", x.shape[0], self.inputs)
+        _expect_count(count, self.outputs)
+        chances, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
+        self._kernels.foretell_guess(
+            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), chances.data_ptr(), index.data_ptr()),
+            *(x.shape[0], count, torch.get_num_threads()),
+        )
+        return chances, index
 
 
 class NativeStage:
@@ -90,14 +101,14 @@ class NativeStage:
         norm: tuple[Tensor, Tensor],
         eps: float,
     ) -> None:
-        self._kernels, self._layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
+        self._kernels, self.layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
         self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
 
     def __call__(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and scores [t, outputs]."""
-        project, token, _, head = self._layers
-        _expect(state, torch.float32, "state", state.shape[0], project.inputs)
-        _expect(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
+        project, token, _, head = self.layers
+        expect(state, torch.float32, "state", state.shape[0], project.inputs)
+        expect(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
         following = torch.empty(len(state), project.outputs)
         scores = torch.empty(len(state), head.outputs)
         self._kernels.foretell_stage(
@@ -131,17 +142,17 @@ class NativeStack:
                 f"the native kernels cannot run this {config.architecture} configuration; use the torch backend"
             )
         self.precision: Precision = precision
-        self._config, self._kernels = config, structures.library()
+        self.config, self._kernels = config, structures.library()
         self._tensors: list[Tensor] = []
         ropes = {False: self._keep_tables(rope), True: self._keep_tables(local_rope or rope)}
-        self._model = structures.Model(
+        self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
             *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
         layers = [self._layer(i, block, ropes[config.window_of(i) > 0]) for i, block in enumerate(blocks)]
-        self._layers = (structures.Layer * len(layers))(*layers)
+        self.layers = (structures.Layer * len(layers))(*layers)
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -163,41 +174,50 @@ class NativeStack:
         Raises:
             ValueError: a tensor has the wrong type or shape, or a token points outside the cache or the context.
         """
-        tokens, memory = self._tokens(x, layout), self._memory(cache)
-        if not 0 <= first <= last <= len(self._layers):
-            raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self._layers)}")
+        tokens, memory = self.tokens(x.shape[0], layout), self.memory(cache)
+        expect(x, torch.float32, "x", x.shape[0], self.config.hidden)
+        if not 0 <= first <= last <= len(self.layers):
+            raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self.layers)}")
         x = x.clone(memory_format=torch.contiguous_format)
         if entry is not None:
-            _expect(entry, torch.float32, "entry", x.shape[0], self._layers[first].qkv.input)
+            expect(entry, torch.float32, "entry", x.shape[0], self.layers[first].qkv.input)
         bad = self._kernels.foretell_stack(
-            *(self._model, self._layers, first, last, x.data_ptr(), None if entry is None else entry.data_ptr()),
+            *(self.model, self.layers, first, last, x.data_ptr(), None if entry is None else entry.data_ptr()),
             *(tokens, memory, torch.get_num_threads()),
         )
-        if bad >= 0:
-            where = f"row {layout.row[bad]}, slot {layout.slot[bad]}, position {layout.position[bad]}, prefix {layout.prefix[bad]}"
-            room = f"{memory.rows} rows of {memory.slots} slots and {self._model.context} positions"
-            raise ValueError(
-                f"token {bad} of the layout sees nothing or lies outside the cache of {room}: {where}, {layout.extra[bad]}"
-            )
-        return x
+        return self.checked(x, bad, layout, memory)
+
+    def checked(self, x: Tensor, bad: int, layout: Layout, memory: structures.Memory) -> Tensor:
+        """The stream, unless token `bad` of the layout is a wrong one.
+
+        Raises:
+            ValueError: with what is wrong about it.
+        """
+        if bad < 0:
+            return x
+        where = f"row {layout.row[bad]}, slot {layout.slot[bad]}, position {layout.position[bad]}, prefix {layout.prefix[bad]}"
+        room = f"{memory.rows} rows of {memory.slots} slots and {self.model.context} positions"
+        raise ValueError(
+            f"token {bad} of the layout sees nothing or lies outside the cache of {room}: {where}, {layout.extra[bad]}"
+        )
 
     def skipping(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
         """The same packed weights with those halves of blocks left out: the residual stream passes them by."""
-        layers = type(self._layers).from_buffer_copy(self._layers)
+        layers = type(self.layers).from_buffer_copy(self.layers)
         for i, layer in enumerate(layers):
             layer.attention, layer.mlp = layer.attention and i not in attention, layer.mlp and i not in mlp
         return self._sharing(layers)
 
     def first(self, layers: int) -> "NativeStack":
         """The first `layers` blocks on the same packed weights; a cache of as many layers or more goes with them."""
-        if not 1 <= layers <= len(self._layers):
-            raise ValueError(f"the first {layers} blocks were asked for, but there are {len(self._layers)}")
-        return self._sharing((structures.Layer * layers)(*self._layers[:layers]))
+        if not 1 <= layers <= len(self.layers):
+            raise ValueError(f"the first {layers} blocks were asked for, but there are {len(self.layers)}")
+        return self._sharing((structures.Layer * layers)(*self.layers[:layers]))
 
     def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
-        other._layers = layers
+        other.layers = layers
         return other
 
     def _layer(self, index: int, block: Block, rope: tuple[int, int]) -> structures.Layer:
@@ -219,9 +239,9 @@ class NativeStack:
         self._tensors += packed.tensors
         return structures.Layer(
             *packed.structs,
-            *(None if norm is None else self._keep(norm.detach().float() + self._config.norm_offset) for norm in norms),
+            *(None if norm is None else self._keep(norm.detach().float() + self.config.norm_offset) for norm in norms),
             *rope,
-            *(self._config.window_of(index), 1, 1),
+            *(self.config.window_of(index), 1, 1),
         )
 
     def _keep(self, tensor: Tensor) -> int:
@@ -231,40 +251,42 @@ class NativeStack:
 
     def _keep_tables(self, tables: Tables) -> tuple[int, int]:
         for table in tables:
-            _expect(table, torch.float32, "a rotary table", table.shape[0], self._config.head_dim // 2)
+            expect(table, torch.float32, "a rotary table", table.shape[0], self.config.head_dim // 2)
         return self._keep(tables[0]), self._keep(tables[1])
 
-    def _tokens(self, x: Tensor, layout: Layout) -> structures.Tokens:
-        t, extras = x.shape[0], layout.extra.shape[-1]
-        _expect(x, torch.float32, "x", t, self._config.hidden)
+    def tokens(self, t: int, layout: Layout) -> structures.Tokens:
+        """Where `t` new tokens stand, for the kernels."""
+        extras = layout.extra.shape[-1]
         parts = (layout.row, layout.slot, layout.position, layout.prefix)
         for part in parts:
-            _expect(part, torch.int32, "the layout", t)
-        _expect(layout.extra, torch.int32, "the layout's extra slots", t, extras)
+            expect(part, torch.int32, "the layout", t)
+        expect(layout.extra, torch.int32, "the layout's extra slots", t, extras)
         return structures.Tokens(t, extras, *(part.data_ptr() for part in parts), layout.extra.data_ptr())
 
-    def _memory(self, cache: Cache) -> structures.Memory:
+    def memory(self, cache: Cache) -> structures.Memory:
+        """A cache for the kernels."""
         layers, rows, _, slots, _ = cache.k.shape
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        shape = (max(layers, len(self._layers)), rows, self._config.kv_heads, slots, self._config.head_dim)
+        shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
-            _expect(side, dtype, "the cache", *shape)
+            expect(side, dtype, "the cache", *shape)
         return structures.Memory(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of float32 [t, d] with a float32 weight [d]; add Gemma's offset to the weight first."""
-    _expect(x, torch.float32, "x", *x.shape[:2])
-    _expect(weight, torch.float32, "weight", x.shape[1])
+    """RMS norm of float32 [t, d] with a float32 weight [d], or [k, d] in turns; add Gemma's offset to the weight first."""
+    kinds = weight.numel() // max(x.shape[1], 1)
+    expect(x, torch.float32, "x", *x.shape[:2])
+    expect(weight.view(-1), torch.float32, "weight", kinds * x.shape[1])
     y = torch.empty_like(x)
     threads = torch.get_num_threads()
-    structures.library().foretell_rms_norm(x.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), *x.shape, threads)
+    structures.library().foretell_rms_norm(x.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), *x.shape, kinds, threads)
     return y
 
 
 def argmax(x: Tensor) -> Tensor:
     """Index of the largest number in each row of float32 [t, v], the lowest of equals; int64 [t]. Numbers only, no NaN."""
-    _expect(x, torch.float32, "x", *x.shape[:2])
+    expect(x, torch.float32, "x", *x.shape[:2])
     index = torch.empty(x.shape[0], dtype=torch.int64)
     structures.library().foretell_argmax(x.data_ptr(), index.data_ptr(), *x.shape, torch.get_num_threads())
     return index
@@ -272,13 +294,19 @@ def argmax(x: Tensor) -> Tensor:
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest numbers in each row of float32 [t, v] and their indices, [t, k] each, descending; of equals the lower index first."""
-    _expect(x, torch.float32, "x", *x.shape[:2])
-    if not 1 <= k <= x.shape[1]:
-        raise ValueError(f"the best {k} of {x.shape[1]} numbers were asked for")
+    return _pick(structures.library().foretell_topk, x, k)
+
+
+def likeliest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same of scores, with probabilities under the softmax of their row."""
+    return _pick(structures.library().foretell_likeliest, x, k)
+
+
+def _pick(kernel: Callable[..., None], x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    expect(x, torch.float32, "x", *x.shape[:2])
+    _expect_count(k, x.shape[1])
     values, index = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int64)
-    structures.library().foretell_topk(
-        *(x.data_ptr(), values.data_ptr(), index.data_ptr(), *x.shape, k, torch.get_num_threads())
-    )
+    kernel(x.data_ptr(), values.data_ptr(), index.data_ptr(), *x.shape, k, torch.get_num_threads())
     return values, index
 
 
@@ -299,7 +327,17 @@ class _Packed:
         ]
 
 
-def _expect(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:
+def expect(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:
+    """Refuse what the kernels would read wrongly.
+
+    Raises:
+        ValueError: another type, shape or order than they expect.
+    """
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         found = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
         raise ValueError(f"{name} must be contiguous {dtype} {shape}, found {found}")
+
+
+def _expect_count(count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise ValueError(f"the best {count} of {most} numbers were asked for")

@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Literal
 
 from foretell.model.native import build
@@ -48,6 +48,25 @@ class Stage(ctypes.Structure):
     )
 
 
+class Entry(ctypes.Structure):
+    """What EAGLE-3's layers begin with."""
+
+    _fields_ = (
+        *(("embedding", c_void_p), ("halves", c_int32), ("normed", c_int32)),
+        *(("embedding_norm", c_void_p), ("feature_norm", c_void_p), ("scale", c_float), ("vocab", c_int32)),
+    )
+
+
+class Beam(ctypes.Structure):
+    """Trees by confidence that are asked for."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("texts", "depth", "width", "budget")),
+        *(("least", c_double), ("stop", c_double)),
+        *((name, c_void_p) for name in ("row", "length", "room")),
+    )
+
+
 class Tokens(ctypes.Structure):
     """Where the new tokens stand."""
 
@@ -83,16 +102,29 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
         *(c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
     ]
     kernels.foretell_stack.restype = c_int32
+    kernels.foretell_eagle.argtypes = [
+        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry)),
+        *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
+        *(POINTER(Tokens), POINTER(Memory), c_int32),
+    ]
+    kernels.foretell_eagle.restype = c_int32
+    kernels.foretell_beam.argtypes = [
+        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry), POINTER(Weight), c_void_p, c_void_p, c_void_p),
+        *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
+    ]
+    kernels.foretell_beam.restype = c_int32
     kernels.foretell_linear.argtypes = [c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_linear.restype = None
     kernels.foretell_stage.argtypes = [c_int32, POINTER(Stage), *[c_void_p] * 4, c_int32, c_int32]
     kernels.foretell_stage.restype = None
-    kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32]
+    kernels.foretell_guess.argtypes = [c_int32, POINTER(Weight), *[c_void_p] * 3, c_int32, c_int32, c_int32]
+    kernels.foretell_guess.restype = None
+    kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32, c_int32]
     kernels.foretell_rms_norm.restype = None
     kernels.foretell_argmax.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_argmax.restype = None
-    kernels.foretell_topk.argtypes = [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32]
-    kernels.foretell_topk.restype = None
+    for pick in (kernels.foretell_topk, kernels.foretell_likeliest):
+        pick.argtypes, pick.restype = [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32], None
     kernels.foretell_rotate.argtypes = [c_void_p, c_int64]
     kernels.foretell_rotate.restype = None
     for constant in (kernels.foretell_int8_block, kernels.foretell_int8_group):
