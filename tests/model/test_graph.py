@@ -12,6 +12,7 @@ from foretell.model.graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.shape import Trie
 from foretell.testing import TINY, tiny_decoder
+from helpers import chain_tree
 
 CONFIG = replace(TINY, vocab=23, window=6, window_layers=(1,))
 
@@ -39,3 +40,18 @@ def test_few_shapes_serve_all_steps() -> None:
 def test_a_cut_decoder_is_static_too() -> None:
     decoder = tiny_decoder(CONFIG)
     assert torch.equal(torch.tensor(_generate(GraphedDecoder(decoder).cut(1))), torch.tensor(_generate(decoder.cut(1))))
+
+
+def test_static_passes_are_tapped_as_well() -> None:
+    """Of several sizes, so that what is looked at in one is not what another left there."""
+    decoder = tiny_decoder(CONFIG)
+    plain, static = DecoderRunner(decoder), DecoderRunner(GraphedDecoder(decoder))
+    for text in ([1, 2, 3], [4], [5, 6, 7, 8, 9], [1]):
+        for taps in ((0, 1), (2, 3, 1), ()):
+            expected, found = (r.forward([0], chain_tree(text), taps=taps) for r in (plain, static))
+            torch.testing.assert_close(found.logits, expected.logits)
+            assert len(found.features) == len(taps)
+            for mine, theirs in zip(found.features, expected.features, strict=True):
+                torch.testing.assert_close(mine, theirs)
+        for runner in (plain, static):
+            runner.keep(0, range(len(text)))

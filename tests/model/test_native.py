@@ -276,6 +276,21 @@ def test_a_range_of_blocks_is_a_part_of_the_pass(precision: Precision) -> None:
     assert torch.equal(stack.first(1)(x, chain(9, 0), parts, 0, 1), middle)
 
 
+@every_precision
+@pytest.mark.parametrize("count", [1, 9, 40])
+def test_taps_are_the_streams_between_blocks(count: int, precision: Precision) -> None:
+    stack, x, where = stack_of(SMALL, precision), tokens(count, SMALL), chain(count, 0)
+    first, second, last = stack.streams(x, where, cache_of(SMALL, precision), 0, 2, (0, 1))
+    middle, end = stack.streams(x, where, cache_of(SMALL, precision), 0, 2, (1,))
+    cache = cache_of(SMALL, precision)
+    assert torch.equal(first, x)
+    assert torch.equal(second, stack(x, where, cache, 0, 1)) and torch.equal(middle, second)
+    assert torch.equal(last, stack(second, where, cache, 1, 2)) and torch.equal(end, last)
+    for wrong in ((1, 0), (0, 0), (2,), (-1,)):
+        with pytest.raises(ValueError, match="taps must ascend"):
+            stack.streams(x, where, cache, 0, 2, wrong)
+
+
 def test_skipped_halves_pass_the_residual_through() -> None:
     stack, x = stack_of(SMALL, "float32"), tokens(9, SMALL)
     found = stack.skipping([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)

@@ -19,7 +19,7 @@ from foretell.model.stream import BlockStore, StreamedDecoder, size_of
 from foretell.model.weights import SafetensorsWeights, build_block, build_shell
 from foretell.shape import Chain, Paced
 from foretell.testing import TINY, RandomWeights
-from helpers import VOCAB, all_logits, random_tokens, run, tokens_of
+from helpers import VOCAB, all_logits, chain_tree, random_tokens, run, tokens_of
 
 DEEP = replace(TINY, vocab=VOCAB, layers=6)
 CPU = torch.device("cpu")
@@ -100,6 +100,12 @@ def test_fewer_passes_fetch_fewer_blocks() -> None:
     answers(plain, draft=False)
     answers(fast, draft=True)
     assert fast.store.fetched < plain.store.fetched
+
+
+def test_taps_are_those_of_the_whole_model() -> None:
+    text, taps = random_tokens(7), (0, 2, 5, 6, 7)
+    mine, theirs = (DecoderRunner(n).forward([0], chain_tree(text), taps=taps) for n in (streamed(2), whole()))
+    assert all(torch.equal(a, b) for a, b in zip(mine.features, theirs.features, strict=True))
 
 
 def test_cut_and_skipping_use_the_same_store() -> None:

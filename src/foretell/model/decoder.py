@@ -1,5 +1,6 @@
 """The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, Mixtral by configuration. Weights only; caches are arguments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +83,10 @@ def _feed_forward(block: Block, x: torch.Tensor, cache: Cache) -> torch.Tensor:
     return out
 
 
+Streams = tuple[Float[torch.Tensor, "t d"], ...]
+"""The residual stream at several depths."""
+
+
 @dataclass(frozen=True)
 class Skip:
     """Sub-layers that a pass leaves out: the residual stream goes past them unchanged."""
@@ -149,20 +154,34 @@ class Decoder(nn.Module):
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
     def run(
-        self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
-    ) -> Float[torch.Tensor, "t d"]:
+        self,
+        x: Float[torch.Tensor, "t d"],
+        layout: Layout,
+        cache: Cache,
+        first: int,
+        last: int,
+        taps: Sequence[int] = (),
+    ) -> Streams:
         """Blocks `first .. last-1`, writing the new keys and values into `cache`."""
-        return self.planned(x, Plan.of(layout, x.device), cache, first, last)
+        return self.planned(x, Plan.of(layout, x.device), cache, first, last, taps)
 
     def planned(
-        self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, first: int, last: int
-    ) -> Float[torch.Tensor, "t d"]:
+        self,
+        x: Float[torch.Tensor, "t d"],
+        plan: Plan,
+        cache: Cache,
+        first: int,
+        last: int,
+        taps: Sequence[int] = (),
+    ) -> Streams:
         """Blocks `first .. last-1` on device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured."""
+        seen = dict[int, torch.Tensor]()
         for i in range(first, last):
             block = self.blocks[i]
             assert isinstance(block, Block)
+            seen[i] = x
             x = self.through(block, i, x, plan, cache)
-        return x
+        return *(seen[t] for t in taps), x
 
     def through(
         self, block: Block, i: int, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.context import Output
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip
+from foretell.model.decoder import Skip, Streams
 from foretell.tree import TokenTree
 
 
@@ -32,9 +32,15 @@ class Network(Protocol):
         """Input of the first block."""
 
     def run(
-        self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, first: int, last: int
-    ) -> Float[torch.Tensor, "t d"]:
-        """Blocks `first .. last-1`."""
+        self,
+        x: Float[torch.Tensor, "t d"],
+        layout: Layout,
+        cache: Cache,
+        first: int,
+        last: int,
+        taps: Sequence[int] = (),
+    ) -> Streams:
+        """Blocks `first .. last-1`: the streams before those of them that `taps` names, and the one after the last."""
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
@@ -114,14 +120,19 @@ class DecoderRunner(Runner):
         read = tree.read if read is None else read
         self.cache.experts_read = []
         layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
-        features, x = self._blocks(self._inputs(tree.token[read], tree.inputs), layout, taps)
+        x = self._inputs(tree.token[read], tree.inputs)
+        states = self._states(x, layout, taps)
         wanted = read if scored is None else read & scored
         at = np.where(wanted, np.cumsum(wanted.ravel()).reshape(wanted.shape) - 1, -1)
         chosen = index[wanted]
+        layers = self.network.config.layers
+        seen = states.get(layers + 1, states[layers])
         if len(chosen) < len(x):
-            x = x[torch.from_numpy(chosen).to(x.device)]
-        logits = self.network.logits(self.network.final(x)) if len(chosen) else x.new_zeros(0, self.vocab)
-        return Output(logits, at, features, index, experts=tuple(self.cache.experts_read))
+            seen = seen[torch.from_numpy(chosen).to(x.device)]
+        if layers + 1 not in states:
+            seen = self.network.final(seen)
+        logits = self.network.logits(seen) if len(chosen) else x.new_zeros(0, self.vocab)
+        return Output(logits, at, tuple(states[t] for t in taps), index, experts=tuple(self.cache.experts_read))
 
     def _inputs(
         self, token: Int[np.ndarray, " t"], side: Float[torch.Tensor, "e d"] | None
@@ -135,19 +146,16 @@ class DecoderRunner(Runner):
         x[torch.from_numpy(beyond).to(x.device)] = side[number.to(side.device)].to(x)
         return x
 
-    def _blocks(
+    def _states(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
-    ) -> tuple[tuple[Float[torch.Tensor, "t d"], ...], Float[torch.Tensor, "t d"]]:
-        layers, done = self.network.config.layers, 0
-        tapped: dict[int, torch.Tensor] = {}
-        for stop in sorted({min(t, layers) for t in taps} | {layers}):
-            if stop > done:
-                x = self.network.run(x, layout, self.cache, done, stop)
-            done = stop
-            tapped[stop] = x.clone() if stop < layers else x
+    ) -> dict[int, Float[torch.Tensor, "t d"]]:
+        """What is tapped and the last block's output, by number of the tap."""
+        layers = self.network.config.layers
+        within = [t for t in sorted(set(taps)) if t < layers]
+        states = dict(zip([*within, layers], self.network.run(x, layout, self.cache, 0, layers, within), strict=True))
         if layers + 1 in taps:
-            tapped[layers + 1] = self.network.final(x)
-        return tuple(tapped[t] for t in taps), x
+            states[layers + 1] = self.network.final(states[layers])
+        return states
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         need = max(rows) + 1

@@ -173,7 +173,13 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
             f"--from {folder}: trained for {found.card.name} (fingerprint {theirs}), and the target is "
             f"{setup.card.name} (fingerprint {ours})"
         )
-    mine, given = recipe.network.state_dict(), found.state_dict()
+    before, now = found.taps, recipe.network.taps
+    if now[: len(before)] != before:
+        raise ValueError(
+            f"--from {folder}: it reads layers {list(before)} of the target, and {list(now)} with these settings; "
+            "give the --set it was trained with"
+        )
+    mine, given = recipe.network.state_dict(), recipe.network.widened(found)
     if found.head is None:
         # Whatever tokens it drafts, their rows are the target's.
         given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in mine.items() if n == "token_of"}

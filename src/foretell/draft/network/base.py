@@ -96,6 +96,10 @@ class Speculator(nn.Module, ABC):
     def taps(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads; see `Runner.forward`."""
 
+    def widened(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
+        """The weights of one of its kind, which may read fewer of the target's states, as its own: what that one did not see weighs nothing."""
+        return smaller.state_dict()
+
     def choose(self, tokens: Int[torch.Tensor, " n"]) -> None:
         """Fix the tokens it drafts (ascending, as many as the configuration says), and take their rows of the target's head.
 

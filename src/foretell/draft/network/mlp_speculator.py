@@ -115,6 +115,12 @@ class MLPSpeculator(Speculator):
         """What the target's head sees, and the further layers asked for."""
         return (self.card.layers + 1, *self.config.more_taps)
 
+    def widened(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+        """Weights of one that may have fewer `more_taps`, which are the first of these."""
+        out, name = smaller.state_dict(), "project.0.weight"
+        out[name] = F.pad(out[name], (0, (len(self.taps) - len(smaller.taps)) * self.card.hidden))
+        return out
+
     @property
     def stages(self) -> int:
         """Deepest draft."""

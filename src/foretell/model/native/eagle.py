@@ -61,7 +61,8 @@ class NativeEagle:
         if bad == -2:
             known = f"{self._entry.vocab} tokens and {len(features)} features"
             raise ValueError(f"a token or the feature before it is not among {known}: {token.tolist()} after {parent}")
-        return stack.checked(x, bad, layout, memory)
+        stack.check(bad, layout, memory)
+        return x
 
     def beam(
         self,

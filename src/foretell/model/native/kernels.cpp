@@ -98,6 +98,12 @@ struct Tokens {  // see `Layout` in Python
   const int32_t* extra;  // [count, extras], -1 past the end of a token's list
 };
 
+struct Taps {  // layers, ascending, before which the residual stream is wanted: out [count, tokens, hidden]
+  const int32_t* layer;
+  int32_t count;
+  float* out;
+};
+
 struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
   uint32_t *k, *v;
   int32_t rows, slots;
@@ -980,14 +986,21 @@ class Pass {
         product_(buffer<float>((size_t)tokens.count * model.hidden)) {}
 
   // What every thread runs.
-  void run(const Team& team) const {
-    for (int i = first_; i < last_; ++i) {
+  void run(const Taps& taps, const Team& team) const {
+    for (int i = first_, tap = 0; i < last_; ++i) {
+      if (tap < taps.count && taps.layer[tap] == i) note(taps.out + (size_t)tap++ * tokens_ * m_.hidden, team);
       if (layers_[i].attention) attend(i, team);
       if (layers_[i].mlp) feed_forward(i, team);
     }
   }
 
  private:
+  // Copies the stream. Nobody changes it before all threads have come to the next barrier.
+  void note(float* out, const Team& team) const {
+    const auto [from, to] = team.share(tokens_);
+    std::memcpy(out + (size_t)from * m_.hidden, x_ + (size_t)from * m_.hidden, 4 * (size_t)(to - from) * m_.hidden);
+  }
+
   void attend(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const bool entering = entry_ && i == first_;
@@ -1040,11 +1053,11 @@ class Pass {
 
 template <class P>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* entry, const Tokens& tokens,
-               const Cache& cache, int threads) {
+               const Cache& cache, const Taps& taps, int threads) {
   const Pass<P> pass(m, layers, first, last, x, entry, tokens, cache, {0, threads});
   Gate gate;
 #pragma omp parallel num_threads(threads)
-  pass.run(Team::current(gate));
+  pass.run(taps, Team::current(gate));
 }
 
 template <class P>
@@ -1206,13 +1219,13 @@ void guess(int32_t precision, const Weight& w, const float* x, const float* norm
 }
 
 int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* entry, const Tokens& tokens, const Cache& cache,
-              int threads) {
+              const Taps& taps, int threads) {
   const int bad = first_bad_token(m, tokens, cache);
   if (bad >= 0 || !tokens.count || first == last) return bad;
   switch (m.precision) {
-    case kFloat32: run_stack<FloatProduct<Float32>>(m, layers, first, last, x, entry, tokens, cache, threads); break;
-    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(m, layers, first, last, x, entry, tokens, cache, threads); break;
-    case kInt8: run_stack<Int8>(m, layers, first, last, x, entry, tokens, cache, threads); break;
+    case kFloat32: run_stack<FloatProduct<Float32>>(m, layers, first, last, x, entry, tokens, cache, taps, threads); break;
+    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(m, layers, first, last, x, entry, tokens, cache, taps, threads); break;
+    case kInt8: run_stack<Int8>(m, layers, first, last, x, entry, tokens, cache, taps, threads); break;
   }
   return -1;
 }
@@ -1221,7 +1234,7 @@ int32_t eagle(const Model& m, const Layer* layers, int count, const Entry& e, co
               float* x, const Tokens& tokens, const Cache& cache, int threads) {
   const Buffer<float> entry = buffer<float>((size_t)tokens.count * 2 * m.hidden);
   enter(m, e, token, features, parent, tokens.count, x, entry.get(), threads);
-  return stack(m, layers, 0, count, x, entry.get(), tokens, cache, threads);
+  return stack(m, layers, 0, count, x, entry.get(), tokens, cache, {nullptr, 0, nullptr}, threads);
 }
 
 // A tree that grows where the layers are confident; see shape/beam.py, which says the same for any drafter.
@@ -1331,11 +1344,12 @@ int32_t foretell_int8_block() { return Int8::kBlock; }
 int32_t foretell_int8_group() { return Int8::kGroup; }
 
 // x [tokens, hidden], the residual stream, in place through layers first .. last - 1. What the first layer's attention reads is
-// entry [tokens, in of its qkv], or, where that is null, the normed stream. Returns -1, or the first token that points outside
+// entry [tokens, in of its qkv], or, where that is null, the normed stream. tapped [count, tokens, hidden]: the stream before the layers
+// that `taps` names, ascending. Returns -1, or the first token that points outside
 // the cache or the rotary tables; then nothing was done.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x, const float* entry,
-                       const Tokens* tokens, const Cache* cache, int32_t threads) {
-  return stack(*m, layers, first, last, x, entry, *tokens, *cache, threads);
+                       const Tokens* tokens, const Cache* cache, const int32_t* taps, int32_t count, float* tapped, int32_t threads) {
+  return stack(*m, layers, first, last, x, entry, *tokens, *cache, {taps, count, tapped}, threads);
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.

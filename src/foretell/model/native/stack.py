@@ -6,6 +6,8 @@ threads: verifying a tree gives bit for bit the numbers that decoding one token 
 
 import ctypes
 from collections.abc import Callable, Collection, Sequence
+from ctypes import c_int32
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -174,27 +176,48 @@ class NativeStack:
         Raises:
             ValueError: a tensor has the wrong type or shape, or a token points outside the cache or the context.
         """
+        return self.streams(x, layout, cache, first, last, entry=entry)[0]
+
+    def streams(
+        self,
+        x: Tensor,
+        layout: Layout,
+        cache: Cache,
+        first: int,
+        last: int,
+        taps: Sequence[int] = (),
+        entry: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As a call; the streams before the blocks that `taps` names, ascending, come first.
+
+        Raises:
+            ValueError: as a call, or a tap that is no block to be run.
+        """
         tokens, memory = self.tokens(x.shape[0], layout), self.memory(cache)
         expect(x, torch.float32, "x", x.shape[0], self.config.hidden)
         if not 0 <= first <= last <= len(self.layers):
             raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self.layers)}")
-        x = x.clone(memory_format=torch.contiguous_format)
+        if not all(a < b for a, b in pairwise([first - 1, *taps, last])):
+            raise ValueError(f"taps must ascend from {first} to less than {last}, found {list(taps)}")
+        out = torch.empty(len(taps) + 1, *x.shape)
+        out[-1] = x
         if entry is not None:
             expect(entry, torch.float32, "entry", x.shape[0], self.layers[first].qkv.input)
         bad = self._kernels.foretell_stack(
-            *(self.model, self.layers, first, last, x.data_ptr(), None if entry is None else entry.data_ptr()),
-            *(tokens, memory, torch.get_num_threads()),
+            *(self.model, self.layers, first, last, out[-1].data_ptr(), None if entry is None else entry.data_ptr()),
+            *(tokens, memory, (c_int32 * len(taps))(*taps), len(taps), out.data_ptr(), torch.get_num_threads()),
         )
-        return self.checked(x, bad, layout, memory)
+        self.check(bad, layout, memory)
+        return out.unbind()
 
-    def checked(self, x: Tensor, bad: int, layout: Layout, memory: structures.Memory) -> Tensor:
-        """The stream, unless token `bad` of the layout is a wrong one.
+    def check(self, bad: int, layout: Layout, memory: structures.Memory) -> None:
+        """See what a kernel found wrong with the layout: its token `bad`, or nothing (-1).
 
         Raises:
-            ValueError: with what is wrong about it.
+            ValueError: what is wrong about that token.
         """
         if bad < 0:
-            return x
+            return
         where = f"row {layout.row[bad]}, slot {layout.slot[bad]}, position {layout.position[bad]}, prefix {layout.prefix[bad]}"
         room = f"{memory.rows} rows of {memory.slots} slots and {self.model.context} positions"
         raise ValueError(

@@ -99,7 +99,8 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the kernels' signatures; returns its argument."""
     kernels.foretell_stack.argtypes = [
         *(POINTER(Model), POINTER(Layer), c_int32, c_int32),
-        *(c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
+        *(c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory)),
+        *(POINTER(c_int32), c_int32, c_void_p, c_int32),
     ]
     kernels.foretell_stack.restype = c_int32
     kernels.foretell_eagle.argtypes = [
