@@ -1,7 +1,7 @@
 """Drafting with EAGLE's layer: it follows the target through the text, and goes on from its own outputs below the text's end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from foretell.context import Context, Step, Text
 from foretell.draft.base import Predictor, Ranked
 from foretell.draft.network.eagle import EagleNetwork
 from foretell.model.cache import Cache, Layout
-from foretell.tree import TokenTree, root
+from foretell.tree import TokenTree, from_lists
 
 
 @dataclass
@@ -139,9 +139,8 @@ class Eagle(Predictor):
         token = np.concatenate([t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)])
         states = [self._known[row].take(count) for row, count in zip(rows, counts, strict=True)]
         together = states[0] if len(states) == 1 else torch.cat(states)
-        g = self.network.fuse(together.to(self._cache.k.device, self.network.dtype))
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
-        return self.network.follow(torch.from_numpy(token.astype(np.int64)), g, None, layout, self._cache)
+        return self.network.read(torch.from_numpy(token.astype(np.int64)), together, layout, self._cache)
 
     def _level(
         self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
@@ -207,18 +206,11 @@ def _planted(
     count: Int[np.ndarray, " a"],
 ) -> TokenTree:
     """Trees of so many nodes below the roots of some texts, the others' roots alone."""
-    tree, most = root(context.last), int(count.max())
-    nodes = np.zeros((3, tree.rows, most), np.int64)
-    nodes[:, able] = token[:, :most], parent[:, :most], np.arange(most) < count[:, None]
-    live = nodes[2] > 0
-    return replace(
-        tree,
-        token=np.concatenate([tree.token, nodes[0]], 1),
-        parent=np.concatenate([tree.parent, nodes[1]], 1),
-        live=np.concatenate([tree.live, live], 1),
-        probe=np.concatenate([tree.probe, np.zeros_like(live)], 1),
-        drawn_from=np.concatenate([tree.drawn_from, np.full_like(nodes[0], -1)], 1),
-    )
+    tokens, parents = [[last] for last in context.last], [[-1] for _ in context.rows]
+    for i, n, nodes, above in zip(able.tolist(), count.tolist(), token, parent, strict=True):
+        tokens[i] += nodes[:n].tolist()
+        parents[i] += above[:n].tolist()
+    return from_lists(tokens, parents)
 
 
 def _layout(

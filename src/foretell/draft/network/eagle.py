@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
-from foretell.draft.network.layer import FusingLayer, Layer, Norm, Norms, Sight, Sizes, Unrolled
+from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Unrolled
 from foretell.model.attention import Plan, attend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig, Rope
@@ -211,6 +211,14 @@ class EagleNetwork(Speculator):
         x, seen = self.enter(self.embed(token), g)
         return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
 
+    def read(
+        self, token: Int[torch.Tensor, " t"], states: Float[torch.Tensor, "t kd"], layout: Layout, cache: Cache
+    ) -> Float[torch.Tensor, "t d"]:
+        """Follow tokens, each after the target's tapped states before it, side by side."""
+        if self.kernels is not None:
+            return self.kernels.read(token, states.float(), layout, cache)
+        return self.follow(token, self.fuse(states.to(cache.k.device, self.dtype)), None, layout, cache)
+
     def forward(
         self,
         token: Int[torch.Tensor, "b s"],
@@ -273,7 +281,7 @@ class Eagle3(EagleNetwork):
         super().__init__(config, ends)
         d, count, eps = config.target.hidden, len(config.tapped), config.norm_eps
         self.input_norm = Norm(count * d, eps) if config.norm_before_fc else None
-        self.fc_norm = Norms(count, d, eps) if config.fc_norm else None
+        self.fc_norm = nn.ModuleList(Norm(d, eps) for _ in range(count)) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
         first = FusingLayer(config.sizes, config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(config.sizes) for _ in range(1, config.layers))])
@@ -284,7 +292,8 @@ class Eagle3(EagleNetwork):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            features = self.fc_norm(features)
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         out: torch.Tensor = self.fc(features)
         return out
 

@@ -1,7 +1,6 @@
 """A decoder layer that leaves to others what its queries see, so that training and drafting run the same code."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,21 +56,6 @@ class Norm(nn.Module):
         """Normalise and scale."""
         wide = widen(x)
         return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(x.dtype)
-
-
-class Norms(nn.ModuleList):
-    """Norms that stand side by side, each for its part of the last axis."""
-
-    def __init__(self, count: int, width: int, eps: float) -> None:
-        super().__init__(Norm(width, eps) for _ in range(count))
-
-    def each(self) -> Iterator[Norm]:
-        """The norms in order."""
-        return (norm for norm in self if isinstance(norm, Norm))
-
-    def forward(self, x: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t kd"]:
-        """Normalise and scale part by part."""
-        return torch.cat([norm(part) for norm, part in zip(self, x.chunk(len(self), -1), strict=True)], -1)
 
 
 class Attention(nn.Module):

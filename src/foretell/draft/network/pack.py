@@ -1,6 +1,5 @@
 """A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -9,12 +8,12 @@ from torch import nn
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle3, EagleNetwork
-from foretell.draft.network.layer import FusingLayer, Layer, Norm, Norms
+from foretell.draft.network.layer import FusingLayer, Layer, Norm
 from foretell.draft.network.mlp_speculator import EPS, MLPSpeculator
 from foretell.model import native
 from foretell.model.config import Rope
 from foretell.model.native.decoder import PlainBlock
-from foretell.model.native.eagle import NativeEagle
+from foretell.model.native.eagle import NativeEagle, Surroundings
 from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, rms_norm
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
@@ -36,15 +35,15 @@ class Packed(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """One or several root-mean-square norms, each for its part of the last axis, on the native kernels; float32 in and out."""
+    """A root-mean-square norm on the native kernels, float32 in and out."""
 
-    def __init__(self, norms: Sequence[Norm]) -> None:
+    def __init__(self, norm: Norm) -> None:
         super().__init__()
-        self._weight, self._eps = torch.stack([norm.weight.detach().float() for norm in norms]), norms[0].eps
+        self._weight, self._eps = norm.weight.detach().float(), norm.eps
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """Normalise and scale."""
-        return rms_norm(x.reshape(-1, self._weight.shape[1]).contiguous(), self._weight, self._eps).view(x.shape)
+        """Normalise and scale the last axis."""
+        return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
 
 
 def packed(network: S, precision: Precision = "int8") -> S:
@@ -62,7 +61,7 @@ def packed(network: S, precision: Precision = "int8") -> S:
         stacked = network.layers if network.stack else None
     network.packed_head = network.packed_head or NativeLinear(head, None, precision)
     if isinstance(network, Eagle3):
-        network.kernels = network.kernels or _eagle(network)
+        network.kernels = network.kernels or _eagle(network, precision)
     _swap(network, precision, stacked)
     for parameter in network.parameters():
         parameter.data = parameter.data.float()
@@ -112,26 +111,34 @@ def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
     return NativeStack(config, blocks, precision, tables(config.rope or Rope(), config.head_dim, config.context))
 
 
-def _eagle(network: Eagle3) -> NativeEagle | None:
+def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
     """The layers with what surrounds them; None where the kernels have no place for it."""
-    first, own, head = network.layers[0], network.embedding, network.packed_head
-    if network.stack is None or network.config.norm_output or network.softcap:
+    first, own, head, config = network.layers[0], network.embedding, network.packed_head, network.config
+    if network.stack is None or config.norm_output or config.norm_before_fc or network.softcap:
         return None
     assert isinstance(first, FusingLayer) and head is not None
-    table, scale = (network.get_buffer("_embedding"), network.embedding_scale) if own is None else (own, 1.0)
-    entering = first.input_layernorm.weight, first.hidden_norm.weight
-    return NativeEagle(
-        network.stack, table, scale, entering, first.norm_before_residual, network.norm.weight, head, network.token_of
+    norms, fuse = network.fc_norm, Packed(network.fc.weight, network.fc.bias, precision)
+    around = Surroundings(
+        embedding=network.get_buffer("_embedding") if own is None else own,
+        scale=network.embedding_scale if own is None else 1.0,
+        fuse=fuse.linear,
+        state_norms=None if norms is None else torch.stack([norm.get_parameter("weight") for norm in norms]),
+        embedding_norm=first.input_layernorm.weight,
+        feature_norm=first.hidden_norm.weight,
+        normed=first.norm_before_residual,
+        leaving=network.norm.weight,
+        head=head,
+        token_of=network.token_of,
     )
+    network.add_module("fc", fuse)
+    return NativeEagle(network.stack, around)
 
 
 def _swap(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
     """Swap norms, and linear layers too where there is a precision for them, as there is not within `stacked`."""
     for name, child in list(module.named_children()):
         if isinstance(child, Norm):
-            setattr(module, name, PackedNorm([child]))
-        elif isinstance(child, Norms):
-            setattr(module, name, PackedNorm(list(child.each())))
+            setattr(module, name, PackedNorm(child))
         elif not isinstance(child, nn.Linear):
             _swap(child, None if child is stacked else precision, stacked)
         elif precision is not None:

@@ -1,7 +1,7 @@
 """CPU kernels of the decoder, compiled on first use: near the memory floor, and bitwise independent of who shares a call."""
 
 from foretell.model.native.build import available, load, why_not
-from foretell.model.native.eagle import NativeEagle
+from foretell.model.native.eagle import NativeEagle, Surroundings
 from foretell.model.native.stack import (
     NativeLinear,
     NativeStack,
@@ -19,6 +19,7 @@ __all__ = [
     "NativeStack",
     "NativeStage",
     "Precision",
+    "Surroundings",
     "argmax",
     "available",
     "likeliest",

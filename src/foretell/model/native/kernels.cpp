@@ -84,6 +84,10 @@ struct Entry {  // how EAGLE-3's layers begin: with embeddings of tokens and fea
   const float *embedding_norm, *feature_norm;
   float scale;    // of embeddings
   int32_t vocab;  // rows of embeddings
+  // Features from `kinds` states of the target side by side: each normed with its own scale (null: as it is), then through `fuse`.
+  int32_t kinds;
+  const float* state_norms;
+  Weight fuse;
 };
 
 struct Beam {  // a tree by confidence for each of some texts, which the layers have read up to the root
@@ -1230,6 +1234,28 @@ int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x
   return -1;
 }
 
+void linear(int32_t precision, const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
+  switch (precision) {
+    case kFloat32: return run_linear<FloatProduct<Float32>>(w, x, y, tokens, width, threads);
+    case kBfloat16: return run_linear<FloatProduct<Bfloat16>>(w, x, y, tokens, width, threads);
+    case kInt8: return run_linear<Int8>(w, x, y, tokens, width, threads);
+  }
+}
+
+// Row i of x [rows, width] is scaled by row i mod kinds of weight [kinds, width].
+void norm_rows(const float* x, const float* weight, float eps, float* y, int rows, int width, int kinds, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 16)
+  for (int i = 0; i < rows; ++i) normalize(x + (size_t)i * width, width, weight + (size_t)(i % kinds) * width, eps, y + (size_t)i * width);
+}
+
+// Features [count, hidden] from states [count, kinds, hidden].
+Buffer<float> fused(const Model& m, const Entry& e, const float* states, int count, int threads) {
+  Buffer<float> normed = buffer<float>((size_t)count * e.kinds * m.hidden), out = buffer<float>((size_t)count * m.hidden);
+  if (e.state_norms) norm_rows(states, e.state_norms, m.eps, normed.get(), count * e.kinds, m.hidden, e.kinds, threads);
+  linear(m.precision, e.fuse, e.state_norms ? normed.get() : states, out.get(), count, m.hidden, threads);
+  return out;
+}
+
 int32_t eagle(const Model& m, const Layer* layers, int count, const Entry& e, const int64_t* token, const float* features, const int64_t* parent,
               float* x, const Tokens& tokens, const Cache& cache, int threads) {
   const Buffer<float> entry = buffer<float>((size_t)tokens.count * 2 * m.hidden);
@@ -1354,11 +1380,7 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
 void foretell_linear(int32_t precision, const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
-  switch (precision) {
-    case kFloat32: return run_linear<FloatProduct<Float32>>(*w, x, y, tokens, width, threads);
-    case kBfloat16: return run_linear<FloatProduct<Bfloat16>>(*w, x, y, tokens, width, threads);
-    case kInt8: return run_linear<Int8>(*w, x, y, tokens, width, threads);
-  }
+  linear(precision, *w, x, y, tokens, width, threads);
 }
 
 // A stage over `tokens` states and the embeddings of the tokens that follow them.
@@ -1371,10 +1393,8 @@ void foretell_stage(int32_t precision, const Stage* s, const float* state, const
   }
 }
 
-// Row i of x [rows, width] is scaled by row i mod kinds of weight [kinds, width].
-void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t rows, int32_t width, int32_t kinds, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 16)
-  for (int i = 0; i < rows; ++i) normalize(x + (size_t)i * width, width, weight + (size_t)(i % kinds) * width, eps, y + (size_t)i * width);
+void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  norm_rows(x, weight, eps, y, tokens, width, 1, threads);
 }
 
 // EAGLE-3's layers on tokens and the `known` features before them: as foretell_stack, with x [tokens, hidden] only written. -2: a
@@ -1386,6 +1406,13 @@ int32_t foretell_eagle(const Model* m, const Layer* layers, int32_t count, const
     if (token[t] < 0 || token[t] >= e->vocab || above < 0 || above >= known) return -2;
   }
   return eagle(*m, layers, count, *e, token, features, parent, x, *tokens, *cache, threads);
+}
+
+// The same on tokens that follow states [tokens, kinds, hidden] of the target.
+int32_t foretell_eagle_read(const Model* m, const Layer* layers, int32_t count, const Entry* e, const int64_t* token, const float* states, float* x,
+                            const Tokens* tokens, const Cache* cache, int32_t threads) {
+  const Buffer<float> features = fused(*m, *e, states, tokens->count, threads);
+  return foretell_eagle(m, layers, count, e, token, features.get(), tokens->count, nullptr, x, tokens, cache, threads);
 }
 
 // Trees by confidence below roots whose outputs [texts, hidden] are given, of texts with room for a token: per text at most `budget` tokens and the places of their

@@ -297,13 +297,12 @@ class NativeStack:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of float32 [t, d] with a float32 weight [d], or [k, d] in turns; add Gemma's offset to the weight first."""
-    kinds = weight.numel() // max(x.shape[1], 1)
+    """RMS norm of float32 [t, d] with a float32 weight [d]; add Gemma's offset to the weight first."""
     expect(x, torch.float32, "x", *x.shape[:2])
-    expect(weight.view(-1), torch.float32, "weight", kinds * x.shape[1])
+    expect(weight, torch.float32, "weight", x.shape[1])
     y = torch.empty_like(x)
     threads = torch.get_num_threads()
-    structures.library().foretell_rms_norm(x.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), *x.shape, kinds, threads)
+    structures.library().foretell_rms_norm(x.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), *x.shape, threads)
     return y
 
 

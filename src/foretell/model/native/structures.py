@@ -54,6 +54,7 @@ class Entry(ctypes.Structure):
     _fields_ = (
         *(("embedding", c_void_p), ("halves", c_int32), ("normed", c_int32)),
         *(("embedding_norm", c_void_p), ("feature_norm", c_void_p), ("scale", c_float), ("vocab", c_int32)),
+        *(("kinds", c_int32), ("state_norms", c_void_p), ("fuse", Weight)),
     )
 
 
@@ -109,6 +110,11 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
         *(POINTER(Tokens), POINTER(Memory), c_int32),
     ]
     kernels.foretell_eagle.restype = c_int32
+    kernels.foretell_eagle_read.argtypes = [
+        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry)),
+        *(c_void_p, c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
+    ]
+    kernels.foretell_eagle_read.restype = c_int32
     kernels.foretell_beam.argtypes = [
         *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry), POINTER(Weight), c_void_p, c_void_p, c_void_p),
         *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
@@ -120,7 +126,7 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.foretell_stage.restype = None
     kernels.foretell_guess.argtypes = [c_int32, POINTER(Weight), *[c_void_p] * 3, c_int32, c_int32, c_int32]
     kernels.foretell_guess.restype = None
-    kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32, c_int32]
+    kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_rms_norm.restype = None
     kernels.foretell_argmax.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_argmax.restype = None
