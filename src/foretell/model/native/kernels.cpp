@@ -816,6 +816,12 @@ class Attention {
     return keys;
   }
 
+  // Brings the keys or values of a block into the second-level cache.
+  void soon(const uint32_t* first, int block) const {
+    const char* at = (const char*)(first + (size_t)block * kLanes * words_);
+    for (int i = 0; i < kLanes * words_ * 4; i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+
   void score_shared(const Layer& layer, size_t at, int kv, int first, int last, int block, const Team& team) const {
     const uint32_t* queries[kMostShared * kMostGroup];
     int owners[kMostShared], count = 0;
@@ -823,6 +829,7 @@ class Attention {
       if (block < shared_blocks(t) && (block + 1) * kLanes > first_visible(layer, t)) owners[count++] = t;
     if (!count) return;
     for (int i = 0; i < count * group_; ++i) queries[i] = query(owners[i / group_], kv, i % group_);
+    soon(cache_.k + at, block + 2), soon(cache_.v + at, block);
     // Slots past the end of the cache stand for keys that nobody sees.
     const Word* keys = fetch_keys(at, [&](int i) { return std::min(block * kLanes + i, cache_.slots - 1); }, team);
     Float out[kMostShared * kMostGroup];
