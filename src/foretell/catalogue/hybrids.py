@@ -11,7 +11,7 @@ from foretell.catalogue.parts import Parts, copies, early_exit, frugal_of
 from foretell.catalogue.stages import stages_method
 from foretell.catalogue.trained import read, target_card
 from foretell.config import SpeculativeConfig
-from foretell.draft import Hybrid, Predictor
+from foretell.draft import Hybrid, Predictor, Retriever, Suffix
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.pack import packed
 from foretell.method import AnyMethod, Method
@@ -30,20 +30,19 @@ _GUESSERS: Mapping[str, Callable[[Any, SpeculativeConfig], AnyMethod]] = {
 
 def hybrid_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """Copies first; where they find nothing a trained speculator, a small model, or the target's first layers."""
-    draft, tree = _guesser(parts, config)
-    return Method(Hybrid(copies(parts), draft), Fallback(frugal_of(config), tree), Match())
-
-
-def _guesser(parts: Parts, config: SpeculativeConfig) -> tuple[Predictor, Shape[Predictor]]:
-    """What was named, else what ships, else the target cut short."""
     speculator = _speculator(parts)
     if speculator is not None:
+        # Successors of single tokens it knows better than a table of them.
         method = _GUESSERS[speculator.kind](packed(speculator), config)
-        return method.draft, method.tree
+        return _beside(Suffix(parts.references), method.draft, method.tree, config)
     small = find_small(parts)
     confidence = 0.4 if config.confidence_threshold is None else config.confidence_threshold
     chain = Chain(config.num_speculative_tokens or 5, draw=False, confidence=confidence)
-    return mixed(small) if small else early_exit(parts, config), chain
+    return _beside(copies(parts), mixed(small) if small else early_exit(parts, config), chain, config)
+
+
+def _beside(copying: Retriever, draft: Predictor, tree: Shape[Predictor], config: SpeculativeConfig) -> AnyMethod:
+    return Method(Hybrid(copying, draft), Fallback(frugal_of(config), tree), Match())
 
 
 def _speculator(parts: Parts) -> Speculator | None:
