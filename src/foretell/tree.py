@@ -201,6 +201,21 @@ def from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     return out
 
 
+def hung(
+    roots: Sequence[int],
+    which: Int[np.ndarray, " a"],
+    token: Int[np.ndarray, "a m"],
+    parent: Int[np.ndarray, "a m"],
+    count: Int[np.ndarray, " a"],
+) -> TokenTree:
+    """Trees of `count` picked nodes below some of the roots; the others stand alone. `parent` 0 is the root, 1 the first node."""
+    tokens, parents = [[token] for token in roots], [[-1] for _ in roots]
+    for i, n, nodes, above in zip(which.tolist(), count.tolist(), token, parent, strict=True):
+        tokens[i] += nodes[:n].tolist()
+        parents[i] += above[:n].tolist()
+    return from_lists(tokens, parents)
+
+
 def joined(first: TokenTree, second: TokenTree) -> TokenTree:
     """Both trees of picked nodes below the same roots in one: what both guess stands there once, children of `first` before those of `second`."""
     tokens, parents = list[list[int]](), list[list[int]]()

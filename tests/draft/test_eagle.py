@@ -373,7 +373,7 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
     output = DecoderRunner(decoder).forward(range(4), tree, taps=network.taps)
     paths = tuple(tuple(range(len(t) - 1)) for t in texts)
     step = Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
-    found = list[list[set[tuple[tuple[int, ...], ...]]]]()
+    found = list[list[set[tuple[int, ...]]]]()
     for drafter in (Eagle(network), Stepwise(network)):
         drafter.keep(step)
         grown = shape.grow(drafter, context)

@@ -11,6 +11,7 @@ import torch
 from foretell.accept import Match
 from foretell.catalogue.stages import stages_method
 from foretell.config import SpeculativeConfig
+from foretell.context import Step
 from foretell.draft import Stages
 from foretell.draft.base import Predictor
 from foretell.draft.network.base import TargetCard
@@ -21,12 +22,12 @@ from foretell.method import Method
 from foretell.model import native
 from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
-from foretell.model.native import Precision
+from foretell.model.native import Precision, Trees
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Beam, Branch, Chain, Paced
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import TokenTree
-from helpers import chain_tree, random_tokens, run, tokens_of
+from foretell.tree import TokenTree, root
+from helpers import chain_tree, context_of, random_tokens, run, tokens_of
 
 CONFIG = replace(TINY, vocab=31)
 CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
@@ -202,7 +203,7 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
 def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precision, near: float) -> None:
     plain = network_of(5, tied=tied, draft_vocab=20, more_taps=(1,))
     fast = packed(copy.deepcopy(plain), precision)
-    assert len(fast.kernels) == 4
+    assert fast.kernels is not None
     state = torch.randn(7, 2 * CONFIG.hidden)
     for stage in range(4):
         token = torch.randint(0, CONFIG.vocab, (7,))
@@ -212,3 +213,48 @@ def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precisio
             torch.testing.assert_close(mine, right, atol=near, rtol=0)
             assert torch.equal(mine, torch.cat(parts))
         state = expected[0]
+
+
+class Stepwise(Stages):
+    """Has its trees grown level by level."""
+
+    def beam(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+        return None
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", [Beam(1, 3, 9), Beam(9, 3, 60, 1e-4), Beam(4, 4, 7), Beam(4, 2, 9, 0.02)], ids=str)
+def test_the_kernels_grow_the_trees_that_grow_level_by_level(precision: Precision, tied: bool, shape: Beam) -> None:
+    """Texts of unequal length, one of them with room for two more tokens, one with none."""
+    network = packed(network_of(7, tied=tied, draft_vocab=20, more_taps=(1,)), precision)
+    network.choose(torch.arange(CONFIG.vocab)[3:23])
+    texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
+    context = replace(context_of(*texts), room=np.array([99, 2, 99, 0]))
+    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
+    output = DecoderRunner(small_target()).forward(range(4), tree, taps=network.taps)
+    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
+    step = Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
+    found = list[list[set[tuple[int, ...]]]]()
+    for drafter in (Stages(network), Stepwise(network)):
+        drafter.keep(step)
+        grown = shape.grow(drafter, context)
+        found.append([])
+        for i in range(4):
+            nodes = np.flatnonzero(grown.live[i])[1:].tolist()
+            found[-1].append({tuple(grown.token[i, grown.ancestors(i, node)].tolist()) for node in nodes})
+    assert found[0] == found[1]
+    assert [bool(part) for part in found[0]] == [True, True, True, False]
+    assert all(len(path) <= 3 for path in found[0][1]) and all(len(path) <= 5 for path in found[0][0])
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+def test_the_kernels_refuse_what_is_deeper_than_the_stages_or_no_token() -> None:
+    kernels = packed(network_of(7), "float32").kernels
+    assert kernels is not None
+    for depth, token in ((5, 0), (4, 31), (4, -1)):
+        with pytest.raises(ValueError, match="there are 4 stages and 31 tokens"):
+            kernels.beam(
+                torch.zeros(1, CONFIG.hidden), torch.tensor([token]), Trees(np.ones(1, int), (depth, 2, 4), (0.0, 0.0))
+            )

@@ -11,7 +11,8 @@ from foretell.context import Context, Step, Text
 from foretell.draft.base import Predictor, Ranked
 from foretell.draft.network.eagle import EagleNetwork
 from foretell.model.cache import Cache, Layout
-from foretell.tree import TokenTree, from_lists
+from foretell.model.native import Trees
+from foretell.tree import TokenTree, hung
 
 
 @dataclass
@@ -99,8 +100,11 @@ class Eagle(Predictor):
             return None
         out = self._roots(able.tolist(), context)
         row = np.array(context.rows)[able]
-        where = row, np.array([self._known[r].length for r in row.tolist()]), context.room[able]
-        return _planted(context, able, *self.network.kernels.beam(out, where, sizes, bounds, self._cache))
+        length = np.array([self._known[r].length for r in row.tolist()])
+        self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
+        trees = Trees(context.room[able], sizes, bounds, row, length)
+        self.network.kernels.beam(out, trees, self._cache)
+        return hung(context.last, able, trees.token, trees.parent, trees.count)
 
     def _outputs(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -196,21 +200,6 @@ class _Branches:
         # A root stands at the last position that its text holds.
         layout = _layout(self._row[text], slot, length - 1 + depth, length, extra)
         return parent, layout
-
-
-def _planted(
-    context: Context,
-    able: Int[np.ndarray, " a"],
-    token: Int[np.ndarray, "a m"],
-    parent: Int[np.ndarray, "a m"],
-    count: Int[np.ndarray, " a"],
-) -> TokenTree:
-    """Trees of so many nodes below the roots of some texts, the others' roots alone."""
-    tokens, parents = [[last] for last in context.last], [[-1] for _ in context.rows]
-    for i, n, nodes, above in zip(able.tolist(), count.tolist(), token, parent, strict=True):
-        tokens[i] += nodes[:n].tolist()
-        parents[i] += above[:n].tolist()
-    return from_lists(tokens, parents)
 
 
 def _layout(

@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from foretell.context import Context, Step
 from foretell.draft.base import Predictor, Ranked, ranked
 from foretell.draft.network.mlp_speculator import MLPSpeculator
-from foretell.tree import TokenTree
+from foretell.model.native import Trees
+from foretell.tree import TokenTree, hung
 
 
 class Stages(Predictor):
@@ -39,6 +40,19 @@ class Stages(Predictor):
     def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
         """The `count` likeliest tokens after the frontier; the tokens that it does not draft are not looked at."""
         return ranked(*self._scores(tree, frontier, context), count, self._token_of)
+
+    @torch.inference_mode()
+    def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
+        """Whole trees from the CPU kernels, where these run the network."""
+        kernels, (depth, width, budget) = self.network.kernels, sizes
+        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
+        able = np.flatnonzero((context.room > 0) & ready)
+        if kernels is None or self.network.softcap or not len(able):
+            return None
+        start = torch.cat([self._start[context.rows[i]][1] for i in able.tolist()])
+        trees = Trees(context.room[able], (min(depth, self.network.stages), width, budget), bounds)
+        kernels.beam(start, torch.tensor(context.last)[able], trees)
+        return hung(context.last, able, trees.token, trees.parent, trees.count)
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

@@ -13,7 +13,7 @@ from torch import nn
 from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
 from foretell.model.ends import Ends
 from foretell.model.linear import widen
-from foretell.model.native import NativeStage
+from foretell.model.native import NativeStages
 
 T = TypeVar("T")
 EPS = 1e-6
@@ -107,7 +107,7 @@ class MLPSpeculator(Speculator):
             self.token = nn.ModuleList(nn.Linear(d, e, bias=False) for _ in range(shared))
             self.output = nn.ModuleList(nn.Linear(e, d, bias=False) for _ in range(shared))
             self._as_the_target(ends)
-        self.kernels: Sequence[NativeStage] = ()
+        self.kernels: NativeStages | None = None
         """The stages on the CPU kernels, once `packed` made them."""
 
     @property
@@ -144,7 +144,7 @@ class MLPSpeculator(Speculator):
         self, state: Float[torch.Tensor, "k i"], token: Int[torch.Tensor, " k"], stage: int
     ) -> tuple[Float[torch.Tensor, "k e"], Float[torch.Tensor, "k w"]]:
         """`step` and `score_stage` of its outcome; on the CPU kernels once there are any."""
-        if self.kernels:
+        if self.kernels is not None:
             state, logits = self.kernels[stage](state, self.embed(token))
             return state, self._capped(logits)
         state = self.step(state, token, stage)

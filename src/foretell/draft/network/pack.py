@@ -15,6 +15,7 @@ from foretell.model.config import Rope
 from foretell.model.native.decoder import PlainBlock
 from foretell.model.native.eagle import NativeEagle, Surroundings
 from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, rms_norm
+from foretell.model.native.stages import NativeStages
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
 
@@ -66,7 +67,9 @@ def packed(network: S, precision: Precision = "int8") -> S:
     for parameter in network.parameters():
         parameter.data = parameter.data.float()
     if isinstance(network, MLPSpeculator) and not network.config.own_embedding:
-        network.kernels = [_stage(network, i) for i in range(network.stages)]
+        stages = [_stage(network, i) for i in range(network.stages)]
+        table, scale = network.get_buffer("_embedding"), network.embedding_scale
+        network.kernels = NativeStages(stages, table, scale, network.token_of)
     return network
 
 

@@ -1,5 +1,6 @@
 """CPU kernels of the decoder, compiled on first use: near the memory floor, and bitwise independent of who shares a call."""
 
+from foretell.model.native.beam import Trees
 from foretell.model.native.build import available, load, why_not
 from foretell.model.native.eagle import NativeEagle, Surroundings
 from foretell.model.native.stack import (
@@ -11,6 +12,7 @@ from foretell.model.native.stack import (
     rms_norm,
     topk,
 )
+from foretell.model.native.stages import NativeStages
 from foretell.model.native.structures import Precision
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "NativeLinear",
     "NativeStack",
     "NativeStage",
+    "NativeStages",
     "Precision",
     "Surroundings",
+    "Trees",
     "argmax",
     "available",
     "likeliest",

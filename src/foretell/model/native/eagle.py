@@ -1,15 +1,13 @@
 """EAGLE-3's layers on the native kernels: one level of a tree, or whole trees by confidence, in one call."""
 
-import ctypes
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from foretell.model.cache import Cache, Layout
 from foretell.model.native import structures
+from foretell.model.native.beam import Trees, embedding_of
 from foretell.model.native.stack import NativeLinear, NativeStack, expect
 
 
@@ -41,17 +39,13 @@ class NativeEagle:
 
     def __init__(self, stack: NativeStack, around: Surroundings) -> None:
         self._stack, self._around, self._kernels = stack, around, structures.library()
-        table, count = around.embedding.detach(), around.fuse.inputs // stack.config.hidden
-        if table.dtype not in (torch.float32, torch.bfloat16):
-            table = table.float()
+        self._table, embedding = embedding_of(around.embedding, around.scale)
         norms = (around.embedding_norm, around.feature_norm, around.leaving, around.state_norms)
         # Kept here: the kernels read them.
-        self._tensors = table.contiguous(), *(None if n is None else n.detach().float().contiguous() for n in norms)
-        where, embedding, feature, self._leaving, states = (None if t is None else t.data_ptr() for t in self._tensors)
-        self._entry = structures.Entry(
-            *(where, table.dtype == torch.bfloat16, around.normed, embedding, feature, around.scale, len(table)),
-            *(count, states, around.fuse.struct),
-        )
+        self._norms = [None if n is None else n.detach().float().contiguous() for n in norms]
+        first, second, self._leaving, states = (None if n is None else n.data_ptr() for n in self._norms)
+        kinds = around.fuse.inputs // stack.config.hidden
+        self._entry = structures.Entry(embedding, first, second, around.normed, kinds, states, around.fuse.struct)
 
     def read(self, token: Tensor, states: Tensor, layout: Layout, cache: Cache) -> Tensor:
         """Run tokens, int64 [t], each after the target's states before it, float32 [t, taps * hidden].
@@ -95,42 +89,25 @@ class NativeEagle:
     ) -> Tensor:
         if bad == -2:
             raise ValueError(
-                f"{token.tolist()} is not among {self._entry.vocab} tokens, or what it follows not among {before}"
+                f"{token.tolist()} is not among {self._entry.embedding.vocab} tokens, or what it follows not among {before}"
             )
         self._stack.check(bad, layout, memory)
         return x
 
-    def beam(
-        self,
-        roots: Tensor,
-        where: tuple[Int[np.ndarray, " b"], Int[np.ndarray, " b"], Int[np.ndarray, " b"]],
-        sizes: tuple[int, int, int],
-        bounds: tuple[float, float],
-        cache: Cache,
-    ) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-        """Trees as `shape.Beam` grows them, below roots whose outputs, float32 [b, hidden], are given.
-
-        `where`: of every text its row in the cache, the positions that it holds there, the root's included, and its room for tokens, 1 or more.
-        `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of the best one of a level to be gone on from. Returns
-        tokens, the places of their parents (the root's is 0, the first token's 1), and how many there are of each text.
+    def beam(self, roots: Tensor, trees: Trees, cache: Cache) -> None:
+        """Grow trees below roots whose outputs, float32 [b, hidden], are given; their keys go behind those of the texts.
 
         Raises:
             ValueError: the cache has no room for the trees.
         """
-        (depth, width, budget), (row, length, room) = sizes, (np.ascontiguousarray(x, np.int64) for x in where)
-        expect(roots, torch.float32, "roots", len(row), self._stack.config.hidden)
-        cache.reserve(int(row.max()) + 1, int(length.max()) + depth * width)
-        token, parent = np.zeros((len(row), budget), np.int64), np.zeros((len(row), budget), np.int64)
-        count = np.zeros(len(row), np.int64)
-        beam = structures.Beam(len(row), depth, width, budget, *bounds, *(x.ctypes.data for x in (row, length, room)))
-        stack, around, kept = self._stack, self._around, self._around.token_of
+        b, stack, around = trees.struct, self._stack, self._around
+        expect(roots, torch.float32, "roots", b.texts, stack.config.hidden)
         bad = self._kernels.foretell_beam(
             *(stack.model, stack.layers, len(stack.layers), self._entry, around.head.struct, self._leaving),
-            *(None if kept is None else kept.data_ptr(), roots.data_ptr(), ctypes.byref(beam), stack.memory(cache)),
-            *(token.ctypes.data, parent.ctypes.data, count.ctypes.data, torch.get_num_threads()),
+            *(None if around.token_of is None else around.token_of.data_ptr(), roots.data_ptr(), b),
+            *(stack.memory(cache), *trees.out, torch.get_num_threads()),
         )
         if bad >= 0:
             raise ValueError(
-                f"a tree of {depth} levels does not fit behind a text of {length.max()} tokens: rotary tables end at {stack.model.context}"
+                f"a tree of {b.depth} levels does not fit: the cache has {cache.k.shape[3]} slots, and positions end at {stack.model.context}"
             )
-        return token, parent, count

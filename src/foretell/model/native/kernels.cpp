@@ -78,12 +78,16 @@ struct Stage {  // of a multi-stage MLP speculator
   float eps;
 };
 
+struct Embedding {
+  const void* table;      // [vocab, hidden], float32 or, as `halves`, the upper halves of it
+  int32_t vocab, halves;
+  float scale;  // what rows are multiplied by
+};
+
 struct Entry {  // how EAGLE-3's layers begin: with embeddings of tokens and features of positions
-  const void* embedding;   // [vocabulary, hidden], float32 or the upper halves of it
-  int32_t halves, normed;  // normed: the residual stream starts from the normed feature
+  Embedding embedding;
   const float *embedding_norm, *feature_norm;
-  float scale;    // of embeddings
-  int32_t vocab;  // rows of embeddings
+  int32_t normed;  // the residual stream starts from the normed feature
   // Features from `kinds` states of the target side by side: each normed with its own scale (null: as it is), then through `fuse`.
   int32_t kinds;
   const float* state_norms;
@@ -93,7 +97,8 @@ struct Entry {  // how EAGLE-3's layers begin: with embeddings of tokens and fea
 struct Beam {  // a tree by confidence for each of some texts, which the layers have read up to the root
   int32_t texts, depth, width, budget;
   double least, stop;  // a node's score at least; the best of a level below which none is gone on from
-  const int64_t *row, *length, *room;
+  // Of every text: tokens that it has room for, 1 or more; where its keys are, and how many, for layers that have some.
+  const int64_t *room, *row, *length;
 };
 
 struct Tokens {  // see `Layout` in Python
@@ -1116,6 +1121,16 @@ void run_stage(const Stage& s, const float* state, const float* embedded, float*
   }
 }
 
+// The embedding of a token, float32 [d].
+void embed(const Embedding& e, int64_t token, int d, float* out) {
+  const size_t at = (size_t)token * (size_t)d;
+  for (int i = 0; i < d; ++i) {
+    const uint32_t bits = e.halves ? (uint32_t)((const uint16_t*)e.table)[at + i] << 16 : ((const uint32_t*)e.table)[at + i];
+    std::memcpy(out + i, &bits, 4);
+    out[i] *= e.scale;
+  }
+}
+
 // What the layers see of tokens that follow features: x [tokens, hidden] the residual stream, entry [tokens, 2 hidden] the normed
 // embeddings and features side by side. Feature `parent[t]` belongs to token t; null: feature t.
 void enter(const Model& m, const Entry& e, const int64_t* token, const float* features, const int64_t* parent, int tokens, float* x, float* entry,
@@ -1125,14 +1140,7 @@ void enter(const Model& m, const Entry& e, const int64_t* token, const float* fe
   for (int t = 0; t < tokens; ++t) {
     const float* feature = features + (size_t)(parent ? parent[t] : t) * d;
     float *embedded = entry + (size_t)t * 2 * d, *normed = embedded + d;
-    const size_t at = (size_t)token[t] * d;
-    for (int i = 0; i < d; ++i) {
-      uint32_t bits = 0;
-      if (e.halves) bits = (uint32_t)((const uint16_t*)e.embedding)[at + i] << 16;
-      else bits = ((const uint32_t*)e.embedding)[at + i];
-      std::memcpy(embedded + i, &bits, 4);
-      embedded[i] *= e.scale;
-    }
+    embed(e.embedding, token[t], d, embedded);
     normalize(embedded, d, e.embedding_norm, m.eps, embedded);
     normalize(feature, d, e.feature_norm, m.eps, normed);
     std::memcpy(x + (size_t)t * d, e.normed ? normed : feature, 4 * (size_t)d);
@@ -1281,10 +1289,10 @@ class Growth {
     int32_t slot;    // of its keys
   };
 
-  Growth(const Beam& beam, int text) : beam_(beam), text_(text), nodes_{{0, -1, 0, 1.0, text, 0}} {}
+  Growth(const Beam& beam, int text, int64_t root) : beam_(beam), text_(text), nodes_{{root, -1, 0, 1.0, text, 0}} {}
 
   const Node& operator[](int i) const { return nodes_[(size_t)i]; }
-  int length() const { return (int)beam_.length[text_]; }
+  int length() const { return beam_.length ? (int)beam_.length[text_] : 0; }
   int row() const { return (int)beam_.row[text_]; }
   // Nodes to be gone on from at this level, the best first.
   const std::vector<int>& frontier() const { return frontier_; }
@@ -1350,6 +1358,37 @@ struct Place {  // of a node that is read next
   int text, node;
 };
 
+// Grows the trees level by level. `read(level, places, chances, tokens)` reads nodes and gives the `k` likeliest children of each: -1, or
+// what is wrong. Then writes per text at most `budget` tokens and the places of their parents, [texts, budget] each, and how many.
+template <class Read>
+int32_t grow(const Beam& b, std::vector<Growth>& trees, int k, const int64_t* token_of, const Read& read, int64_t* token, int64_t* parent, int64_t* sizes) {
+  for (int level = 0; level < b.depth; ++level) {
+    std::vector<Place> places;
+    double best = 0;
+    for (int i = 0; i < b.texts; ++i) {
+      const Growth& tree = trees[(size_t)i];
+      best = std::max(best, tree.best());
+      if (tree.grows(level))
+        for (const int node : tree.frontier()) places.push_back({i, node});
+    }
+    if (places.empty() || (level && best < b.stop)) break;
+    std::vector<float> chances(places.size() * (size_t)k);
+    std::vector<int64_t> found(chances.size());
+    const int bad = read(level, places, chances.data(), found.data());
+    if (bad >= 0) return bad;
+    if (token_of)
+      for (int64_t& each : found) each = token_of[each];
+    for (size_t i = 0; i < places.size();) {
+      Growth& tree = trees[(size_t)places[i].text];
+      const size_t mine = tree.frontier().size();
+      tree.add(chances.data() + i * (size_t)k, found.data() + i * (size_t)k, k);
+      i += mine;
+    }
+  }
+  for (int i = 0; i < b.texts; ++i) sizes[i] = trees[(size_t)i].write(token + (size_t)i * b.budget, parent + (size_t)i * b.budget);
+  return -1;
+}
+
 // Outputs of some nodes at one level below the roots, given those of all that were read before.
 int32_t read_level(const Model& m, const Layer* layers, int count, const Entry& e, std::vector<Growth>& trees, const std::vector<Place>& places, int level,
                    float* outputs, int64_t known, const Cache& cache, int threads) {
@@ -1400,6 +1439,40 @@ void foretell_stage(int32_t precision, const Stage* s, const float* state, const
   }
 }
 
+// The k likeliest entries of each row of scores x [tokens, width], descending, and their probabilities under its softmax, [tokens, k].
+void foretell_likeliest(const float* x, float* chances, int64_t* indices, int32_t tokens, int32_t width, int32_t k, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 1)
+  for (int t = 0; t < tokens; ++t)
+    likeliest_row(x + (size_t)t * width, width, k, chances + (size_t)t * k, indices + (size_t)t * k);
+}
+
+// Trees as of foretell_beam from the stages of an MLP speculator. start [texts, in of the first]; token `root[i]` follows text i.
+int32_t foretell_stages_beam(int32_t precision, const Stage* stages, const Embedding* e, const int64_t* token_of, const float* start, const int64_t* root,
+                             const Beam* b, int64_t* token, int64_t* parent, int64_t* sizes, int32_t threads) {
+  std::vector<Growth> trees;
+  for (int i = 0; i < b->texts; ++i) trees.emplace_back(*b, i, root[i]);
+  const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out, k = std::min(b->width, width);
+  const Buffer<float> states = buffer<float>((size_t)b->texts * (1 + (size_t)b->width * b->depth) * inner);
+  int64_t known = 0;
+  const auto read = [&](int level, const std::vector<Place>& places, float* chances, int64_t* found) {
+    const size_t n = places.size();
+    const Buffer<float> before = buffer<float>(n * (size_t)inner), embedded = buffer<float>(n * (size_t)d), scores = buffer<float>(n * (size_t)width);
+    for (size_t i = 0; i < n; ++i) {
+      Growth& tree = trees[(size_t)places[i].text];
+      tree.read(places[i].node, known + (int64_t)i);
+      const Growth::Node& node = tree[places[i].node];
+      embed(*e, node.token, d, embedded.get() + i * (size_t)d);
+      if (level) std::memcpy(before.get() + i * (size_t)inner, states.get() + (size_t)tree[node.parent].number * inner, 4 * (size_t)inner);
+    }
+    foretell_stage(precision, stages + level, level ? before.get() : start, embedded.get(), states.get() + (size_t)known * inner, scores.get(), (int)n,
+                   threads);
+    foretell_likeliest(scores.get(), chances, found, (int)n, width, k, threads);
+    known += (int64_t)n;
+    return -1;
+  };
+  return grow(*b, trees, k, token_of, read, token, parent, sizes);
+}
+
 void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width, int32_t threads) {
   norm_rows(x, weight, eps, y, tokens, width, 1, threads);
 }
@@ -1410,7 +1483,7 @@ int32_t foretell_eagle(const Model* m, const Layer* layers, int32_t count, const
                        int32_t known, const int64_t* parent, float* x, const Tokens* tokens, const Cache* cache, int32_t threads) {
   for (int t = 0; t < tokens->count; ++t) {
     const int64_t above = parent ? parent[t] : t;
-    if (token[t] < 0 || token[t] >= e->vocab || above < 0 || above >= known) return -2;
+    if (token[t] < 0 || token[t] >= e->embedding.vocab || above < 0 || above >= known) return -2;
   }
   return eagle(*m, layers, count, *e, token, features, parent, x, *tokens, *cache, threads);
 }
@@ -1427,41 +1500,19 @@ int32_t foretell_eagle_read(const Model* m, const Layer* layers, int32_t count, 
 int32_t foretell_beam(const Model* m, const Layer* layers, int32_t count, const Entry* e, const Weight* head, const float* norm, const int64_t* token_of,
                       const float* roots, const Beam* b, const Cache* cache, int64_t* token, int64_t* parent, int64_t* sizes, int32_t threads) {
   std::vector<Growth> trees;
-  for (int i = 0; i < b->texts; ++i) trees.emplace_back(*b, i);
+  for (int i = 0; i < b->texts; ++i) trees.emplace_back(*b, i, 0);
+  const int k = std::min(b->width, head->out);
   const Buffer<float> outputs = buffer<float>((size_t)b->texts * (1 + (size_t)b->width * b->depth) * m->hidden);
   std::memcpy(outputs.get(), roots, 4 * (size_t)b->texts * m->hidden);
   int64_t known = 0;
-  for (int level = 0; level < b->depth; ++level) {
-    std::vector<Place> places;
-    double best = 0;
-    for (int i = 0; i < b->texts; ++i) {
-      const Growth& tree = trees[(size_t)i];
-      best = std::max(best, tree.best());
-      if (tree.grows(level))
-        for (const int node : tree.frontier()) places.push_back({i, node});
-    }
-    if (places.empty() || (level && best < b->stop)) break;
-    const size_t n = places.size(), k = (size_t)std::min(b->width, head->out);
-    if (level) {
-      const int bad = read_level(*m, layers, count, *e, trees, places, level, outputs.get(), known, *cache, threads);
-      if (bad >= 0) return bad;
-    }
-    const float* x = outputs.get() + (size_t)known * m->hidden;
-    std::vector<float> chances(n * k);
-    std::vector<int64_t> found(n * k);
-    guess(m->precision, *head, x, norm, m->eps, chances.data(), found.data(), (int)n, (int)k, threads);
-    if (token_of)
-      for (int64_t& each : found) each = token_of[each];
-    for (size_t i = 0; i < n;) {
-      Growth& tree = trees[(size_t)places[i].text];
-      const size_t mine = tree.frontier().size();
-      tree.add(chances.data() + i * k, found.data() + i * k, (int)k);
-      i += mine;
-    }
-    known += (int64_t)n;
-  }
-  for (int i = 0; i < b->texts; ++i) sizes[i] = trees[(size_t)i].write(token + (size_t)i * b->budget, parent + (size_t)i * b->budget);
-  return -1;
+  const auto read = [&](int level, const std::vector<Place>& places, float* chances, int64_t* found) {
+    const int bad = level ? read_level(*m, layers, count, *e, trees, places, level, outputs.get(), known, *cache, threads) : -1;
+    if (bad >= 0) return bad;
+    guess(m->precision, *head, outputs.get() + (size_t)known * m->hidden, norm, m->eps, chances, found, (int)places.size(), k, threads);
+    known += (int64_t)places.size();
+    return -1;
+  };
+  return grow(*b, trees, k, token_of, read, token, parent, sizes);
 }
 
 // The k likeliest outputs of a linear layer for each row of x [tokens, in].
@@ -1480,13 +1531,6 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
 #pragma omp parallel for num_threads(threads) if (tokens > 1)
   for (int t = 0; t < tokens; ++t)
     top_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
-}
-
-// The same of scores, with their probabilities under the softmax of the row.
-void foretell_likeliest(const float* x, float* chances, int64_t* indices, int32_t tokens, int32_t width, int32_t k, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (tokens > 1)
-  for (int t = 0; t < tokens; ++t)
-    likeliest_row(x + (size_t)t * width, width, k, chances + (size_t)t * k, indices + (size_t)t * k);
 }
 
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of the block.

@@ -106,6 +106,11 @@ class NativeStage:
         self._kernels, self.layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
         self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
 
+    @property
+    def struct(self) -> structures.Stage:
+        """For the kernels; points into memory that lives as long as this stage."""
+        return self._struct
+
     def __call__(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and scores [t, outputs]."""
         project, token, _, head = self.layers

@@ -48,12 +48,17 @@ class Stage(ctypes.Structure):
     )
 
 
+class Embedding(ctypes.Structure):
+    """Embeddings of tokens."""
+
+    _fields_ = (("table", c_void_p), ("vocab", c_int32), ("halves", c_int32), ("scale", c_float))
+
+
 class Entry(ctypes.Structure):
     """What EAGLE-3's layers begin with."""
 
     _fields_ = (
-        *(("embedding", c_void_p), ("halves", c_int32), ("normed", c_int32)),
-        *(("embedding_norm", c_void_p), ("feature_norm", c_void_p), ("scale", c_float), ("vocab", c_int32)),
+        *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p), ("normed", c_int32)),
         *(("kinds", c_int32), ("state_norms", c_void_p), ("fuse", Weight)),
     )
 
@@ -64,7 +69,7 @@ class Beam(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("texts", "depth", "width", "budget")),
         *(("least", c_double), ("stop", c_double)),
-        *((name, c_void_p) for name in ("row", "length", "room")),
+        *((name, c_void_p) for name in ("room", "row", "length")),
     )
 
 
@@ -120,6 +125,11 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
         *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
     ]
     kernels.foretell_beam.restype = c_int32
+    kernels.foretell_stages_beam.argtypes = [
+        *(c_int32, POINTER(Stage), POINTER(Embedding), c_void_p, c_void_p, c_void_p),
+        *(POINTER(Beam), c_void_p, c_void_p, c_void_p, c_int32),
+    ]
+    kernels.foretell_stages_beam.restype = c_int32
     kernels.foretell_linear.argtypes = [c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32]
     kernels.foretell_linear.restype = None
     kernels.foretell_stage.argtypes = [c_int32, POINTER(Stage), *[c_void_p] * 4, c_int32, c_int32]

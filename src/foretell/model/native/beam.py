@@ -1,0 +1,49 @@
+"""Trees by confidence that the kernels grow in one call."""
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from foretell.model.native import structures
+
+
+class Trees:
+    """What `shape.Beam` would grow for each of `b` texts: asked for, and written by a kernel.
+
+    `room`: tokens that every text has room for, 1 or more. `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of the
+    best one of a level to be gone on from. `row`, `length`: where the keys of every text are, and how many, the root's included.
+    """
+
+    def __init__(
+        self,
+        room: Int[np.ndarray, " b"],
+        sizes: tuple[int, int, int],
+        bounds: tuple[float, float],
+        row: Int[np.ndarray, " b"] | None = None,
+        length: Int[np.ndarray, " b"] | None = None,
+    ) -> None:
+        texts, budget = len(room), sizes[2]
+        self.token: Int[np.ndarray, "b n"] = np.zeros((texts, budget), np.int64)
+        self.parent: Int[np.ndarray, "b n"] = np.zeros((texts, budget), np.int64)
+        """Places of parents: the root's is 0, the first token's 1."""
+        self.count: Int[np.ndarray, " b"] = np.zeros(texts, np.int64)
+        """Tokens of every text; what stands behind them means nothing."""
+        # Kept here: the kernels read them.
+        self._given = [None if x is None else np.ascontiguousarray(x, np.int64) for x in (room, row, length)]
+        self.struct = structures.Beam(
+            texts, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._given)
+        )
+
+    @property
+    def out(self) -> tuple[int, int, int]:
+        """Where the kernels write."""
+        return self.token.ctypes.data, self.parent.ctypes.data, self.count.ctypes.data
+
+
+def embedding_of(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:
+    """An embedding, [vocab, hidden], for the kernels, which read the tensor that comes with it."""
+    table = table.detach().contiguous()
+    if table.dtype not in (torch.float32, torch.bfloat16):
+        table = table.float()
+    return table, structures.Embedding(table.data_ptr(), len(table), table.dtype == torch.bfloat16, scale)

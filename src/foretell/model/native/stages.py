@@ -1,0 +1,42 @@
+"""The stages of an MLP speculator on the native kernels: whole trees by confidence in one call."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretell.model.native import structures
+from foretell.model.native.beam import Trees, embedding_of
+from foretell.model.native.stack import NativeStage, expect
+from foretell.model.native.structures import PRECISIONS
+
+
+class NativeStages:
+    """All stages in order, with the embedding of tokens, [vocab, hidden], that they see (Wertheimer et al., arXiv 2404.19124).
+
+    `token_of`: the token of each score, int64; None: its number.
+    """
+
+    def __init__(self, stages: Sequence[NativeStage], table: Tensor, scale: float, token_of: Tensor | None) -> None:
+        self._stages, self._token_of, self._kernels = stages, token_of, structures.library()
+        self._table, self._embedding = embedding_of(table, scale)
+        self._structs = (structures.Stage * len(stages))(*(stage.struct for stage in stages))
+
+    def __getitem__(self, stage: int) -> NativeStage:
+        return self._stages[stage]
+
+    def beam(self, start: Tensor, root: Tensor, trees: Trees) -> None:
+        """Grow trees, no deeper than there are stages, below root tokens, int64 [b], each produced by a state, float32 [b, in]."""
+        project, *_ = self._stages[0].layers
+        b = trees.struct
+        expect(start, torch.float32, "start", b.texts, project.inputs)
+        expect(root, torch.int64, "root", b.texts)
+        if b.depth > len(self._stages) or not 0 <= int(root.min()) <= int(root.max()) < self._embedding.vocab:
+            raise ValueError(
+                f"there are {len(self._stages)} stages and {self._embedding.vocab} tokens; {b.depth} levels below {root.tolist()} were asked for"
+            )
+        self._kernels.foretell_stages_beam(
+            *(PRECISIONS.index(project.precision), self._structs, self._embedding),
+            *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr(), root.data_ptr(), b),
+            *(*trees.out, torch.get_num_threads()),
+        )
