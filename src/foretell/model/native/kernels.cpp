@@ -833,16 +833,16 @@ class Attention {
     for (int t = first; t < last; ++t)
       if (block < shared_blocks(t) && (block + 1) * kLanes > first_visible(layer, t)) owners[count++] = t;
     if (!count) return;
-    for (int i = 0; i < count * group_; ++i) queries[i] = query(owners[i / group_], kv, i % group_);
+    for (int o = 0, i = 0; o < count; ++o)
+      for (int h = 0; h < group_; ++h) queries[i++] = query(owners[o], kv, h);
     soon(cache_.k + at, block + 2), soon(cache_.v + at, block);
     // Slots past the end of the cache stand for keys that nobody sees.
     const Word* keys = fetch_keys(at, [&](int i) { return std::min(block * kLanes + i, cache_.slots - 1); }, team);
     Float out[kMostShared * kMostGroup];
     score_all<C>(keys, words_, queries, count * group_, out, std::make_index_sequence<kMostQueries>());
-    for (int i = 0; i < count * group_; ++i) {
-      const int t = owners[i / group_];
-      store(scores_of((t - first) * group_ + i % group_, team) + block * kLanes, finish(layer, t, block, out[i]));
-    }
+    for (int o = 0, i = 0; o < count; ++o)
+      for (int h = 0; h < group_; ++h, ++i)
+        store(scores_of((owners[o] - first) * group_ + h, team) + block * kLanes, finish(layer, owners[o], block, out[i]));
   }
 
   void score_block(const Layer& layer, size_t at, int kv, int token, int block, int scores, const Team& team) const {
