@@ -203,6 +203,18 @@ inline float largest(Float v) {
   return lane[0];
 }
 
+// Whether any lane of a comparison holds.
+inline bool any(Int holds) {
+#if FORETELL_AVX512
+  return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0;
+#else
+  int32_t lane[kLanes], found = 0;
+  store(lane, holds);
+  for (int i = 0; i < kLanes; ++i) found |= lane[i];
+  return found != 0;
+#endif
+}
+
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds a float to the nearest integer
 
 // e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
@@ -1183,7 +1195,7 @@ void top_row(const float* x, int n, int k, float* values, int64_t* indices) {
   for (int i = 0; i < n; i += kLanes) {
     const int lanes = std::min(kLanes, n - i);
     const Float v = load_part<Float>(x + i, lanes);
-    if (kept == k && !(largest(v) > values[k - 1]) && lanes == kLanes) continue;
+    if (kept == k && lanes == kLanes && !any(v > splat(values[k - 1]))) continue;
     for (int lane = 0; lane < lanes; ++lane) {
       if (kept == k && !(v[lane] > values[k - 1])) continue;
       int place = kept < k ? kept++ : k - 1;

@@ -26,7 +26,11 @@ class NativeStages:
         return self._stages[stage]
 
     def beam(self, start: Tensor, root: Tensor, trees: Trees) -> None:
-        """Grow trees, no deeper than there are stages, below root tokens, int64 [b], each produced by a state, float32 [b, in]."""
+        """Grow trees below root tokens, int64 [b], each produced by a state, float32 [b, in].
+
+        Raises:
+            ValueError: a token that is none, or trees deeper than there are stages.
+        """
         project, *_ = self._stages[0].layers
         b = trees.struct
         expect(start, torch.float32, "start", b.texts, project.inputs)
