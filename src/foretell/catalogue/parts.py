@@ -111,7 +111,7 @@ def test_of(config: SpeculativeConfig) -> Acceptor:
     return Block() if config.rejection_sample_method == "block" else Rejection()
 
 
-LEAST = 0.05
+LEAST = 0.07
 """Chance below which a node of a tree by confidence is not worth what reading it costs, where a pass pays for every node as it does on CPUs."""
 
 
