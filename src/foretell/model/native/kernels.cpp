@@ -1429,8 +1429,7 @@ int32_t foretell_int8_group() { return Int8::kGroup; }
 
 // x [tokens, hidden], the residual stream, in place through layers first .. last - 1. What the first layer's attention reads is
 // entry [tokens, in of its qkv], or, where that is null, the normed stream. tapped [count, tokens, hidden]: the stream before the layers
-// that `taps` names, ascending. Returns -1, or the first token that points outside
-// the cache or the rotary tables; then nothing was done.
+// that `taps` names, ascending. Returns -1, or the first token that points outside the cache or the rotary tables; then nothing was done.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x, const float* entry,
                        const Tokens* tokens, const Cache* cache, const int32_t* taps, int32_t count, float* tapped, int32_t threads) {
   return stack(*m, layers, first, last, x, entry, *tokens, *cache, {taps, count, tapped}, threads);
@@ -1507,8 +1506,9 @@ int32_t foretell_eagle_read(const Model* m, const Layer* layers, int32_t count, 
   return foretell_eagle(m, layers, count, e, token, features.get(), tokens->count, nullptr, x, tokens, cache, threads);
 }
 
-// Trees by confidence below roots whose outputs [texts, hidden] are given, of texts with room for a token: per text at most `budget` tokens and the places of their
-// parents, [texts, budget] each, and how many there are. token_of: the token of every output of the head; null: its number.
+// Trees by confidence below roots whose outputs [texts, hidden] are given, of texts with room for a token: per text at most `budget`
+// tokens and the places of their parents, [texts, budget] each, and how many there are. token_of: the token of every output of the head;
+// null: its number.
 int32_t foretell_beam(const Model* m, const Layer* layers, int32_t count, const Entry* e, const Weight* head, const float* norm, const int64_t* token_of,
                       const float* roots, const Beam* b, const Cache* cache, int64_t* token, int64_t* parent, int64_t* sizes, int32_t threads) {
   std::vector<Growth> trees;
