@@ -21,7 +21,7 @@ from foretell.catalogue.drafts import drafter_of
 from foretell.catalogue.parallel import look_ahead_embeddings
 from foretell.catalogue.trained import ends_of, target_card
 from foretell.config import SpeculativeConfig
-from foretell.context import Context, Text
+from foretell.context import Context, Step, Text
 from foretell.draft import DraftModel, Lookup, Mix, Predictor
 from foretell.draft.network import NETWORKS
 from foretell.engine import Engine, Request, Update
@@ -29,7 +29,7 @@ from foretell.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Noise, Sampling
-from foretell.shape import Beam, Branch, Chain, Fixed, Trie, optimal
+from foretell.shape import Beam, Branch, Chain, Fixed, Shape, Trie, optimal
 from foretell.speculator.checkpoint import save
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.text import Detokenizer
@@ -227,6 +227,25 @@ def letters(tokens: Sequence[int]) -> str:
 def chain_tree(tokens: Sequence[int]) -> TokenTree:
     """Decided tokens as the tree of a pass."""
     return root(tokens[-1:]).with_trunk([tokens])
+
+
+def reading(network: Network, context: Context, taps: Sequence[int]) -> Step:
+    """The target has read all texts up to their last tokens, which it decided."""
+    texts = [t.tokens.tolist() for t in context.texts]
+    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
+    output = DecoderRunner(network).forward(context.rows, tree, taps=taps)
+    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
+    return Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
+
+
+def drafted(shape: Shape[Any], drafter: Predictor, step: Step) -> list[set[tuple[int, ...]]]:
+    """What a shape grows below each text after that step: the tokens on the way to every node, the root's first."""
+    drafter.keep(step)
+    tree = shape.grow(drafter, step.context)
+    return [
+        {tuple(tree.token[i, tree.ancestors(i, node)].tolist()) for node in np.flatnonzero(tree.live[i])[1:].tolist()}
+        for i in range(tree.rows)
+    ]
 
 
 def all_logits(network: Network, tokens: Sequence[int]) -> np.ndarray:

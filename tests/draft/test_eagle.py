@@ -27,16 +27,18 @@ from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Chain, Fixed
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import from_lists, root
+from foretell.tree import from_lists
 from helpers import (
     VOCAB,
     chain_tree,
     context_of,
+    drafted,
     engine_for,
     exact_law,
     generate,
     p_value,
     random_tokens,
+    reading,
     target,
     unchecked,
 )
@@ -50,20 +52,20 @@ def ends(vocab: int = VOCAB) -> Ends:
 
 
 @cache
-def network_of(kind: str, vocab: int = VOCAB, layers: int = 1, drafted: int | None = 20) -> EagleNetwork:
+def network_of(kind: str, vocab: int = VOCAB, layers: int = 1, subset: int | None = 20) -> EagleNetwork:
     """Random weights in float64."""
     card = TargetCard(name="tiny", hidden=TINY.hidden, vocab=vocab, layers=2)
     config = EagleConfig.model_validate(
         {"kind": kind, "target": card, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256}
-        | {"draft_vocab": drafted, "layers": layers, "fc_norm": True, "taps": (0, 1, 3)}
+        | {"draft_vocab": subset, "layers": layers, "fc_norm": True, "taps": (0, 1, 3)}
     )
     with torch.random.fork_rng():
         torch.manual_seed(3)
         network = (Eagle1 if kind == "eagle" else Eagle3)(config, ends(vocab))
         for parameter in network.parameters():
             parameter.data = parameter.data.double() + 0.3 * torch.randn_like(parameter.data.double())
-    if drafted is not None:
-        network.choose(torch.arange(vocab)[1 : 1 + drafted])
+    if subset is not None:
+        network.choose(torch.arange(vocab)[1 : 1 + subset])
     return network.double()
 
 
@@ -134,7 +136,7 @@ def test_every_root_is_scored_as_by_a_fresh_reading_of_the_text(kind: str, most:
 @every_kind
 def test_keys_that_stay_are_those_of_a_fresh_reading(kind: str) -> None:
     # Few tokens, all of which are drafted, so that paths of every length are accepted.
-    network, vocab = network_of(kind, 4, drafted=None), 4
+    network, vocab = network_of(kind, 4, subset=None), 4
     drafter = Eagle(network, 5)
     engine = engine_for(Method(drafter, Beam(3, 4, 40), Match()), rows=3, chunk=7, vocab=vocab)
     texts = [random_tokens(n, vocab, seed=n) for n in (5, 17, 11)]
@@ -235,11 +237,8 @@ class Recording(Eagle):
 def test_nodes_see_their_ancestors_only_whatever_the_rows_lengths(kind: str) -> None:
     """Scores at every node of trees that grow together are those of its path alone."""
     network, texts = network_of(kind, layers=2), [random_tokens(n, seed=n) for n in (9, 2, 17)]
-    drafter, runner, context = Recording(network), DecoderRunner(target()), context_of(*texts)
-    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
-    output = runner.forward(range(3), tree, taps=network.taps)
-    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
-    drafter.keep(Step(context, tree, output, paths, tuple((t[-1],) for t in texts)))
+    drafter, context = Recording(network), context_of(*texts)
+    drafter.keep(reading(target(), context, network.taps))
     choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1))
     Fixed(choices).grow(drafter, replace(context, room=np.array([99, 1, 3])))
     assert [sum(row == i for row, _ in drafter.found) for i in range(3)] == [5, 3, 5]
@@ -271,7 +270,7 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": Fixed(((0,), (1,), (0, 0), (0, 1
 @every_kind
 @pytest.mark.parametrize("name", SHAPES)
 def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
-    network, sampling, start = network_of(kind, 4, drafted=3), Sampling(temperature=2.5), [1, 0, 2]
+    network, sampling, start = network_of(kind, 4, subset=3), Sampling(temperature=2.5), [1, 0, 2]
     requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(1200)]
     with unchecked():
         method = Method(Eagle(network), SHAPES[name], Rejection())
@@ -339,18 +338,18 @@ class Stepwise(Eagle):
 
 
 @cache
-def kernel_network(precision: Precision, dtype: torch.dtype, drafted: int | None) -> tuple[Decoder, EagleNetwork]:
+def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None) -> tuple[Decoder, EagleNetwork]:
     """A random EAGLE-3 on the CPU kernels, with its target."""
     decoder = tiny_decoder(replace(TINY, hidden=64, vocab=VOCAB), dtype=dtype)
     card = TargetCard(name="tiny", hidden=64, vocab=VOCAB, layers=2)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
     config = EagleConfig.model_validate(
-        {"target": card, "draft_vocab": drafted, "fc_norm": True, "taps": (0, 1, 3)} | sizes
+        {"target": card, "draft_vocab": subset, "fc_norm": True, "taps": (0, 1, 3)} | sizes
     )
     torch.manual_seed(5)
     network = Eagle3(config, Ends(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))
-    if drafted is not None:
-        network.choose(torch.arange(VOCAB)[2 : 2 + drafted])
+    if subset is not None:
+        network.choose(torch.arange(VOCAB)[2 : 2 + subset])
     return decoder, packed(network, precision)
 
 
@@ -361,27 +360,17 @@ def kernel_network(precision: Precision, dtype: torch.dtype, drafted: int | None
 @pytest.mark.parametrize(
     "shape", [Beam(1, 3, 9), Beam(5, 3, 60, 1e-4), Beam(4, 4, 7), Beam(4, 2, 9, 0.02), Beam(3, 99, 30)], ids=str
 )
-@pytest.mark.parametrize("drafted", [20, None])
+@pytest.mark.parametrize("subset", [20, None])
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
-    precision: Precision, dtype: torch.dtype, shape: Beam, drafted: int | None
+    precision: Precision, dtype: torch.dtype, shape: Beam, subset: int | None
 ) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none."""
-    decoder, network = kernel_network(precision, dtype, drafted)
+    decoder, network = kernel_network(precision, dtype, subset)
     texts = [random_tokens(n, seed=n) for n in (9, 3, 17, 5)]
     context = replace(context_of(*texts), room=np.array([99, 2, 99, 0]))
-    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
-    output = DecoderRunner(decoder).forward(range(4), tree, taps=network.taps)
-    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
-    step = Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
-    found = list[list[set[tuple[int, ...]]]]()
-    for drafter in (Eagle(network), Stepwise(network)):
-        drafter.keep(step)
-        grown = shape.grow(drafter, context)
-        assert grown.nodes <= shape.budget + 1
-        found.append([])
-        for i in range(4):
-            nodes = np.flatnonzero(grown.live[i])[1:].tolist()
-            found[-1].append({tuple(grown.token[i, grown.ancestors(i, node)].tolist()) for node in nodes})
+    step = reading(decoder, context, network.taps)
+    found = [drafted(shape, drafter, step) for drafter in (Eagle(network), Stepwise(network))]
+    assert all(len(part) <= shape.budget for part in found[0])
     assert found[0] == found[1]
     assert [bool(part) for part in found[0]] == [True, True, True, False]
     assert all(len(path) <= 3 for path in found[0][1])

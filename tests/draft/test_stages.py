@@ -11,7 +11,6 @@ import torch
 from foretell.accept import Match
 from foretell.catalogue.stages import stages_method
 from foretell.config import SpeculativeConfig
-from foretell.context import Step
 from foretell.draft import Stages
 from foretell.draft.base import Predictor
 from foretell.draft.network.base import TargetCard
@@ -26,8 +25,8 @@ from foretell.model.native import Precision, Trees
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Beam, Branch, Chain, Paced
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import TokenTree, root
-from helpers import chain_tree, context_of, random_tokens, run, tokens_of
+from foretell.tree import TokenTree
+from helpers import chain_tree, context_of, drafted, random_tokens, reading, run, tokens_of
 
 CONFIG = replace(TINY, vocab=31)
 CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
@@ -232,18 +231,8 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(precision: Precisio
     network.choose(torch.arange(CONFIG.vocab)[3:23])
     texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
     context = replace(context_of(*texts), room=np.array([99, 2, 99, 0]))
-    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
-    output = DecoderRunner(small_target()).forward(range(4), tree, taps=network.taps)
-    paths = tuple(tuple(range(len(t) - 1)) for t in texts)
-    step = Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
-    found = list[list[set[tuple[int, ...]]]]()
-    for drafter in (Stages(network), Stepwise(network)):
-        drafter.keep(step)
-        grown = shape.grow(drafter, context)
-        found.append([])
-        for i in range(4):
-            nodes = np.flatnonzero(grown.live[i])[1:].tolist()
-            found[-1].append({tuple(grown.token[i, grown.ancestors(i, node)].tolist()) for node in nodes})
+    step = reading(small_target(), context, network.taps)
+    found = [drafted(shape, drafter, step) for drafter in (Stages(network), Stepwise(network))]
     assert found[0] == found[1]
     assert [bool(part) for part in found[0]] == [True, True, True, False]
     assert all(len(path) <= 3 for path in found[0][1]) and all(len(path) <= 5 for path in found[0][0])

@@ -210,21 +210,17 @@ def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
 
 def test_a_later_training_may_read_more_of_the_target(tmp_path: Path) -> None:
     first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2))
-    more = {"inner": "32", "more_taps": "1,0"}
-    wider = settings(tmp_path / "b", steps=1, begin=str(tmp_path / "a"), lr=1e-9, draft_vocab=None, options=more)
+    narrow = settings(tmp_path / "b", steps=1, begin=str(tmp_path / "a"), lr=1e-9, draft_vocab=None)
+    more = {"options": {"inner": "32", "more_taps": "1,0"}, "out": str(tmp_path / "c")}
+    before, begun = losses(trained(narrow))[0], losses(trained(narrow.model_copy(update=more)))[0]
     # What it did not see weighs nothing at first.
-    assert losses(trained(wider))[0] == pytest.approx(losses(trained(plain(wider, tmp_path / "c")))[0], rel=1e-6)
-    assert losses(trained(wider))[0] < 0.95 * losses(first)[0]
-    other = wider.model_copy(update={"begin": str(tmp_path / "b"), "options": {"inner": "32", "more_taps": "0,1"}})
+    assert begun == pytest.approx(before, rel=1e-6)
+    assert begun < 0.95 * losses(first)[0]
+    other = {"options": {"inner": "32", "more_taps": "0,1"}, "out": str(tmp_path / "d"), "begin": str(tmp_path / "c")}
     with pytest.raises(
         ValueError, match=r"reads layers \[3, 1, 0\] of the target, and \[3, 0, 1\] with these settings"
     ):
-        trained(other.model_copy(update={"out": str(tmp_path / "d")}))
-
-
-def plain(wanted: Settings, out: Path) -> Settings:
-    """The same training without further layers."""
-    return wanted.model_copy(update={"out": str(out), "options": {"inner": "32"}})
+        trained(narrow.model_copy(update=other))
 
 
 def test_a_card_tells_of_the_trainings_that_it_began_from(tmp_path: Path) -> None:

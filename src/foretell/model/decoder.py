@@ -1,7 +1,8 @@
 """The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, Mixtral by configuration. Weights only; caches are arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +84,16 @@ def _feed_forward(block: Block, x: torch.Tensor, cache: Cache) -> torch.Tensor:
     return out
 
 
+class Span(NamedTuple):
+    """Blocks `first .. last-1` of a network, and those of them, ascending, before which the residual stream is looked at."""
+
+    first: int
+    last: int
+    taps: tuple[int, ...] = ()
+
+
 Streams = tuple[Float[torch.Tensor, "t d"], ...]
-"""The residual stream at several depths."""
+"""The residual stream at every tap of a span, and after its last block."""
 
 
 @dataclass(frozen=True)
@@ -153,40 +162,39 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def run(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        layout: Layout,
-        cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
-    ) -> Streams:
-        """Blocks `first .. last-1`, writing the new keys and values into `cache`."""
-        return self.planned(x, Plan.of(layout, x.device), cache, first, last, taps)
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+        """The blocks of a span, writing the new keys and values into `cache`."""
+        return self.planned(x, Plan.of(layout, x.device), cache, span, self.block)
+
+    def block(self, i: int) -> Block:
+        """The `i`-th block."""
+        block = self.blocks[i]
+        assert isinstance(block, Block)
+        return block
 
     def planned(
         self,
         x: Float[torch.Tensor, "t d"],
         plan: Plan,
         cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
+        span: Span,
+        fetch: Callable[[int], Block],
     ) -> Streams:
-        """Blocks `first .. last-1` on device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured."""
-        seen = dict[int, torch.Tensor]()
-        for i in range(first, last):
-            block = self.blocks[i]
-            assert isinstance(block, Block)
-            seen[i] = x
-            x = self.through(block, i, x, plan, cache)
-        return *(seen[t] for t in taps), x
+        """The blocks of a span, from where `fetch` has them.
 
-    def through(
+        On device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured.
+        """
+        seen = list[torch.Tensor]()
+        for i in range(span.first, span.last):
+            if i in span.taps:
+                seen.append(x)
+            x = self._through(fetch(i), i, x, plan, cache)
+        return (*seen, x)
+
+    def _through(
         self, block: Block, i: int, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache
     ) -> Float[torch.Tensor, "t d"]:
-        """One block as the `i`-th, wherever its weights come from."""
+        """One block as the `i`-th."""
         if i not in self.skip.attention:
             part = self._attention(block, i, block.attention_norm(x), cache, plan)
             x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))

@@ -1,6 +1,5 @@
 """Captured passes: a decoder whose small passes have static shapes and, on CUDA, are replayed as one graph."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from jaxtyping import Float, Int
 from foretell.model.attention import Plan, first_places, rectangle
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, Skip, Streams
+from foretell.model.decoder import Decoder, Skip, Span, Streams
 
 _MOST_TOKENS = 64
 """Larger passes are not bound by launches, so they run as they are."""
@@ -77,55 +76,47 @@ class GraphedDecoder:
         """All blocks without some of their parts, sharing weights."""
         return GraphedDecoder(self._decoder.skipping(skip))
 
-    def run(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        layout: Layout,
-        cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
-    ) -> Streams:
-        """Blocks `first .. last-1`; whole passes over few tokens are replayed."""
-        if layout.tokens > _MOST_TOKENS or (first, last) != (0, self.config.layers):
-            return self._decoder.run(x, layout, cache, first, last, taps)
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+        """The blocks of a span; whole passes over few tokens are replayed."""
+        if layout.tokens > _MOST_TOKENS or (span.first, span.last) != (0, self.config.layers):
+            return self._decoder.run(x, layout, cache, span)
         grid = rectangle(layout)
         grid = rectangle(layout, _power(grid.shape[0]), _power(grid.shape[1]))
         wide = _padded(layout, grid)
         slots = min(-(-int(max(layout.prefix.max(), layout.slot.max() + 1)) // 256) * 256, cache.k.shape[3])
         plan = Plan.of(wide, x.device, torch.arange(grid.numel()).view(grid.shape), slots)
-        shape = _Shape(grid.shape[0], grid.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), tuple(taps))
+        shape = _Shape(grid.shape[0], grid.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), span.taps)
         flat = x[grid.flatten().to(x.device)]
         static = self._passes.get(shape)
         if static is None:
-            static = self._passes[shape] = self._capture(flat, plan, cache, shape.taps)
+            static = self._passes[shape] = self._capture(flat, plan, cache, span)
         static.x.copy_(flat)
         static.plan.copy_(plan)
         if static.graph is None:
-            for kept, stream in zip(static.out, self._streams(static.x, static.plan, cache, shape.taps), strict=True):
+            for kept, stream in zip(static.out, self._streams(static.x, static.plan, cache, span), strict=True):
                 kept.copy_(stream)
         else:
             static.graph.replay()
         places = first_places(grid, layout.tokens).to(x.device)
         return tuple(stream[places] for stream in static.out)
 
-    def _streams(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, taps: Sequence[int]) -> Streams:
-        return self._decoder.planned(x, plan, cache, 0, self.config.layers, taps)
+    def _streams(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> Streams:
+        return self._decoder.planned(x, plan, cache, span, self._decoder.block)
 
-    def _capture(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, taps: Sequence[int]) -> _Pass:
+    def _capture(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> _Pass:
         """Record the pass on its own static tensors; warmed up on a side stream first, as CUDA graphs ask for."""
         x = x.clone()
         if x.device.type != "cuda":
-            return _Pass(x, plan, tuple(torch.empty_like(x) for _ in (*taps, None)), None)
+            return _Pass(x, plan, tuple(torch.empty_like(x) for _ in (*span.taps, None)), None)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._streams(x, plan, cache, taps)
+                self._streams(x, plan, cache, span)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self._streams(x, plan, cache, taps)
+            out = self._streams(x, plan, cache, span)
         return _Pass(x, plan, out, graph)
 
 

@@ -1,13 +1,11 @@
 """A network that scores only some tokens, seen as one that knows them all."""
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Int
 
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip, Streams
+from foretell.model.decoder import Skip, Span, Streams
 from foretell.model.runner import Network
 
 
@@ -34,17 +32,9 @@ class Reduced:
         """Input of the first block."""
         return self._network.embed(token)
 
-    def run(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        layout: Layout,
-        cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
-    ) -> Streams:
-        """Blocks `first .. last-1`."""
-        return self._network.run(x, layout, cache, first, last, taps)
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+        """The blocks of a span."""
+        return self._network.run(x, layout, cache, span)
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.context import Output
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip, Streams
+from foretell.model.decoder import Skip, Span, Streams
 from foretell.tree import TokenTree
 
 
@@ -31,16 +31,8 @@ class Network(Protocol):
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block."""
 
-    def run(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        layout: Layout,
-        cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
-    ) -> Streams:
-        """Blocks `first .. last-1`: the streams before those of them that `taps` names, and the one after the last."""
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+        """The blocks of a span."""
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
@@ -151,8 +143,8 @@ class DecoderRunner(Runner):
     ) -> dict[int, Float[torch.Tensor, "t d"]]:
         """What is tapped and the last block's output, by number of the tap."""
         layers = self.network.config.layers
-        within = [t for t in sorted(set(taps)) if t < layers]
-        states = dict(zip([*within, layers], self.network.run(x, layout, self.cache, 0, layers, within), strict=True))
+        span = Span(0, layers, tuple(t for t in sorted(set(taps)) if t < layers))
+        states = dict(zip((*span.taps, layers), self.network.run(x, layout, self.cache, span), strict=True))
         if layers + 1 in taps:
             states[layers + 1] = self.network.final(states[layers])
         return states

@@ -1,6 +1,6 @@
 """A network whose blocks are brought into memory only while they run, for targets larger than the memory they may take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from foretell.model.attention import Plan
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Block, Decoder, Skip, Streams
+from foretell.model.decoder import Block, Decoder, Skip, Span, Streams
 
 
 class BlockStore:
@@ -86,21 +86,9 @@ class StreamedDecoder:
         """Input of the first block."""
         return self._shell.embed(token)
 
-    def run(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        layout: Layout,
-        cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
-    ) -> Streams:
-        """Blocks `first .. last-1`, one in memory after another."""
-        plan, seen = Plan.of(layout, x.device), dict[int, torch.Tensor]()
-        for i in range(first, last):
-            seen[i] = x
-            x = self._shell.through(self.store.get(i), i, x, plan, cache)
-        return *(seen[t] for t in taps), x
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+        """The blocks of a span, one in memory after another."""
+        return self._shell.planned(x, Plan.of(layout, x.device), cache, span, self.store.get)
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""

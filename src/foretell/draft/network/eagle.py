@@ -194,18 +194,18 @@ class EagleNetwork(Speculator):
         self,
         token: Int[torch.Tensor, " t"],
         features: Float[torch.Tensor, "n d"],
-        parent: Int[torch.Tensor, " t"] | None,
+        parent: Int[torch.Tensor, " t"],
         layout: Layout,
         cache: Cache,
     ) -> Float[torch.Tensor, "t d"]:
         """The same over a cache, where new keys go; on the CPU kernels once `packed` made them a stack.
 
-        Token `i` follows feature `parent[i]`, or feature `i`.
+        Token `i` follows feature `parent[i]`.
         """
         if self.kernels is not None:
             return self.kernels.follow(token, features, parent, layout, cache)
         device = cache.k.device
-        g = features if parent is None else features[parent.to(device)]
+        g = features[parent.to(device)]
         if self.stack is None:
             return self.advance(token.to(device), g, layout.position.long().to(device), Cached(cache, layout))
         x, seen = self.enter(self.embed(token), g)
@@ -217,7 +217,8 @@ class EagleNetwork(Speculator):
         """Follow tokens, each after the target's tapped states before it, side by side."""
         if self.kernels is not None:
             return self.kernels.read(token, states.float(), layout, cache)
-        return self.follow(token, self.fuse(states.to(cache.k.device, self.dtype)), None, layout, cache)
+        features = self.fuse(states.to(cache.k.device, self.dtype))
+        return self.follow(token, features, torch.arange(len(token)), layout, cache)
 
     def forward(
         self,

@@ -14,8 +14,10 @@ from foretell.model import native
 from foretell.model.config import Rope
 from foretell.model.native.decoder import PlainBlock
 from foretell.model.native.eagle import NativeEagle, Surroundings
-from foretell.model.native.stack import NativeLinear, NativeStack, NativeStage, rms_norm
-from foretell.model.native.stages import NativeStages
+from foretell.model.native.linear import NativeLinear
+from foretell.model.native.rows import rms_norm
+from foretell.model.native.stack import NativeStack
+from foretell.model.native.stages import NativeStage, NativeStages
 from foretell.model.native.structures import Precision
 from foretell.model.rope import tables
 

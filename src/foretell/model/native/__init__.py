@@ -3,16 +3,10 @@
 from foretell.model.native.beam import Trees
 from foretell.model.native.build import available, load, why_not
 from foretell.model.native.eagle import NativeEagle, Surroundings
-from foretell.model.native.stack import (
-    NativeLinear,
-    NativeStack,
-    NativeStage,
-    argmax,
-    likeliest,
-    rms_norm,
-    topk,
-)
-from foretell.model.native.stages import NativeStages
+from foretell.model.native.linear import NativeLinear
+from foretell.model.native.rows import argmax, likeliest, rms_norm, topk
+from foretell.model.native.stack import NativeStack
+from foretell.model.native.stages import NativeStage, NativeStages
 from foretell.model.native.structures import Precision
 
 __all__ = [

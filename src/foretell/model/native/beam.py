@@ -1,9 +1,7 @@
 """Trees by confidence that the kernels grow in one call."""
 
 import numpy as np
-import torch
 from jaxtyping import Int
-from torch import Tensor
 
 from foretell.model.native import structures
 
@@ -39,11 +37,3 @@ class Trees:
     def out(self) -> tuple[int, int, int]:
         """Where the kernels write."""
         return self.token.ctypes.data, self.parent.ctypes.data, self.count.ctypes.data
-
-
-def embedding_of(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:
-    """An embedding, [vocab, hidden], for the kernels, which read the tensor that comes with it."""
-    table = table.detach().contiguous()
-    if table.dtype not in (torch.float32, torch.bfloat16):
-        table = table.float()
-    return table, structures.Embedding(table.data_ptr(), len(table), table.dtype == torch.bfloat16, scale)

@@ -1,6 +1,5 @@
 """A whole network on the native kernels: what the torch decoder computes, at the speed of memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,8 +8,10 @@ from torch import nn
 
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Block, Decoder, FeedForward, Norm, Skip, Streams
-from foretell.model.native.stack import NativeLinear, NativeStack, rms_norm
+from foretell.model.decoder import Block, Decoder, FeedForward, Norm, Skip, Span, Streams
+from foretell.model.native.linear import NativeLinear
+from foretell.model.native.rows import rms_norm
+from foretell.model.native.stack import NativeStack
 from foretell.model.native.structures import Precision
 
 
@@ -97,17 +98,9 @@ class NativeDecoder:
         x = self._embedding[token].float()
         return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
-    def run(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        layout: Layout,
-        cache: Cache,
-        first: int,
-        last: int,
-        taps: Sequence[int] = (),
-    ) -> Streams:
-        """Blocks `first .. last-1`."""
-        return self._stack.streams(x, layout, cache, first, last, taps)
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+        """The blocks of a span."""
+        return self._stack.streams(x, layout, cache, *span)
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""

@@ -1,5 +1,6 @@
 """EAGLE-3's layers on the native kernels: one level of a tree, or whole trees by confidence, in one call."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor
 
 from foretell.model.cache import Cache, Layout
 from foretell.model.native import structures
-from foretell.model.native.beam import Trees, embedding_of
-from foretell.model.native.stack import NativeLinear, NativeStack, expect
+from foretell.model.native.beam import Trees
+from foretell.model.native.linear import NativeLinear, embedding_of, expect
+from foretell.model.native.stack import NativeStack
 
 
 @dataclass(frozen=True)
@@ -53,45 +55,37 @@ class NativeEagle:
         Raises:
             ValueError: as `follow`.
         """
-        stack, count = self._stack, len(token)
-        tokens, memory = stack.tokens(count, layout), stack.memory(cache)
-        expect(token, torch.int64, "token", count)
-        expect(states, torch.float32, "states", count, self._around.fuse.inputs)
-        x = torch.empty(count, stack.config.hidden)
-        bad = self._kernels.foretell_eagle_read(
-            *(stack.model, stack.layers, len(stack.layers), self._entry, token.data_ptr(), states.data_ptr()),
-            *(x.data_ptr(), tokens, memory, torch.get_num_threads()),
-        )
-        return self._checked(x, bad, layout, memory, token, f"{count} states")
+        expect(states, torch.float32, "states", len(token), self._around.fuse.inputs)
+        return self._run(self._kernels.foretell_eagle_read, token, (states.data_ptr(),), layout, cache)
 
-    def follow(self, token: Tensor, features: Tensor, parent: Tensor | None, layout: Layout, cache: Cache) -> Tensor:
-        """Run tokens, int64 [t], that follow features, float32 [n, hidden]: token `i` follows feature `parent[i]`, or feature `i`.
+    def follow(self, token: Tensor, features: Tensor, parent: Tensor, layout: Layout, cache: Cache) -> Tensor:
+        """Run tokens, int64 [t], that follow features, float32 [n, hidden]: token `i` follows feature `parent[i]`.
 
         Raises:
             ValueError: a tensor has the wrong type or shape, or names what is not there; or as of a call of the stack.
         """
+        expect(features, torch.float32, "features", len(features), self._stack.config.hidden)
+        expect(parent, torch.int64, "parent", len(token))
+        given = features.data_ptr(), len(features), parent.data_ptr()
+        return self._run(self._kernels.foretell_eagle, token, given, layout, cache)
+
+    def _run(
+        self, kernel: Callable[..., int], token: Tensor, given: tuple[int, ...], layout: Layout, cache: Cache
+    ) -> Tensor:
+        """Call a kernel with the tokens and what is `given` that they follow."""
         stack, count = self._stack, len(token)
         tokens, memory = stack.tokens(count, layout), stack.memory(cache)
         expect(token, torch.int64, "token", count)
-        expect(features, torch.float32, "features", len(features), stack.config.hidden)
-        if parent is not None:
-            expect(parent, torch.int64, "parent", count)
         x = torch.empty(count, stack.config.hidden)
-        bad = self._kernels.foretell_eagle(
-            *(stack.model, stack.layers, len(stack.layers), self._entry, token.data_ptr(), features.data_ptr()),
-            *(len(features), None if parent is None else parent.data_ptr(), x.data_ptr(), tokens, memory),
-            torch.get_num_threads(),
+        bad = kernel(
+            *(stack.model, stack.layers, len(stack.layers), self._entry, token.data_ptr(), *given, x.data_ptr()),
+            *(tokens, memory, torch.get_num_threads()),
         )
-        return self._checked(x, bad, layout, memory, token, f"{len(features)} features: {parent}")
-
-    def _checked(
-        self, x: Tensor, bad: int, layout: Layout, memory: structures.Memory, token: Tensor, before: str
-    ) -> Tensor:
         if bad == -2:
             raise ValueError(
-                f"{token.tolist()} is not among {self._entry.embedding.vocab} tokens, or what it follows not among {before}"
+                f"{token.tolist()} is not among {self._entry.embedding.vocab} tokens, or what it follows not among the features"
             )
-        self._stack.check(bad, layout, memory)
+        stack.check(bad, layout, memory)
         return x
 
     def beam(self, roots: Tensor, trees: Trees, cache: Cache) -> None:

@@ -44,7 +44,7 @@
 #define FORETELL_VNNI 0
 #endif
 
-// ---- What Python passes in; stack.py mirrors these structures field by field. ----
+// ---- What Python passes in; structures.py mirrors these structures field by field. ----
 
 extern "C" {
 
@@ -964,15 +964,12 @@ class Attention {
     }
   }
 
+  template <size_t... N>
+  void mix_some(const uint32_t* values, const Query* queries, int count, std::index_sequence<N...>) const {
+    ((count == (int)N + 1 ? mix(values, queries, std::make_index_sequence<N + 1>()) : void()), ...);
+  }
   void mix_all(const uint32_t* values, const Query* queries, int count) const {
-    switch (count) {
-      case 1: return mix(values, queries, std::make_index_sequence<1>());
-      case 2: return mix(values, queries, std::make_index_sequence<2>());
-      case 3: return mix(values, queries, std::make_index_sequence<3>());
-      case 4: return mix(values, queries, std::make_index_sequence<4>());
-      case 5: return mix(values, queries, std::make_index_sequence<5>());
-      case 6: return mix(values, queries, std::make_index_sequence<6>());
-    }
+    mix_some(values, queries, count, std::make_index_sequence<kMostMixed>());
   }
 
   static constexpr int kMostMixed = 6;   // queries that share the reading of values: what the registers hold
@@ -1240,33 +1237,36 @@ void run_guess(const Weight& w, const float* x, const float* norm, float eps, fl
   }
 }
 
+// Calls `run` with a Chosen of the product that a precision stands for.
+template <class P>
+struct Chosen {
+  using Product = P;
+};
+
+template <class Run>
+void in_precision(int32_t precision, const Run& run) {
+  switch (precision) {
+    case kFloat32: return run(Chosen<FloatProduct<Float32>>());
+    case kBfloat16: return run(Chosen<FloatProduct<Bfloat16>>());
+    case kInt8: return run(Chosen<Int8>());
+  }
+}
+
 void guess(int32_t precision, const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k,
            int threads) {
-  switch (precision) {
-    case kFloat32: return run_guess<FloatProduct<Float32>>(w, x, norm, eps, chances, indices, tokens, k, threads);
-    case kBfloat16: return run_guess<FloatProduct<Bfloat16>>(w, x, norm, eps, chances, indices, tokens, k, threads);
-    case kInt8: return run_guess<Int8>(w, x, norm, eps, chances, indices, tokens, k, threads);
-  }
+  in_precision(precision, [&](auto p) { run_guess<typename decltype(p)::Product>(w, x, norm, eps, chances, indices, tokens, k, threads); });
 }
 
 int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* entry, const Tokens& tokens, const Cache& cache,
               const Taps& taps, int threads) {
   const int bad = first_bad_token(m, tokens, cache);
   if (bad >= 0 || !tokens.count || first == last) return bad;
-  switch (m.precision) {
-    case kFloat32: run_stack<FloatProduct<Float32>>(m, layers, first, last, x, entry, tokens, cache, taps, threads); break;
-    case kBfloat16: run_stack<FloatProduct<Bfloat16>>(m, layers, first, last, x, entry, tokens, cache, taps, threads); break;
-    case kInt8: run_stack<Int8>(m, layers, first, last, x, entry, tokens, cache, taps, threads); break;
-  }
+  in_precision(m.precision, [&](auto p) { run_stack<typename decltype(p)::Product>(m, layers, first, last, x, entry, tokens, cache, taps, threads); });
   return -1;
 }
 
 void linear(int32_t precision, const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
-  switch (precision) {
-    case kFloat32: return run_linear<FloatProduct<Float32>>(w, x, y, tokens, width, threads);
-    case kBfloat16: return run_linear<FloatProduct<Bfloat16>>(w, x, y, tokens, width, threads);
-    case kInt8: return run_linear<Int8>(w, x, y, tokens, width, threads);
-  }
+  in_precision(precision, [&](auto p) { run_linear<typename decltype(p)::Product>(w, x, y, tokens, width, threads); });
 }
 
 // Row i of x [rows, width] is scaled by row i mod kinds of weight [kinds, width].
@@ -1443,11 +1443,7 @@ void foretell_linear(int32_t precision, const Weight* w, const float* x, float* 
 // A stage over `tokens` states and the embeddings of the tokens that follow them.
 void foretell_stage(int32_t precision, const Stage* s, const float* state, const float* embedded, float* next, float* logits, int32_t tokens,
                     int32_t threads) {
-  switch (precision) {
-    case kFloat32: return run_stage<FloatProduct<Float32>>(*s, state, embedded, next, logits, tokens, threads);
-    case kBfloat16: return run_stage<FloatProduct<Bfloat16>>(*s, state, embedded, next, logits, tokens, threads);
-    case kInt8: return run_stage<Int8>(*s, state, embedded, next, logits, tokens, threads);
-  }
+  in_precision(precision, [&](auto p) { run_stage<typename decltype(p)::Product>(*s, state, embedded, next, logits, tokens, threads); });
 }
 
 // The k likeliest entries of each row of scores x [tokens, width], descending, and their probabilities under its softmax, [tokens, k].

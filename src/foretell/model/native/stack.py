@@ -5,7 +5,7 @@ threads: verifying a tree gives bit for bit the numbers that decoding one token 
 """
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from ctypes import c_int32
 from itertools import pairwise
 from typing import Protocol
@@ -16,7 +16,8 @@ from torch import Tensor
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.native import structures
-from foretell.model.native.pack import interleave, pack, pack_vector, together
+from foretell.model.native.linear import PackedLinears, expect
+from foretell.model.native.pack import interleave
 from foretell.model.native.structures import ACTIVATIONS, PRECISIONS, Precision
 
 Tables = tuple[Tensor, Tensor]
@@ -49,80 +50,6 @@ class Block(Protocol):
     def post_attention_norm(self) -> Tensor | None: ...  # noqa: D102
     @property
     def post_mlp_norm(self) -> Tensor | None: ...  # noqa: D102
-
-
-class NativeLinear:
-    """A linear layer whose weight was packed for the kernels; int8 means int8 weights and int8 activations.
-
-    Raises:
-        RuntimeError: the kernels are not available here.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: Precision) -> None:
-        self._kernels = structures.library()
-        self.outputs, self.inputs = weight.shape
-        self.precision: Precision = dtype
-        self._packed = _Packed([(weight, bias)], dtype, self._kernels)
-
-    @property
-    def struct(self) -> structures.Weight:
-        """For the kernels; points into memory that lives as long as this layer."""
-        return self._packed.structs[0]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Float32 [t, in] to float32 [t, out]."""
-        expect(x, torch.float32, "x", x.shape[0], self.inputs)
-        y = torch.empty(x.shape[0], self.outputs)
-        self._kernels.foretell_linear(
-            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), y.data_ptr()),
-            *(x.shape[0], self.outputs, torch.get_num_threads()),
-        )
-        return y
-
-    def likeliest(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest outputs for float32 [t, in] under their softmax, best first: probabilities and numbers, [t, count] each."""
-        expect(x, torch.float32, "x", x.shape[0], self.inputs)
-        _expect_count(count, self.outputs)
-        chances, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
-        self._kernels.foretell_guess(
-            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), chances.data_ptr(), index.data_ptr()),
-            *(x.shape[0], count, torch.get_num_threads()),
-        )
-        return chances, index
-
-
-class NativeStage:
-    """A stage of a multi-stage MLP speculator in one call: project, add the token, norm, GELU, and the two products that make its scores.
-
-    All layers are of one precision; `norm` is scale and shift, float32 [inner] each.
-    """
-
-    def __init__(
-        self,
-        layers: tuple[NativeLinear, NativeLinear, NativeLinear, NativeLinear],
-        norm: tuple[Tensor, Tensor],
-        eps: float,
-    ) -> None:
-        self._kernels, self.layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
-        self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
-
-    @property
-    def struct(self) -> structures.Stage:
-        """For the kernels; points into memory that lives as long as this stage."""
-        return self._struct
-
-    def __call__(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and scores [t, outputs]."""
-        project, token, _, head = self.layers
-        expect(state, torch.float32, "state", state.shape[0], project.inputs)
-        expect(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
-        following = torch.empty(len(state), project.outputs)
-        scores = torch.empty(len(state), head.outputs)
-        self._kernels.foretell_stage(
-            *(PRECISIONS.index(project.precision), self._struct, state.data_ptr(), embedded.data_ptr()),
-            *(following.data_ptr(), scores.data_ptr(), len(state), torch.get_num_threads()),
-        )
-        return following, scores
 
 
 class NativeStack:
@@ -263,7 +190,7 @@ class NativeStack:
             (interleave(block.gate_up), None),
             (block.down, None),
         )
-        packed = _Packed(linears, self.precision, self._kernels)
+        packed = PackedLinears(linears, self.precision, self._kernels)
         self._tensors += packed.tensors
         return structures.Layer(
             *packed.structs,
@@ -299,72 +226,3 @@ class NativeStack:
         for side in (cache.k, cache.v):
             expect(side, dtype, "the cache", *shape)
         return structures.Memory(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of float32 [t, d] with a float32 weight [d]; add Gemma's offset to the weight first."""
-    expect(x, torch.float32, "x", *x.shape[:2])
-    expect(weight, torch.float32, "weight", x.shape[1])
-    y = torch.empty_like(x)
-    threads = torch.get_num_threads()
-    structures.library().foretell_rms_norm(x.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), *x.shape, threads)
-    return y
-
-
-def argmax(x: Tensor) -> Tensor:
-    """Index of the largest number in each row of float32 [t, v], the lowest of equals; int64 [t]. Numbers only, no NaN."""
-    expect(x, torch.float32, "x", *x.shape[:2])
-    index = torch.empty(x.shape[0], dtype=torch.int64)
-    structures.library().foretell_argmax(x.data_ptr(), index.data_ptr(), *x.shape, torch.get_num_threads())
-    return index
-
-
-def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest numbers in each row of float32 [t, v] and their indices, [t, k] each, descending; of equals the lower index first."""
-    return _pick(structures.library().foretell_topk, x, k)
-
-
-def likeliest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same of scores, with probabilities under the softmax of their row."""
-    return _pick(structures.library().foretell_likeliest, x, k)
-
-
-def _pick(kernel: Callable[..., None], x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    expect(x, torch.float32, "x", *x.shape[:2])
-    _expect_count(k, x.shape[1])
-    values, index = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int64)
-    kernel(x.data_ptr(), values.data_ptr(), index.data_ptr(), *x.shape, k, torch.get_num_threads())
-    return values, index
-
-
-class _Packed:
-    """Packed linear layers that are read one after the other: the structures for the kernels, and what they point into."""
-
-    def __init__(
-        self, layers: Sequence[tuple[Tensor, Tensor | None]], precision: Precision, kernels: ctypes.CDLL
-    ) -> None:
-        words = together([pack(weight, precision, kernels) for weight, _ in layers])
-        biases = [None if bias is None else pack_vector(bias) for _, bias in layers]
-        self.tensors = [*words, *(bias for bias in biases if bias is not None)]
-        self.structs = [
-            structures.Weight(
-                packed.data_ptr(), None if bias is None else bias.data_ptr(), weight.shape[1], weight.shape[0]
-            )
-            for packed, bias, (weight, _) in zip(words, biases, layers, strict=True)
-        ]
-
-
-def expect(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:
-    """Refuse what the kernels would read wrongly.
-
-    Raises:
-        ValueError: another type, shape or order than they expect.
-    """
-    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-        found = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
-        raise ValueError(f"{name} must be contiguous {dtype} {shape}, found {found}")
-
-
-def _expect_count(count: int, most: int) -> None:
-    if not 1 <= count <= most:
-        raise ValueError(f"the best {count} of {most} numbers were asked for")

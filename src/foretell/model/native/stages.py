@@ -1,4 +1,4 @@
-"""The stages of an MLP speculator on the native kernels: whole trees by confidence in one call."""
+"""The stages of an MLP speculator on the native kernels: one of them, or whole trees by confidence, in one call."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,43 @@ import torch
 from torch import Tensor
 
 from foretell.model.native import structures
-from foretell.model.native.beam import Trees, embedding_of
-from foretell.model.native.stack import NativeStage, expect
+from foretell.model.native.beam import Trees
+from foretell.model.native.linear import NativeLinear, embedding_of, expect
 from foretell.model.native.structures import PRECISIONS
+
+
+class NativeStage:
+    """A stage of a multi-stage MLP speculator in one call: project, add the token, norm, GELU, and the two products that make its scores.
+
+    All layers are of one precision; `norm` is scale and shift, float32 [inner] each.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[NativeLinear, NativeLinear, NativeLinear, NativeLinear],
+        norm: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> None:
+        self._kernels, self.layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
+        self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
+
+    @property
+    def struct(self) -> structures.Stage:
+        """For the kernels; points into memory that lives as long as this stage."""
+        return self._struct
+
+    def __call__(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and scores [t, outputs]."""
+        project, token, _, head = self.layers
+        expect(state, torch.float32, "state", state.shape[0], project.inputs)
+        expect(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
+        following = torch.empty(len(state), project.outputs)
+        scores = torch.empty(len(state), head.outputs)
+        self._kernels.foretell_stage(
+            *(PRECISIONS.index(project.precision), self._struct, state.data_ptr(), embedded.data_ptr()),
+            *(following.data_ptr(), scores.data_ptr(), len(state), torch.get_num_threads()),
+        )
+        return following, scores
 
 
 class NativeStages:
