@@ -316,14 +316,16 @@ struct Bfloat16 {
   }
 };
 
-// What a product brings into the second-level cache while its arithmetic runs: nothing, what it will itself read soon, or half of
-// the panel that comes next. The processor's own prefetching does as well where there is little arithmetic.
-enum class Fetch { kNone, kAhead, kNext };
+// What a product brings into the second-level cache while its arithmetic runs. Few tokens wait for memory anyway, and the processor
+// fetches ahead by itself: half of what is read a page later helps it to start on that page (kHalf). More tokens need all of what
+// they read soon, over the page's end, where the processor stops (kAhead), or half of the panel that comes next (kNext).
+enum class Fetch { kHalf, kAhead, kNext };
 
-// For step k of a panel: two lines are what a step reads.
+// For step k of a panel: two lines are what a step reads, and 32 steps a page.
 template <Fetch kFetch>
 inline void fetch(const uint32_t* panel, const char* next, int k) {
-  constexpr int kSoon = 48;
+  constexpr int kPage = 32, kSoon = 48;
+  if (kFetch == Fetch::kHalf) __builtin_prefetch(panel + kPanel * (k + kPage), 0, 2);
   if (kFetch == Fetch::kAhead)
     for (int line = 0; line < 2; ++line) __builtin_prefetch(panel + kPanel * (k + kSoon) + kLanes * line, 0, 2);
   if (kFetch == Fetch::kNext) __builtin_prefetch(next + 128 * k, 0, 2);
@@ -334,6 +336,7 @@ template <class P>
 struct FloatProduct {
   using Cached = P;                       // precision of keys and values
   static constexpr int kMostTokens = 12;  // 24 accumulators, 2 weights: what 32 registers hold
+  static constexpr int kFewTokens = 2;    // so many wait for memory more than they work
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
 
@@ -368,6 +371,7 @@ struct Int8 {
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
   static constexpr int kMostTokens = 8;
+  static constexpr int kFewTokens = 4;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }
   static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }
@@ -595,9 +599,9 @@ void multiply(const Weight& w, const uint32_t* x, int tokens, const Sink& sink, 
   const size_t stride = P::row_words(w.in), panel_words = P::panel_words(w.in);
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
   const int blocks = (tokens + P::kMostTokens - 1) / P::kMostTokens;
-  const auto pick = tokens <= 4   ? pick_tile<P, Fetch::kNone>
-                    : blocks == 2 ? pick_tile<P, Fetch::kNext>
-                                  : pick_tile<P, Fetch::kAhead>;
+  const auto pick = tokens <= P::kFewTokens ? pick_tile<P, Fetch::kHalf>
+                    : blocks == 2           ? pick_tile<P, Fetch::kNext>
+                                            : pick_tile<P, Fetch::kAhead>;
   Float out[2 * P::kMostTokens];
   for (int p = from; p < to; ++p) {
     const uint32_t* panel = w.words + p * panel_words;
