@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 
 from foretell.accept.base import Accepted
 from foretell.context import Context, Output, Step, Text
@@ -162,12 +163,11 @@ class Engine:
         self._admit()
         unread = self._read_next()
         started = time.perf_counter()
-        tree, ready = self._propose(unread)
+        context = self._context(unread)
+        tree, ready = self._propose(context, unread)
         drafted = time.perf_counter()
-        scored = tree.scored & (np.arange(tree.nodes) >= np.where(ready, tree.trunk - 1, tree.nodes)[:, None])
-        output = self.runner.forward([r.row for r in unread], tree, scored=scored, taps=self.method.draft.taps)
+        output = self.runner.forward(context.rows, tree, scored=_scored(tree, ready), taps=self.method.draft.taps)
         verified = time.perf_counter()
-        context = self._context(list(unread))
         laws = Laws(context, tree, output.logits, output.at)
         verdicts = [self.method.accept.accept(tree, i, laws) if yes else None for i, yes in enumerate(ready)]
         step = self._keep(unread, context, tree, output, verdicts)
@@ -199,13 +199,13 @@ class Engine:
                 left -= take if backlog > 1 else 0
         return out
 
-    def _propose(self, unread: dict[_Running, list[int]]) -> tuple[TokenTree, np.ndarray]:
+    def _propose(self, context: Context, unread: dict[_Running, list[int]]) -> tuple[TokenTree, np.ndarray]:
         """Trees below the unread tokens: drafts for requests that have no more to read, in the order of `unread`; which those are."""
         ready = np.array([self.runner.length(r.row) + len(u) == r.text.length for r, u in unread.items()])
-        drafting = [r for r, yes in zip(unread, ready, strict=True) if yes]
+        drafting = np.flatnonzero(ready).tolist()
         parts = []
         if drafting:
-            parts.append(self.method.propose(self._context(drafting)))
+            parts.append(self.method.propose(context.select(drafting)))
         if len(drafting) < len(unread):
             parts.append(root([u[-1] for u, yes in zip(unread.values(), ready, strict=True) if not yes]))
         tree = concatenate(parts)
@@ -215,7 +215,7 @@ class Engine:
             tree = tree.select(place)
         return tree.with_trunk(list(unread.values())), ready
 
-    def _context(self, running: Sequence[_Running]) -> Context:
+    def _context(self, running: Collection[_Running]) -> Context:
         return Context(
             rows=tuple(r.row for r in running),
             texts=tuple(r.text for r in running),
@@ -274,6 +274,14 @@ class Engine:
         self._free.append(r.row)
         self.method.clear(r.row)
         return update
+
+
+def _scored(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:
+    """Nodes whose scores are needed: from the root on, of texts that have no more to read."""
+    if ready.all() and set(tree.trunk.tolist()) == {1}:
+        return tree.scored
+    first = np.where(ready, tree.trunk - 1, tree.nodes)
+    return tree.scored & (np.arange(tree.nodes) >= first[:, None])
 
 
 def _until_end(tokens: list[int], eos: tuple[int, ...]) -> list[int]:

@@ -67,11 +67,13 @@ class TokenTree:
     @cached_property
     def depth(self) -> Int[np.ndarray, "b n"]:
         """Distance of every node from node 0."""
-        depth = np.zeros_like(self.parent)
-        rows = np.arange(self.rows)
-        for node in range(1, self.nodes):
-            depth[:, node] = depth[rows, self.parent[:, node]] + 1
-        return depth
+        rows = list[list[int]]()
+        for parents in self.parent.tolist():
+            depth = [0]
+            for parent in parents[1:]:
+                depth.append(depth[parent] + 1)
+            rows.append(depth)
+        return np.array(rows)
 
     def ancestors(self, row: int, node: int) -> list[int]:
         """Path from node 0 down to `node`, both included."""
@@ -103,6 +105,8 @@ class TokenTree:
 
     def limited(self, room: Int[np.ndarray, " b"]) -> "TokenTree":
         """The tree without drafts deeper than `room[i]` below the root of row `i`."""
+        if self.nodes == 1:
+            return self
         below = self.depth - (self.trunk - 1)[:, None]
         if (below <= room[:, None]).all():
             return self

@@ -205,6 +205,39 @@ def test_the_model_drafts_where_retrieval_finds_nothing() -> None:
     assert drafted(50.0) < 1
 
 
+class Stalls(Clock):
+    """A clock that loses much at its first looks."""
+
+    def __call__(self) -> float:
+        self._tick = 50.0 if self.now < 600 else 0.0
+        return super().__call__()
+
+
+def test_guesses_that_took_long_once_are_not_held_against_the_model() -> None:
+    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Stalls())
+    s = statistics(Method(Hybrid(Lookup(), good_model(VOCAB)), shape, Match()), GREEDY[:1])
+    assert s.drafted / s.target_passes > 3
+
+
+def test_what_stood_in_one_text_says_nothing_of_the_next() -> None:
+    """A model that is wrong throughout the first text soon drafts no more there, and drafts all the second one."""
+
+    class Moody(DraftModel):
+        def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
+            scores, at = super().expand(tree, frontier, context)
+            wrong = context.texts[0].prompt_length == len(GREEDY[0].prompt)
+            return scores.roll(1, -1) if wrong else scores, at
+
+    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(0.7))
+    engine = Engine(
+        DecoderRunner(target()), Method(Hybrid(Lookup(), Moody(good_model(VOCAB).runner)), shape, Match()), rows=1
+    )
+    first, second = (engine.submit(r) for r in GREEDY)
+    list(engine.run())
+    drafted = [engine.statistics[n].drafted / engine.statistics[n].target_passes for n in (first, second)]
+    assert drafted[0] < 2 and drafted[1] > 3
+
+
 def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
     class Late(DraftModel):
         taps = (1,)

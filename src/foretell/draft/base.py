@@ -40,8 +40,8 @@ class Drafter(ABC):
 
 
 def narrowed(step: Step, tapped: Sequence[int], taps: Sequence[int]) -> Step:
-    """The step as one of several drafters sees it: of the features of `tapped` layers, those of `taps`, in that order."""
-    if tuple(tapped) == tuple(taps):
+    """The step as one of several drafters sees it: of the features of `tapped` layers, those of `taps`, in that order; with none it looks at none."""
+    if not taps or tuple(tapped) == tuple(taps):
         return step
     features = tuple(step.output.features[tapped.index(t)] for t in taps)
     return replace(step, output=replace(step.output, features=features))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Eagle(Predictor):
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
             known = self._known.setdefault(row, _Row())
             places = step.output.feature_at[i, list(step.paths[i])][: text.length - 1 - self._reach(known)]
-            known.waiting.append(states[torch.from_numpy(places).to(states.device)])
+            known.waiting.append(states.index_select(0, torch.from_numpy(places).to(states.device)))
             if known.behind > self._most:
                 self._read([row], [text], [known.behind - 1])
 
@@ -114,6 +115,9 @@ class Eagle(Predictor):
             text = np.flatnonzero(context.room)
             node = np.zeros_like(text)
             out = self._roots(text.tolist(), context)
+            length = [self._known[row].length if row in self._known else 0 for row in context.rows]
+            self._branches = _Branches(np.array(context.rows), np.array(length))
+            self._branches.begin(text, out)
         else:
             i, j = np.nonzero(tree.live[np.arange(tree.rows)[:, None], frontier] & (context.room > 0)[:, None])
             text, node = i, frontier[i, j]
@@ -125,15 +129,11 @@ class Eagle(Predictor):
     def _roots(self, able: Sequence[int], context: Context) -> Float[torch.Tensor, "a d"]:
         """Outputs at the roots of some texts, after reading what waits."""
         rows = [context.rows[i] for i in able]
-        out = self._cache.k.new_zeros(0, self.network.card.hidden, dtype=self.network.dtype)
-        if rows:
-            counts = [self._known[row].behind for row in rows]
-            read = self._read(rows, [context.texts[i] for i in able], counts)
-            out = read[torch.from_numpy(np.cumsum(counts) - 1).to(read.device)]
-        length = [self._known[row].length if row in self._known else 0 for row in context.rows]
-        self._branches = _Branches(np.array(context.rows), np.array(length))
-        self._branches.begin(able, out)
-        return out
+        if not rows:
+            return self._cache.k.new_zeros(0, self.network.card.hidden, dtype=self.network.dtype)
+        counts = [self._known[row].behind for row in rows]
+        read = self._read(rows, [context.texts[i] for i in able], counts)
+        return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
 
     def _read(self, rows: Sequence[int], texts: Sequence[Text], counts: Sequence[int]) -> Float[torch.Tensor, "t d"]:
         """Read the next positions of some rows with the target's states, to stay."""
@@ -177,7 +177,7 @@ class _Branches:
         self._sees: list[list[int]] = []
         """Slots behind the text that each number sees: its ancestors' and its own."""
 
-    def begin(self, able: Sequence[int], out: Float[torch.Tensor, "a d"]) -> None:
+    def begin(self, able: Int[np.ndarray, " a"], out: Float[torch.Tensor, "a d"]) -> None:
         """Number the roots of some texts."""
         self._number[able, 0] = np.arange(len(able))
         self._sees, self.out = [[] for _ in able], out

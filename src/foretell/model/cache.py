@@ -1,6 +1,6 @@
 """Keys and values of everything read so far, and where the tokens of one call belong among them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,37 +39,44 @@ class Layout:
         Ancestors that are not read now must be in the cache already. Example, length 5, a root with two children: prefixes 6, 7, 6,
         extras [], [], [7].
         """
-        index = np.where(read, np.cumsum(read.ravel()).reshape(read.shape) - 1, -1)
-        batch, node = np.nonzero(read)
-        prefix = np.empty(len(batch), np.int32)
-        extras: list[list[int]] = []
-        for i, base in enumerate(length.tolist()):
-            _visible(tree, i, base, read[i], index[i], prefix, extras)
-        extra = np.full((len(batch), max((len(e) for e in extras), default=0)), -1, np.int32)
-        for t, slots in enumerate(extras):
-            extra[t, : len(slots)] = slots
-        row = np.asarray(rows, np.int32)[batch]
-        slot = (length[batch] + node).astype(np.int32)
-        position = (length[batch] + tree.depth[batch, node]).astype(np.int32)
-        return Layout(*(torch.from_numpy(x) for x in (row, slot, position, prefix, extra))), index
+        # Lists: on trees as small as most are, arrays cost several times as much.
+        of, slot, position, prefix, extras = list[int](), list[int](), list[int](), list[int](), list[list[int]]()
+        for i, (row, base) in enumerate(zip(rows, length.tolist(), strict=True)):
+            wanted, depth = read[i].tolist(), tree.depth[i].tolist()
+            for node, (reach, beyond) in enumerate(_visible(tree, i, base)):
+                if wanted[node]:
+                    of.append(row)
+                    slot.append(base + node)
+                    position.append(base + depth[node])
+                    prefix.append(reach)
+                    extras.append(beyond)
+        most = max(map(len, extras), default=0)
+        extra = np.array([slots + [-1] * (most - len(slots)) for slots in extras], np.int32)
+        parts = (of, slot, position, prefix)
+        found = *(np.array(part, np.int32) for part in parts), extra.reshape(len(extras), most)
+        return Layout(*map(torch.from_numpy, found)), numbered(read)
 
 
-def _visible(
-    tree: TokenTree, i: int, base: int, read: np.ndarray, index: np.ndarray, prefix: np.ndarray, extras: list[list[int]]
-) -> None:
-    """Fill `prefix` and `extras` for the nodes of text `i`: a node extends its parent's prefix where its slot is the next one."""
-    trunk = int(tree.trunk[i])
-    reach: list[int] = list(range(base + 1, base + trunk + 1))
-    beyond: list[list[int]] = [[] for _ in range(trunk)]
+def numbered(marked: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
+    """Numbers the marked places row by row; -1: not marked."""
+    out = np.full(marked.shape, -1)
+    out[marked] = np.arange(np.count_nonzero(marked))
+    return out
+
+
+def _visible(tree: TokenTree, i: int, base: int) -> Iterator[tuple[int, list[int]]]:
+    """Prefix and extras of the nodes of text `i`: a node extends its parent's prefix where its slot is the next one."""
+    trunk, reach, beyond = int(tree.trunk[i]), list[int](), list[list[int]]()
     for node, parent in enumerate(tree.parent[i].tolist()):
-        if node >= trunk:
-            slot = base + node
+        slot = base + node
+        if node < trunk:
+            reach.append(slot + 1)
+            beyond.append([])
+        else:
             straight = parent >= 0 and not beyond[parent] and reach[parent] == slot
             reach.append(slot + 1 if straight else reach[parent])
             beyond.append([] if straight else [*beyond[parent], slot])
-        if read[node]:
-            prefix[index[node]] = reach[node]
-            extras.append(beyond[node])
+        yield reach[node], beyond[node]
 
 
 class Cache:

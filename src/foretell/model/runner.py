@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.context import Output
-from foretell.model.cache import Cache, Layout
+from foretell.model.cache import Cache, Layout, numbered
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
 from foretell.tree import TokenTree
@@ -114,16 +114,15 @@ class DecoderRunner(Runner):
         layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
         x = self._inputs(tree.token[read], tree.inputs)
         states = self._states(x, layout, taps)
-        wanted = read if scored is None else read & scored
-        at = np.where(wanted, np.cumsum(wanted.ravel()).reshape(wanted.shape) - 1, -1)
-        chosen = index[wanted]
-        layers = self.network.config.layers
+        at, layers = index, self.network.config.layers
         seen = states.get(layers + 1, states[layers])
-        if len(chosen) < len(x):
-            seen = seen[torch.from_numpy(chosen).to(x.device)]
+        if scored is not None and scored is not read:
+            wanted = read & scored
+            at = numbered(wanted)
+            seen = seen[torch.from_numpy(index[wanted]).to(x.device)]
         if layers + 1 not in states:
             seen = self.network.final(seen)
-        logits = self.network.logits(seen) if len(chosen) else x.new_zeros(0, self.vocab)
+        logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
         return Output(logits, at, tuple(states[t] for t in taps), index, experts=tuple(self.cache.experts_read))
 
     def _inputs(

@@ -10,6 +10,9 @@ _MOST = 128
 _MEMORY = 24.0
 """Observations after which older ones begin to fade."""
 
+_EVERY = 8
+"""Passes after which expectations change, once there have been some."""
+
 
 class PassCost:
     """Seconds of a pass over 1, 2, … tokens.
@@ -59,6 +62,11 @@ class PassCost:
         self._last[i] = self._passes
         self._ratio[i] += (ratio - self._ratio[i]) / (self._weight[i] + 1)
         self._weight[i] = min(self._weight[i] + 1, _MEMORY)
+        if self._passes < _MEMORY or self._passes % _EVERY == 0:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Expect what was seen."""
         seen = np.flatnonzero(self._weight)
         self._between = np.interp(np.arange(_MOST), seen, self._ratio[seen])
         # A larger pass never costs less: what looks like it is noise.

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
 
@@ -32,6 +31,8 @@ class Mean:
 
 _BESIDE = 0.25
 """Chance of a copy that is worth its place beside the model's guesses: where it is right, these mostly are as well."""
+_HOPED = 1.0
+"""Guesses per step that are expected to stand in a text of which nothing is known."""
 _TRIALS = 3
 """Guesses before it is decided whether they pay; the first of them often takes as long as ten others."""
 
@@ -39,10 +40,10 @@ _TRIALS = 3
 class Fallback(Shape[Hybrid]):
     """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree beside it, or no drafts.
 
-    What the model's guesses give and take is known from the last ones. The first few are trials, one of them while the target still reads the
-    prompt, so that the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has read. Timing decides
-    who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and
-    a chain that draws is refused.
+    What the model's guesses give a text, and what they take, is known from the last ones. The first few are trials, one of them while the target
+    still reads the prompt, so that the model reads it then too; when it does not pay, it is tried again every `again` steps on texts that it has
+    read. Timing decides who drafts, so the acceptor should be one of which equal seeds give equal text (`Match`); it accepts picked tokens more
+    often than drawn ones, and a chain that draws is refused.
     """
 
     needs = Hybrid
@@ -57,8 +58,7 @@ class Fallback(Shape[Hybrid]):
         if isinstance(guess, Chain) and (guess.draw or guess.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
         self.frugal, self.guess, self._again, self._clock = frugal, guess, again, clock
-        # Few guesses say little of a model, and one that is thought too little of is hardly asked again.
-        self._stood, self._size = Mean(value=1.0, weight=8.0), Mean()
+        self._stood, self._size = dict[int, Mean](), Mean()
         self._times = deque[float](maxlen=9)
         self._tries, self._idle = 0, 0
         self._read: set[int] = set()
@@ -91,13 +91,15 @@ class Fallback(Shape[Hybrid]):
         b, size = len(self._plan.bids), round(self._size.value)
         cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
         share = cost[0] / b - cost[0]
-        model = (1 + self._stood.value) / (share + cost[size] + median(self._times))
+        stood = self._stood[bid.row].value if bid.row in self._stood else _HOPED
+        # The quickest: what took longer was mostly the machine's other work, and a guess that seems too dear is hardly tried again.
+        model = (1 + stood) / (share + cost[size] + min(self._times))
         return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
 
     def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
         """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
-        started = self._clock()
-        guesses = self.guess.grow(draft.predictor, context.select(weak))
+        started, asking = self._clock(), context.select(weak)
+        guesses = self.guess.grow(draft.predictor, asking)
         if all(context.rows[i] in self._read for i in weak):
             self._times.append((self._clock() - started) / len(weak))
             self._tries += 1
@@ -106,7 +108,8 @@ class Fallback(Shape[Hybrid]):
         for size in self._guessed.values():
             self._size.add(size)
         likely = [[prefix for prefix, chance in plan.offers[i] if chance >= _BESIDE] for i in weak]
-        guesses = joined(guesses, planted(context.select(weak).last, likely))
+        if any(likely):
+            guesses = joined(guesses, planted(asking.last, likely))
         others = [i for i in range(len(context.rows)) if i not in set(weak)]
         if not others:
             return guesses
@@ -121,10 +124,12 @@ class Fallback(Shape[Hybrid]):
         bids = tuple(replace(bid, asked=bid.asked and bid.row not in self._guessed) for bid in self._plan.bids)
         self.frugal.settle(step, replace(self._plan, bids=bids))
         for row in self._guessed.keys() & set(step.context.rows):
-            self._stood.add(accepted(step, row))
+            # Few guesses say little, and a model that is thought too little of is hardly asked again.
+            self._stood.setdefault(row, Mean(value=_HOPED, weight=8.0)).add(accepted(step, row))
         self._plan, self._guessed = None, {}
 
     def clear(self, row: int) -> None:
         """Forget a row; what passes and guesses cost stays known."""
         self._read.discard(row)
+        self._stood.pop(row, None)
         self.frugal.clear(row)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -63,14 +64,19 @@ class Bid:
 
 @dataclass(frozen=True)
 class Plan:
-    """Trees for a step, the bid behind each, and the seconds it took. `timing`: nothing was drafted, to see what a plain pass costs."""
+    """Trees for a step, the bid behind each, and the seconds it took to choose. `timing`: nothing was drafted, to see what a plain pass costs."""
 
-    tree: TokenTree
+    roots: tuple[int, ...]
     offers: tuple[Offer, ...]
-    """What each tree was planted from."""
+    """What each tree is planted from."""
     bids: tuple[Bid, ...]
     seconds: float
     timing: bool
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """The offers below their roots."""
+        return planted(self.roots, [[prefix for prefix, _ in offer] for offer in self.offers])
 
 
 class Frugal(Shape[Retriever]):
@@ -106,13 +112,12 @@ class Frugal(Shape[Retriever]):
         asked = [self._ledgers.setdefault(row, Ledger()).asks() and not timing for row in context.rows]
         offers = self._offers(draft, context, [i for i, yes in enumerate(asked) if yes])
         chosen = [o[:n] for o, n in zip(offers, self._choose(offers, len(offers)), strict=True)]
-        tree = planted(context.last, [[prefix for prefix, _ in offer] for offer in chosen])
         expected = [sum(chance for _, chance in offer) for offer in chosen]
         bids = (
             Bid(row, yes, len(offer), sum_ / self._ledgers[row].honesty, sum_)
             for row, yes, offer, sum_ in zip(context.rows, asked, chosen, expected, strict=True)
         )
-        return Plan(tree, tuple(chosen), tuple(bids), self._clock() - started, timing)
+        return Plan(tuple(context.last), tuple(chosen), tuple(bids), self._clock() - started, timing)
 
     def _offers(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Offer]:
         """Ranked prefixes with corrected chances per text."""
@@ -126,6 +131,8 @@ class Frugal(Shape[Retriever]):
 
     def _choose(self, offers: Sequence[Offer], b: int) -> list[int]:
         """How much of each offer to take: the common number of likeliest tokens that makes the most tokens per second."""
+        if not any(offers):
+            return [0] * b
         pool = sorted(((chance, i) for i, offer in enumerate(offers) for _, chance in offer), key=lambda x: -x[0])
         gain = b + np.concatenate([[0.0], np.cumsum([chance for chance, _ in pool])])
         best = int(np.argmax(gain / self.cost.seconds(b, b + len(pool))))
@@ -140,8 +147,8 @@ class Frugal(Shape[Retriever]):
 
     def time(self, step: Step, plan: Plan, seconds: float) -> None:
         """Learn what a pass costs; one that also read a prompt does not say."""
-        if step.context.rows == tuple(bid.row for bid in plan.bids) and (step.tree.trunk == 1).all():
-            self.cost.learn(int(step.tree.read.sum()), seconds)
+        if step.context.rows == tuple(bid.row for bid in plan.bids) and set(step.tree.trunk.tolist()) == {1}:
+            self.cost.learn(int(np.count_nonzero(step.tree.read)), seconds)
 
     def settle(self, step: Step, plan: Plan) -> None:
         """Learn whether the drafts paid."""

@@ -95,7 +95,7 @@ class NativeDecoder:
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
-        x = self._embedding[token].float()
+        x = self._embedding.index_select(0, token).float()
         return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
