@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).parent / "kernels" / "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 
 
@@ -101,7 +101,8 @@ def _compiled(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[
 
     Processes that start together may each compile; whoever is last replaces an equal file in one step.
     """
-    key = [SOURCE.read_text(), compiler, *compile_flags, "link", *link_flags, _machine()]
+    sources = [path.read_text() for path in sorted(SOURCE.parent.iterdir())]
+    key = [*sources, compiler, *compile_flags, "link", *link_flags, _machine()]
     target = _cache() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
     if target.exists():
         return target

@@ -1,4 +1,4 @@
-"""The structures of kernels.cpp, field by field, and the kernels' signatures."""
+"""The structures of kernels/interface.h, field by field, and the kernels' signatures."""
 
 import ctypes
 import functools

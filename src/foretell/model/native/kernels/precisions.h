@@ -1,0 +1,213 @@
+// Precisions: how numbers become words, and what one step of an inner product does.
+
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace {
+
+struct Float32 {
+  static constexpr int kDepth = 1;  // numbers in a word
+  static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
+  // kDepth rows of words to kDepth vectors whose words hold the same number of each row.
+  static void zip(const Word* rows, Word* columns) { columns[0] = rows[0]; }
+  // Puts sums over such columns back in order.
+  static void unravel(const Float* acc, Float* out) { out[0] = acc[0]; }
+  // n numbers from x, which is zero up to a multiple of 32, into words.
+  static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
+};
+
+struct Bfloat16 {
+  static constexpr int kDepth = 2;
+  static Float even(Word w) { return (Float)(w << 16); }
+  static Float odd(Word w) { return (Float)(w & splat(0xFFFF0000u)); }
+  static Float step(Float acc, Word w, Word x) {
+#if FORETELL_BF16
+    return (Float)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+    return fma(odd(w), odd(x), fma(even(w), even(x), acc));
+#endif
+  }
+  static void zip(const Word* rows, Word* columns) {
+    columns[0] = (rows[0] & splat(0xFFFFu)) | rows[1] << 16;
+    columns[1] = rows[0] >> 16 | (rows[1] & splat(0xFFFF0000u));
+  }
+  static uint32_t round(float x) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  }
+  static void pack(const float* x, int n, uint32_t* words) {
+    int i = 0;
+#if FORETELL_BF16
+    for (; i + kPanel <= n; i += kPanel)
+      store(words + i / 2, _mm512_cvtne2ps_pbh((__m512)load<Float>(x + i + kLanes), (__m512)load<Float>(x + i)));
+    for (; i + kLanes <= n; i += kLanes) store(words + i / 2, _mm512_cvtneps_pbh((__m512)load<Float>(x + i)));
+#endif
+    for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
+  }
+  template <int Half, size_t... L>
+  static Float interleave(Float a, Float b, std::index_sequence<L...>) {
+    return __builtin_shufflevector(a, b, (L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...);
+  }
+  static void unravel(const Float* acc, Float* out) {
+    constexpr auto lanes = std::make_index_sequence<kLanes>();
+    out[0] = interleave<0>(acc[0], acc[1], lanes);
+    out[1] = interleave<1>(acc[0], acc[1], lanes);
+  }
+};
+
+// What a product brings into the second-level cache while its arithmetic runs. Few tokens wait for memory anyway, and the processor
+// fetches ahead by itself: half of what is read a page later helps it to start on that page (kHalf). More tokens need all of what
+// they read soon, over the page's end, where the processor stops (kAhead), or half of the panel that comes next (kNext).
+enum class Fetch { kHalf, kAhead, kNext };
+
+// For step k of a panel: two lines are what a step reads, and 32 steps a page.
+template <Fetch kFetch>
+inline void fetch(const uint32_t* panel, const char* next, int k) {
+  constexpr int kPage = 32, kSoon = 48;
+  if (kFetch == Fetch::kHalf) __builtin_prefetch(panel + kPanel * (k + kPage), 0, 2);
+  if (kFetch == Fetch::kAhead)
+    for (int line = 0; line < 2; ++line) __builtin_prefetch(panel + kPanel * (k + kSoon) + kLanes * line, 0, 2);
+  if (kFetch == Fetch::kNext) __builtin_prefetch(next + 128 * k, 0, 2);
+}
+
+// Products of float32 and bfloat16: one accumulator per output and token, from the first input to the last.
+template <class P>
+struct FloatProduct {
+  using Cached = P;                       // precision of keys and values
+  static constexpr int kMostTokens = 12;  // 24 accumulators, 2 weights: what 32 registers hold
+  static constexpr int kFewTokens = 2;    // so many wait for memory more than they work
+  static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
+  static size_t panel_words(int in) { return row_words(in) * kPanel; }
+
+  static void quantize(float* x, int in, uint32_t* row) { P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row); }
+
+  // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t.
+  template <int T, Fetch kFetch>
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
+    Float acc[2 * T] = {};
+    const int steps = (int)row_words(in);
+    for (int k = 0; k < steps; ++k) {
+      fetch<kFetch>(panel, next, k);
+      const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
+      for (int t = 0; t < T; ++t) {
+        const Word word = splat(x[t * stride + k]);
+        acc[2 * t] = P::step(acc[2 * t], w0, word);
+        acc[2 * t + 1] = P::step(acc[2 * t + 1], w1, word);
+      }
+    }
+    for (int i = 0; i < 2 * T; ++i) out[i] = acc[i];
+  }
+};
+
+// Products of int8 weights and int8 activations, each with one scale per group of inputs.
+//
+// Both sides are first rotated by the same orthonormal Hadamard matrix over blocks of 64 inputs, which leaves the product
+// as it is but spreads a block's outliers over all of it (as in QuaRot, arXiv 2404.00456): on SmolLM2-135M the
+// divergence from float32 falls to a quarter. The instruction wants unsigned times signed bytes; the weights are stored
+// plus 128 and a row carries, per group, its scale and what that adds: -128 times the sum of its bytes.
+struct Int8 {
+  using Cached = Bfloat16;
+  static constexpr int kBlock = 64;
+  static constexpr int kGroup = 192;
+  static constexpr int kMostTokens = 8;
+  static constexpr int kFewTokens = 4;
+  static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
+  static int groups(int in) { return (in + kGroup - 1) / kGroup; }
+  static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }
+  static size_t panel_words(int in) { return kPanel * (size_t)(padded(in) / 4 + groups(in)); }
+
+  static Int step(Int acc, Word w, Word x) {
+#if FORETELL_VNNI
+    return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#else
+    for (int i = 0; i < 32; i += 8) acc += (Int)((w >> i) & splat(0xFFu)) * ((Int)(x << (24 - i)) >> 24);
+    return acc;
+#endif
+  }
+
+  // Multiplies 64 numbers by the Hadamard matrix over 8, which is orthonormal: distances 32 and 16, then 8 to 1.
+  static void rotate(float* x) {
+    Float v[4];
+    for (int i = 0; i < 4; ++i) v[i] = load<Float>(x + kLanes * i);
+    for (int s = 2; s; s /= 2)
+      for (int i = 0; i < 4; ++i)
+        if (!(i & s)) {
+          const Float a = v[i], b = v[i + s];
+          v[i] = a + b, v[i + s] = a - b;
+        }
+    for (int i = 0; i < 4; ++i) {
+      butterfly<8>(v[i], std::make_index_sequence<kLanes>());
+      butterfly<4>(v[i], std::make_index_sequence<kLanes>());
+      butterfly<2>(v[i], std::make_index_sequence<kLanes>());
+      butterfly<1>(v[i], std::make_index_sequence<kLanes>());
+      store(x + kLanes * i, v[i] * splat(0.125f));
+    }
+  }
+  template <int S, size_t... L>
+  static void butterfly(Float& v, std::index_sequence<L...>) {
+    const Float sign = {(L & S ? -1.0f : 1.0f)...};
+    v = fma(v, sign, __builtin_shufflevector(v, v, (L ^ S)...));
+  }
+
+  static void quantize(float* x, int in, uint32_t* row) {
+    for (int first = 0; first < padded(in); first += kGroup) {
+      const int count = std::min(kGroup, padded(in) - first);
+      row = quantize_group(x + first, count, row);
+    }
+  }
+  static uint32_t* quantize_group(float* x, int count, uint32_t* row) {
+    Float most = {};
+    for (int i = 0; i < count; i += kBlock) rotate(x + i);
+    for (int i = 0; i < count; i += kLanes) most = larger(most, larger(load<Float>(x + i), -load<Float>(x + i)));
+    const float peak = largest(most), scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
+    Int total = {};
+    for (int i = 0; i < count; i += kLanes) {
+      typedef int8_t Bytes __attribute__((vector_size(16)));
+      const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
+      const Int number = (Int)rounded - splat((int32_t)0x4B400000);
+      total += number;
+      const Bytes bytes = __builtin_convertvector(number, Bytes);
+      std::memcpy(row + i / 4, &bytes, sizeof bytes);
+    }
+    int32_t correction = 0;
+    for (int i = 0; i < kLanes; ++i) correction -= 128 * total[i];
+    std::memcpy(row + count / 4, &scale, 4);
+    std::memcpy(row + count / 4 + 1, &correction, 4);
+    return row + count / 4 + 2;
+  }
+
+  template <int T, Fetch kFetch>
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
+    for (int i = 0; i < 2 * T; ++i) out[i] = Float{};
+    for (int left = padded(in) / 4; left > 0; left -= kGroup / 4) {
+      const int steps = std::min(kGroup / 4, left);
+      Int part[2 * T];
+      for (int t = 0; t < T; ++t) part[2 * t] = part[2 * t + 1] = splat((int32_t)x[t * stride + steps + 1]);
+      for (int k = 0; k < steps; ++k) {
+        fetch<kFetch>(panel, next, k);
+        const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
+        for (int t = 0; t < T; ++t) {
+          const Word word = splat(x[t * stride + k]);
+          part[2 * t] = step(part[2 * t], w0, word);
+          part[2 * t + 1] = step(part[2 * t + 1], w1, word);
+        }
+      }
+      fetch<kFetch>(panel, next, steps);  // there are scales in step with the weights
+      const Float s0 = load<Float>(panel + kPanel * steps), s1 = load<Float>(panel + kPanel * steps + kLanes);
+      for (int t = 0; t < T; ++t) {
+        const Float scale = (Float)splat(x[t * stride + steps]);
+        out[2 * t] = fma(__builtin_convertvector(part[2 * t], Float), s0 * scale, out[2 * t]);
+        out[2 * t + 1] = fma(__builtin_convertvector(part[2 * t + 1], Float), s1 * scale, out[2 * t + 1]);
+      }
+      panel += kPanel * (steps + 1);
+      next += 128 * (steps + 1);
+      x += steps + 2;
+    }
+  }
+};
+
+}  // namespace

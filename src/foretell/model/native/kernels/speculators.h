@@ -1,0 +1,240 @@
+// What trained speculators draft with: stages of an MLP speculator, EAGLE-3, and trees by confidence of either.
+
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "decoder.h"
+#include "rows.h"
+
+namespace {
+
+// One stage: next [tokens, e] = gelu(norm(project state + token embedded)), logits [tokens, width] = head (output next).
+template <class P>
+void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens, int threads) {
+  const int inner = s.project.out, reading = s.output.out;
+  const Team all = {0, threads};
+  const Operands<P> first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all), last(tokens, reading, all);
+  const Buffer<float> read = buffer<float>((size_t)tokens * reading);
+  Gate gate;
+#pragma omp parallel num_threads(threads)
+  {
+    const Team team = Team::current(gate);
+    const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Then then, const Weight* coming) {
+      const uint32_t* words = operands.prepare(x, w.in, w.in, nullptr, 0, team);
+      multiply<P>(w, words, tokens, {y, w.out, w.out, then, 0}, coming, team);
+    };
+    product(first, state, s.project, next, Then::kStore, &s.token);
+    // A thread adds to what it stored itself: both products have the same panels.
+    product(second, embedded, s.token, next, Then::kAdd, &s.output);
+    team.barrier();
+    const auto [from, to] = team.share(tokens);
+    for (int t = from; t < to; ++t) {
+      float* row = next + (size_t)t * inner;
+      normalize(row, inner, s.norm_weight, s.eps, row);
+      for (int i = 0; i < inner; i += kLanes)
+        store_part(row + i, gelu(load_part<Float>(row + i, inner - i) + load_part<Float>(s.norm_bias + i, inner - i)), inner - i);
+    }
+    team.barrier();
+    product(third, next, s.output, read.get(), Then::kStore, &s.head);
+    team.barrier();
+    product(last, read.get(), s.head, logits, Then::kStore, nullptr);
+  }
+}
+
+// The embedding of a token, float32 [d].
+void embed(const Embedding& e, int64_t token, int d, float* out) {
+  const size_t at = (size_t)token * (size_t)d;
+  for (int i = 0; i < d; ++i) {
+    const uint32_t bits = e.halves ? (uint32_t)((const uint16_t*)e.table)[at + i] << 16 : ((const uint32_t*)e.table)[at + i];
+    std::memcpy(out + i, &bits, 4);
+    out[i] *= e.scale;
+  }
+}
+
+// What the layers see of tokens that follow features: x [tokens, hidden] the residual stream, entry [tokens, 2 hidden] the normed
+// embeddings and features side by side. Feature `parent[t]` belongs to token t; null: feature t.
+void enter(const Model& m, const Entry& e, const int64_t* token, const float* features, const int64_t* parent, int tokens, float* x, float* entry,
+           int threads) {
+  const int d = m.hidden;
+#pragma omp parallel for num_threads(threads) if (tokens > 16)
+  for (int t = 0; t < tokens; ++t) {
+    const float* feature = features + (size_t)(parent ? parent[t] : t) * d;
+    float *embedded = entry + (size_t)t * 2 * d, *normed = embedded + d;
+    embed(e.embedding, token[t], d, embedded);
+    normalize(embedded, d, e.embedding_norm, m.eps, embedded);
+    normalize(feature, d, e.feature_norm, m.eps, normed);
+    std::memcpy(x + (size_t)t * d, e.normed ? normed : feature, 4 * (size_t)d);
+  }
+}
+
+// The k likeliest outputs of a linear layer for each row of x [tokens, in], which is normed first unless `norm` is null.
+template <class P>
+void run_guess(const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k, int threads) {
+  const Operands<P> operands(tokens, w.in, {0, threads});
+  const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
+  Gate gate;
+#pragma omp parallel num_threads(threads)
+  {
+    const Team team = Team::current(gate);
+    const uint32_t* words = operands.prepare(x, w.in, w.in, norm, eps, team);
+    multiply<P>(w, words, tokens, {scores.get(), w.out, w.out, Then::kStore, 0}, nullptr, team);
+    team.barrier();
+    const auto [from, to] = team.share(tokens);
+    for (int t = from; t < to; ++t)
+      likeliest_row(scores.get() + (size_t)t * w.out, w.out, k, chances + (size_t)t * k, indices + (size_t)t * k);
+  }
+}
+
+void guess(int32_t precision, const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k,
+           int threads) {
+  in_precision(precision, [&](auto p) { run_guess<typename decltype(p)::Product>(w, x, norm, eps, chances, indices, tokens, k, threads); });
+}
+
+// Features [count, hidden] from states [count, kinds, hidden].
+Buffer<float> fused(const Model& m, const Entry& e, const float* states, int count, int threads) {
+  Buffer<float> normed = buffer<float>((size_t)count * e.kinds * m.hidden), out = buffer<float>((size_t)count * m.hidden);
+  if (e.state_norms) norm_rows(states, e.state_norms, m.eps, normed.get(), count * e.kinds, m.hidden, e.kinds, threads);
+  linear(m.precision, e.fuse, e.state_norms ? normed.get() : states, out.get(), count, m.hidden, threads);
+  return out;
+}
+
+int32_t eagle(const Model& m, const Layer* layers, int count, const Entry& e, const int64_t* token, const float* features, const int64_t* parent,
+              float* x, const Tokens& tokens, const Cache& cache, int threads) {
+  const Buffer<float> entry = buffer<float>((size_t)tokens.count * 2 * m.hidden);
+  enter(m, e, token, features, parent, tokens.count, x, entry.get(), threads);
+  return stack(m, layers, 0, count, x, entry.get(), tokens, cache, {nullptr, 0, nullptr}, threads);
+}
+
+// A tree that grows where the layers are confident; see shape/beam.py, which says the same for any drafter.
+class Growth {
+ public:
+  struct Node {
+    int64_t token;
+    int parent, depth;
+    double score;
+    int64_t number;  // of its output among those of all nodes that were read
+    int32_t slot;    // of its keys
+  };
+
+  Growth(const Beam& beam, int text, int64_t root) : beam_(beam), text_(text), nodes_{{root, -1, 0, 1.0, text, 0}} {}
+
+  const Node& operator[](int i) const { return nodes_[(size_t)i]; }
+  int length() const { return beam_.length ? (int)beam_.length[text_] : 0; }
+  int row() const { return (int)beam_.row[text_]; }
+  // Nodes to be gone on from at this level, the best first.
+  const std::vector<int>& frontier() const { return frontier_; }
+  double best() const { return frontier_.empty() ? 0 : (*this)[frontier_[0]].score; }
+  bool grows(int level) const { return level < beam_.room[text_] && !frontier_.empty(); }
+
+  // The node was read: its output has this number, its keys stand behind those of others.
+  void read(int i, int64_t number) { nodes_[(size_t)i].number = number, nodes_[(size_t)i].slot = length() + drafted_++; }
+
+  // Slots of a node and those above it, up to the root, which is part of the text.
+  void path(int i, int32_t* slots) const {
+    for (; i; i = (*this)[i].parent) slots[(*this)[i].depth - 1] = (*this)[i].slot;
+  }
+
+  // Children of the frontier, `count` for each node with their chances; the best of them are gone on from next.
+  void add(const float* chances, const int64_t* tokens, int count) {
+    struct Child {
+      int64_t token;
+      int parent;
+      double score;
+    };
+    std::vector<Child> children;
+    for (const int i : frontier_)
+      for (int j = 0; j < count; ++j, ++chances, ++tokens) {
+        const double score = (*this)[i].score * (double)*chances;
+        if (score > 0 && score >= beam_.least) children.push_back({*tokens, i, score});
+      }
+    std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
+    if ((int)children.size() > beam_.budget) children.resize((size_t)beam_.budget);
+    frontier_.clear();
+    for (const Child& child : children) {
+      if ((int)frontier_.size() < beam_.width) frontier_.push_back((int)nodes_.size());
+      nodes_.push_back({child.token, child.parent, (*this)[child.parent].depth + 1, child.score, -1, 0});
+    }
+  }
+
+  // The best `budget` nodes below the root in the order in which they came, of equals the earlier; parents by their place among them
+  // from 1 on, 0 the root. How many there are.
+  int write(int64_t* token, int64_t* parent) const {
+    std::vector<int> order(nodes_.size() - 1), place(nodes_.size(), 0);
+    std::iota(order.begin(), order.end(), 1);
+    if ((int)order.size() > beam_.budget) {
+      std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return (*this)[a].score > (*this)[b].score; });
+      order.resize((size_t)beam_.budget);
+      std::sort(order.begin(), order.end());
+    }
+    for (size_t i = 0; i < order.size(); ++i) {
+      place[(size_t)order[i]] = (int)i + 1;
+      token[i] = (*this)[order[i]].token, parent[i] = place[(size_t)(*this)[order[i]].parent];
+    }
+    return (int)order.size();
+  }
+
+ private:
+  const Beam& beam_;
+  const int text_;
+  std::vector<Node> nodes_;
+  std::vector<int> frontier_{0};
+  int drafted_ = 0;
+};
+
+struct Place {  // of a node that is read next
+  int text, node;
+};
+
+// Grows the trees level by level. `read(level, places, chances, tokens)` reads nodes and gives the `k` likeliest children of each: -1, or
+// what is wrong. Then writes per text at most `budget` tokens and the places of their parents, [texts, budget] each, and how many.
+template <class Read>
+int32_t grow(const Beam& b, std::vector<Growth>& trees, int k, const int64_t* token_of, const Read& read, int64_t* token, int64_t* parent, int64_t* sizes) {
+  for (int level = 0; level < b.depth; ++level) {
+    std::vector<Place> places;
+    double best = 0;
+    for (int i = 0; i < b.texts; ++i) {
+      const Growth& tree = trees[(size_t)i];
+      best = std::max(best, tree.best());
+      if (tree.grows(level))
+        for (const int node : tree.frontier()) places.push_back({i, node});
+    }
+    if (places.empty() || (level && best < b.stop)) break;
+    std::vector<float> chances(places.size() * (size_t)k);
+    std::vector<int64_t> found(chances.size());
+    const int bad = read(level, places, chances.data(), found.data());
+    if (bad >= 0) return bad;
+    if (token_of)
+      for (int64_t& each : found) each = token_of[each];
+    for (size_t i = 0; i < places.size();) {
+      Growth& tree = trees[(size_t)places[i].text];
+      const size_t mine = tree.frontier().size();
+      tree.add(chances.data() + i * (size_t)k, found.data() + i * (size_t)k, k);
+      i += mine;
+    }
+  }
+  for (int i = 0; i < b.texts; ++i) sizes[i] = trees[(size_t)i].write(token + (size_t)i * b.budget, parent + (size_t)i * b.budget);
+  return -1;
+}
+
+// Outputs of some nodes at one level below the roots, given those of all that were read before.
+int32_t read_level(const Model& m, const Layer* layers, int count, const Entry& e, std::vector<Growth>& trees, const std::vector<Place>& places, int level,
+                   float* outputs, int64_t known, const Cache& cache, int threads) {
+  const size_t n = places.size();
+  std::vector<int32_t> row(n), slot(n), position(n), prefix(n), extra(n * (size_t)level);
+  std::vector<int64_t> token(n), parent(n);
+  for (size_t i = 0; i < n; ++i) {
+    Growth& tree = trees[(size_t)places[i].text];
+    tree.read(places[i].node, known + (int64_t)i);
+    const Growth::Node& node = tree[places[i].node];
+    row[i] = tree.row(), slot[i] = node.slot, prefix[i] = tree.length(), position[i] = tree.length() - 1 + level;
+    tree.path(places[i].node, extra.data() + i * (size_t)level);
+    token[i] = node.token, parent[i] = tree[node.parent].number;
+  }
+  const Tokens tokens = {(int32_t)n, level, row.data(), slot.data(), position.data(), prefix.data(), extra.data()};
+  return eagle(m, layers, count, e, token.data(), outputs, parent.data(), outputs + (size_t)known * m.hidden, tokens, cache, threads);
+}
+
+}  // namespace

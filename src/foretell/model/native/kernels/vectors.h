@@ -1,0 +1,175 @@
+// Vectors of 16 lanes. GCC and Clang split them where registers are narrower.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "interface.h"
+
+#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(FORETELL_PORTABLE)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && !defined(FORETELL_PORTABLE)
+#define FORETELL_AVX512 1
+#else
+#define FORETELL_AVX512 0
+#endif
+#if FORETELL_AVX512 && defined(__AVX512BF16__)
+#define FORETELL_BF16 1
+#else
+#define FORETELL_BF16 0
+#endif
+#if FORETELL_AVX512 && defined(__AVX512VNNI__)
+#define FORETELL_VNNI 1
+#else
+#define FORETELL_VNNI 0
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kPanel = 2 * kLanes;
+
+typedef float Float __attribute__((vector_size(64)));
+typedef int32_t Int __attribute__((vector_size(64)));
+typedef uint32_t Word __attribute__((vector_size(64)));
+
+constexpr Int kIota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline Float splat(float x) { return Float{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Word splat(uint32_t x) { return Word{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Int splat(int32_t x) { return (Int)splat((uint32_t)x); }
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+// The first n lanes; the others are zero.
+template <class V>
+inline V load_part(const void* p, int n) {
+  if (n >= kLanes) return load<V>(p);
+#if FORETELL_AVX512
+  return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+#else
+  V v = {};
+  std::memcpy(&v, p, 4 * (size_t)n);
+  return v;
+#endif
+}
+
+template <class V>
+inline void store_part(void* p, V v, int n) {
+  if (n >= kLanes)
+    store(p, v);
+  else
+    std::memcpy(p, &v, 4 * (size_t)n);
+}
+
+inline Float fma(Float a, Float b, Float c) {
+#if FORETELL_AVX512
+  return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
+  __m256 x[2], y[2], z[2];
+  std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
+  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  std::memcpy(&c, z, 64);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline Float larger(Float a, Float b) { return a > b ? a : b; }
+inline Float smaller(Float a, Float b) { return a < b ? a : b; }
+
+// The sum of all lanes, neighbours at distance 8, 4, 2, 1: one fixed order.
+inline float sum(Float v) {
+  float lane[kLanes];
+  store(lane, v);
+  for (int s = kLanes / 2; s; s /= 2)
+    for (int i = 0; i < s; ++i) lane[i] += lane[i + s];
+  return lane[0];
+}
+
+inline float largest(Float v) {
+  float lane[kLanes];
+  store(lane, v);
+  for (int s = kLanes / 2; s; s /= 2)
+    for (int i = 0; i < s; ++i) lane[i] = std::max(lane[i], lane[i + s]);
+  return lane[0];
+}
+
+// Whether any lane of a comparison holds.
+inline bool any(Int holds) {
+#if FORETELL_AVX512
+  return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0;
+#else
+  int32_t lane[kLanes], found = 0;
+  store(lane, holds);
+  for (int i = 0; i < kLanes; ++i) found |= lane[i];
+  return found != 0;
+#endif
+}
+
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds a float to the nearest integer
+
+// e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
+inline Float exponential(Float x) {
+  const Float clipped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+  const Float rounded = fma(clipped, splat(1.44269504f), splat(kRounder));
+  const Float n = rounded - splat(kRounder);
+  Float r = fma(n, splat(-0.693359375f), clipped);  // ln 2 in two parts, the first exact in few bits
+  r = fma(n, splat(2.12194440e-4f), r);
+  Float p = splat(1.0f / 5040);  // Taylor series of e^r for |r| <= ln(2) / 2
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  const Int exponent = ((Int)rounded - splat((int32_t)0x4B400000)) << 23;
+  return x < splat(-87.0f) ? Float{} : (Float)((Int)p + exponent);
+}
+
+inline Float tanh_of(Float x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exponential(x + x)); }
+
+inline Float activate(Float x, int32_t kind) {
+  if (kind == kSilu) return x / (splat(1.0f) + exponential(-x));
+  const Float cubic = fma(x * x * x, splat(0.044715f), x);
+  return splat(0.5f) * x * (splat(1.0f) + tanh_of(splat(0.7978845608f) * cubic));
+}
+
+// GELU with the error function itself, to about 2e-7 (Abramowitz and Stegun, 7.1.26).
+inline Float gelu(Float x) {
+  const Float z = larger(x, -x) * splat(0.70710678f), t = splat(1.0f) / fma(z, splat(0.3275911f), splat(1.0f));
+  Float p = splat(1.061405429f);
+  for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, splat(c));
+  const Float tail = splat(0.5f) * p * t * exponential(-z * z);
+  return x * (x < Float{} ? tail : splat(1.0f) - tail);
+}
+
+// Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
+template <int S, size_t... L>
+inline void exchange(Word& a, Word& b, std::index_sequence<L...>) {
+  const Word low = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L - S : L)...);
+  b = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L : L + S)...);
+  a = low;
+}
+
+template <int S>
+inline void exchange_all(Word* r) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & S)) exchange<S>(r[i], r[i + S], std::make_index_sequence<kLanes>());
+}
+
+inline void transpose(Word* r) { exchange_all<8>(r), exchange_all<4>(r), exchange_all<2>(r), exchange_all<1>(r); }
+
+}  // namespace
