@@ -66,12 +66,12 @@ class TokenTree:
 
     @cached_property
     def depth(self) -> Int[np.ndarray, "b n"]:
-        """Distance of every node from node 0."""
+        """Distance of every node from node 0; of padding, 0."""
         rows = list[list[int]]()
         for parents in self.parent.tolist():
             depth = [0]
             for parent in parents[1:]:
-                depth.append(depth[parent] + 1)
+                depth.append(depth[parent] + 1 if parent >= 0 else 0)
             rows.append(depth)
         return np.array(rows)
 

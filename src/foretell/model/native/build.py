@@ -101,7 +101,7 @@ def _compiled(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[
 
     Processes that start together may each compile; whoever is last replaces an equal file in one step.
     """
-    sources = [path.read_text() for path in sorted(SOURCE.parent.iterdir())]
+    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     key = [*sources, compiler, *compile_flags, "link", *link_flags, _machine()]
     target = _cache() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
     if target.exists():
