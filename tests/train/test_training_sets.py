@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from command import refused, tiny
 from foretell.api import Model
+from foretell.model.decoder import Decoder
 from foretell.sampling import Sampling
 from foretell.store import LINES
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.train import dataset
 from foretell.train.dataset import Collection, Dataset, Manifest, Record
+from foretell.train.features import Shelf, read
 from foretell.train.generate import Prompts, answers, pieces
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
@@ -40,11 +43,20 @@ def model() -> Model:
     return Model("tiny", LETTERS, codec, tiny_decoder(LETTERS, sharpness=0.2), "float64", eos=ENDS)
 
 
-def fill(model: Model, folder: Path, tokens: int, steps: int | None = None) -> None:
+def fill(model: Model, folder: Path, tokens: int, steps: int | None = None, taps: tuple[int, ...] = ()) -> None:
     with Collection(folder, MANIFEST) as collection:
         prompts = Prompts(model, MANIFEST, None)
-        for _ in islice(answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens), steps):
+        shelf = shelf_of(folder, taps, lengths(folder) if collection.learnable else []) if taps else None
+        for _ in islice(answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens, shelf=shelf), steps):
             pass
+
+
+def lengths(folder: Path) -> list[int]:
+    return [len(d.tokens) for d in Dataset.open(folder)]
+
+
+def shelf_of(folder: Path, taps: tuple[int, ...], sizes: list[int]) -> Shelf:
+    return Shelf(folder / "features", "f", taps, np.array(sizes, np.int64), LETTERS.hidden, None)
 
 
 def texts(folder: Path) -> set[tuple[int, ...]]:
@@ -86,6 +98,23 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
     assert before and before <= after
     common = texts(tmp_path / "whole") & after
     assert len(common) >= 0.8 * min(len(after), len(texts(tmp_path / "whole")))
+
+
+def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:
+    """What a training finds is what it would have read, also after a kill; texts without states are known to have none."""
+    taps, folder = (1, 3), tmp_path / "set"
+    fill(model, folder, 90, steps=40, taps=taps)
+    fill(model, folder, 60)  # without them
+    fill(model, folder, 90, taps=taps)
+    data, shelf = Dataset.open(folder), shelf_of(folder, taps, lengths(folder))
+    there = [i for i, d in enumerate(data) if shelf.has(i, d.tokens)]
+    assert 0 in there and len(data) - 1 in there and len(there) < len(data)
+    assert isinstance(model.network, Decoder)
+    for i in there:
+        tokens = data[i].tokens
+        expected = read(model.network, torch.from_numpy(tokens.astype(np.int64))[None], taps)
+        for ours, theirs in zip(shelf.get(i, 0, len(tokens) - 1), expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs[0, :-1], atol=0.03, rtol=0.03)
 
 
 def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +176,12 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"promt": "hello"}) + "\n")
     prompts = ("--prompts", tmp_path / "p.jsonl", "--model", tiny())
     assert "did you mean" in refused("data", "generate", *prompts, "--tokens", "10", "--out", out)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
+    for states in ("2,x", "99"):
+        said = refused("data", "generate", *prompts, "--tokens", "10", "--out", out, "--states", states)
+        assert f"--states={states}" in said
+    plain = ("--text", tmp_path / "p.jsonl", "--model", tiny(), "--states", "1")
+    assert "plain text is not read" in refused("data", "generate", *plain, "--tokens", "10", "--out", out)
 
 
 def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,6 +21,7 @@ from foretell.datastore import fingerprint
 from foretell.load import EMBEDDED, load
 from foretell.sampling import Sampling
 from foretell.train.dataset import Collection, Dataset, Manifest
+from foretell.train.features import Shelf, taps_of
 from foretell.train.generate import Prompts, answers, pieces
 
 app = typer.Typer(
@@ -55,6 +57,12 @@ def generate(
     max_question: Annotated[int, typer.Option(min=8, help="Longest prompt of its own, in tokens.")] = 320,
     max_answer: Annotated[int, typer.Option(min=1, help="Longest answer, or piece of plain text, in tokens.")] = 384,
     seed: Annotated[int, typer.Option(min=0, help="Text n depends on the seed and n alone.")] = 0,
+    states: Annotated[
+        str,
+        typer.Option(
+            help="Layers whose states are kept beside the answers, as 2,15,27,31: trainings then need not read them."
+        ),
+    ] = "",
 ) -> None:
     """Write a training set: prompts answered by the model that is to be drafted for, or plain text.
 
@@ -62,8 +70,13 @@ def generate(
     """
     if [own, prompts is not None, bool(text)].count(True) != 1:
         raise ValueError("say where the texts come from: one of --self, --prompts FILE and --text FILE")
+    if states and text:
+        raise ValueError(
+            "--states: plain text is not read by the model; the states of --self and --prompts can be kept"
+        )
     console = Console(file=sys.stderr)
     target = load(model, dtype)
+    taps = taps_of(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else files_of(text or ())
     manifest = Manifest(
         model=target.name,
@@ -87,7 +100,8 @@ def generate(
             asked = Prompts(target, manifest, given)
             if given is None and collection.numbers:
                 asked.recall(d.tokens[: d.start].tolist() for d in Dataset.open(out))
-            work = answers(target, asked, manifest, collection, rows, tokens)
+            shelf = _shelf(out, collection, target, taps) if taps else None
+            work = answers(target, asked, manifest, collection, rows, tokens, shelf)
         _watch(work, collection, tokens, console)
         collection.seal()
     made = Dataset.open(out)
@@ -99,6 +113,14 @@ def generate(
 def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> None:
     """Say what a training set holds."""
     typer.echo(_sentence(Dataset.open(path)))
+
+
+def _shelf(out: Path, collection: Collection, target: Model, taps: Sequence[int]) -> Shelf:
+    """Room for the states of texts to come, behind that for those which are there."""
+    lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.learnable else []
+    return Shelf(
+        out / "features", target.source.fingerprint(), taps, np.array(lengths, np.int64), target.config.hidden, None
+    )
 
 
 def _digest(path: Path) -> str:

@@ -3,6 +3,7 @@
 import os
 import zlib
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,23 @@ class Piece:
     """Of the whole document."""
     begin: int
     end: int
+
+
+def taps_of(text: str, highest: int, option: str) -> tuple[int, ...]:
+    """Numbers of taps as a user writes them: `2,15,27`.
+
+    Raises:
+        ValueError: something else, or the target has no such layer.
+    """
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = (-1,)
+    if not all(0 <= tap <= highest for tap in found):
+        raise ValueError(
+            f"{option}={text}: layers of the target by number, 0 to {highest}, with commas between, were expected"
+        )
+    return found
 
 
 @torch.no_grad()
@@ -129,7 +147,8 @@ class Shelf:
     """The states of one data set's documents, a file of bfloat16 rows per tap.
 
     Beside it stands a file with a mark per document, the checksum of its tokens and place, written after its rows: a kill can lose documents but
-    not damage them, and a data set that was made anew is read anew. `room`: bytes that all taps together may take.
+    not damage them, and a data set that was made anew is read anew. `lengths`: of the documents; `room`: bytes that all taps together may take,
+    None for any number.
     """
 
     def __init__(
@@ -139,14 +158,15 @@ class Shelf:
         taps: Sequence[int],
         lengths: Int[np.ndarray, " n"],
         hidden: int,
-        room: int,
+        room: int | None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._row = 2 * hidden
-        self._offset = np.concatenate([[0], np.cumsum(lengths)])
-        most = room // (self._row * max(len(taps), 1))
-        self._documents = int(np.searchsorted(self._offset, most, side="right")) - 1
-        size = int(self._offset[self._documents]) * self._row
+        self.taps = tuple(taps)
+        self._offset = [0, *np.cumsum(lengths).tolist()]
+        self._documents = len(lengths)
+        if room is not None:
+            self._documents = bisect(self._offset, room // (2 * hidden * max(len(taps), 1))) - 1
+        size = self._offset[self._documents] * 2 * hidden
         self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, len(lengths)) for t in taps]
 
     def takes(self, document: int) -> bool:
@@ -160,7 +180,7 @@ class Shelf:
 
     def get(self, document: int, begin: int, end: int) -> list[Float[torch.Tensor, "s d"]]:
         """States of a part of a document, one tensor per tap."""
-        first = int(self._offset[document])
+        first = self._offset[document]
         return [f.rows(first + begin, first + end) for f in self._files]
 
     def put(self, document: int, text: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
@@ -168,10 +188,18 @@ class Shelf:
         mark = self._mark(document, text)
         for file, state in zip(self._files, states, strict=True):
             if int(file.marks[document]) != mark:
-                file.write(int(self._offset[document]), state, document, mark)
+                file.write(self._offset[document], state, document, mark)
+
+    def append(self, text: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
+        """Keep the states of a document that the data set has got since, its last one."""
+        self._offset.append(self._offset[-1] + len(text))
+        self._documents += 1
+        for file in self._files:
+            file.lengthen(1)
+        self.put(self._documents - 1, text, states)
 
     def _mark(self, document: int, text: Int[np.ndarray, " t"]) -> int:
-        place = int(self._offset[document]).to_bytes(8, "little")
+        place = self._offset[document].to_bytes(8, "little")
         return max(zlib.crc32(text.astype(np.int32).tobytes(), zlib.crc32(place)), 1)
 
 
@@ -186,14 +214,19 @@ class _TapFile:
             if os.fstat(descriptor).st_size < least:
                 os.ftruncate(descriptor, least)
         self.marks = np.frombuffer(os.pread(self._notes, 4 * documents, 0), np.uint32).copy()
-        self._map = np.memmap(self._path, np.int16, "r", shape=(size // (2 * hidden), hidden)) if size else None
+        self._map = np.zeros((0, hidden), np.int16)
 
     def __del__(self) -> None:
         os.close(self._data)
         os.close(self._notes)
 
+    def lengthen(self, documents: int) -> None:
+        self.marks = np.concatenate([self.marks, np.zeros(documents, np.uint32)])
+
     def rows(self, first: int, last: int) -> Float[torch.Tensor, "s d"]:
-        assert self._map is not None
+        if last > len(self._map):
+            there = os.fstat(self._data).st_size // (2 * self._hidden)
+            self._map = np.memmap(self._path, np.int16, "r", shape=(there, self._hidden))
         return torch.from_numpy(np.array(self._map[first:last])).view(torch.bfloat16)
 
     def write(self, first: int, state: Float[torch.Tensor, "t d"], document: int, mark: int) -> None:

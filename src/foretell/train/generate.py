@@ -1,15 +1,22 @@
 """Self-distillation: the model answers prompts, its own or given ones, with the project's batched engine."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+import numpy as np
+
+from foretell.accept import Match
 from foretell.api import Model
 from foretell.corpus import tokenized
 from foretell.engine import Engine, Request
+from foretell.method import Method
 from foretell.sampling import Noise, Sampling
+from foretell.shape import Root
 from foretell.train.dataset import Collection, Manifest, Record
+from foretell.train.features import Shelf
+from foretell.train.listen import Listener
 from foretell.train.openings import OPENINGS
 
 MIN_P = 0.05
@@ -76,17 +83,31 @@ def _seed(seed: int, number: int, use: int) -> int:
 
 
 def answers(
-    model: Model, prompts: Prompts, manifest: Manifest, collection: Collection, rows: int, wanted: int
+    model: Model,
+    prompts: Prompts,
+    manifest: Manifest,
+    collection: Collection,
+    rows: int,
+    wanted: int,
+    shelf: Shelf | None = None,
 ) -> Iterator[int]:
     """Fill `collection` until it has `wanted` tokens to be learned, or no prompt is left; yields new tokens decoded, step by step.
 
-    Text `n` depends on the seed and `n` alone, so an interrupted run goes on where it was.
+    Text `n` depends on the seed and `n` alone, so an interrupted run goes on where it was. The model's states at the answers go to `shelf`, which
+    holds what the collection has.
 
     Raises:
         ValueError: the model writes nothing that can be asked.
     """
-    engine = Engine(model.runner(), model.method(), rows=rows)
-    work = _Work(model, prompts, manifest, collection, engine)
+    ears = None if shelf is None else Listener(shelf.taps)
+    engine = Engine(model.runner(), model.method() if ears is None else Method(ears, Root(), Match()), rows=rows)
+
+    def add(record: Record) -> None:
+        collection.add(record)
+        if shelf is not None and ears is not None and record.tokens:
+            shelf.append(np.array(record.tokens, np.int32), ears.take(record.tokens))
+
+    work = _Work(model, prompts, manifest, collection, engine, add)
     while True:
         while work.waiting < 2 * rows and collection.learnable < wanted and work.begin():
             pass
@@ -119,10 +140,16 @@ class _Work:
     """Requests under way, and what becomes of them."""
 
     def __init__(
-        self, model: Model, prompts: Prompts, manifest: Manifest, collection: Collection, engine: Engine
+        self,
+        model: Model,
+        prompts: Prompts,
+        manifest: Manifest,
+        collection: Collection,
+        engine: Engine,
+        add: Callable[[Record], None],
     ) -> None:
         self._model, self._prompts, self._manifest = model, prompts, manifest
-        self._collection, self._engine = collection, engine
+        self._collection, self._engine, self._add = collection, engine, add
         self._texts: dict[int, _Text] = {}
         self._next = 0
 
@@ -154,7 +181,7 @@ class _Work:
         if len(request.prompt) + 1 < self._model.config.context:
             self._texts[self._engine.submit(request)] = text
         else:
-            self._collection.add(Record(number=text.number, tokens=[], start=0))
+            self._add(Record(number=text.number, tokens=[], start=0))
 
     def hear(self, request: int, tokens: Sequence[int], reason: str | None) -> None:
         """Note new tokens; a finished question becomes a request for its answer, a finished answer a record."""
@@ -165,12 +192,12 @@ class _Work:
         del self._texts[request]
         if text.prompt is not None:
             tokens = [*text.prompt, *text.new]
-            self._collection.add(Record(number=text.number, tokens=tokens, start=len(text.prompt), greedy=text.greedy))
+            self._add(Record(number=text.number, tokens=tokens, start=len(text.prompt), greedy=text.greedy))
             return
         ended = text.new[-1] in self._model.eos
         text.prompt = self._prompts.asked(text.number, text.new[:-1] if ended else text.new, ended)
         if text.prompt is None:
-            self._collection.add(Record(number=text.number, tokens=[], start=0))
+            self._add(Record(number=text.number, tokens=[], start=0))
         else:
             text.new = []
             self._submit(text, self._answering(text))

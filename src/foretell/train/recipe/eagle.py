@@ -17,6 +17,7 @@ from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwo
 from foretell.method import AnyMethod
 from foretell.model.config import Rope
 from foretell.train.batch import Batch
+from foretell.train.features import taps_of
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
@@ -121,12 +122,7 @@ class Eagle3Recipe(EagleRecipe):
     def of(cls, setup: Setup) -> Self:
         """A layer as the target's blocks are, on four of its states."""
         o, n = setup.parse(Eagle3Options), setup.card.layers
-        try:
-            taps = tuple(int(t) for t in o.taps.split(",")) if o.taps else (min(2, n), n // 2, max(n - 3, 0), n + 1)
-        except ValueError:
-            taps = (-1,)
-        if not all(0 <= t <= n + 1 for t in taps):
-            raise ValueError(f"--set taps={o.taps}: numbers from 0 to {n + 1}, separated by commas, were expected")
+        taps = taps_of(o.taps, n + 1, "--set taps") or (min(2, n), n // 2, max(n - 3, 0), n + 1)
         more = {"taps": taps, "fc_norm": o.fc_norm, "norm_before_residual": o.norm_before_residual}
         return cls(setup, Eagle3(sizes_of(setup, "eagle3", o, more), setup.ends), o)
 

@@ -16,6 +16,7 @@ from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorCo
 from foretell.method import AnyMethod
 from foretell.model.ends import Ends
 from foretell.train.batch import Batch
+from foretell.train.features import taps_of
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
 
@@ -76,7 +77,7 @@ class MLPSpeculatorRecipe(Recipe):
             inner=o.inner,
             tied=o.tied,
             scale_input=o.scale_input,
-            more_taps=_layers(o.more_taps, setup.card.layers),
+            more_taps=taps_of(o.more_taps, setup.card.layers, "--set more_taps"),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
@@ -117,14 +118,3 @@ class Said:
         """From what the target's head sees."""
         out = F.linear(state.to(self._head.dtype), self._head.to(state.device)).float()
         return torch.tanh(out / self._softcap) * self._softcap if self._softcap else out
-
-
-def _layers(text: str, layers: int) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"--set more_taps={text}: layer numbers with commas between were expected") from None
-    wrong = [i for i in found if not 0 <= i <= layers]
-    if wrong:
-        raise ValueError(f"--set more_taps={text}: the target has no layer {wrong[0]}, they are numbered 0 to {layers}")
-    return found
