@@ -38,7 +38,7 @@ def cached(
     folder: Path, chosen: Sequence[Piece], taps: tuple[int, ...] = TAPS, room: int = 1 << 20
 ) -> tuple[Cached, Counting]:
     source = streamed(taps)
-    lengths = np.array([len(p.text) for p in chosen])
+    lengths = [len(p.text) for p in chosen]
     return Cached(source, [Shelf(folder, "abc", taps, lengths, TINY.hidden, room)]), source
 
 

@@ -56,7 +56,7 @@ def lengths(folder: Path) -> list[int]:
 
 
 def shelf_of(folder: Path, taps: tuple[int, ...], sizes: list[int]) -> Shelf:
-    return Shelf(folder / "features", "f", taps, np.array(sizes, np.int64), LETTERS.hidden, None)
+    return Shelf(folder / "features", "f", taps, sizes, LETTERS.hidden, None)
 
 
 def texts(folder: Path) -> set[tuple[int, ...]]:

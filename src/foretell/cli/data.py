@@ -7,7 +7,6 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -118,9 +117,7 @@ def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> No
 def _shelf(out: Path, collection: Collection, target: Model, taps: Sequence[int]) -> Shelf:
     """Room for the states of texts to come, behind that for those which are there."""
     lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.learnable else []
-    return Shelf(
-        out / "features", target.source.fingerprint(), taps, np.array(lengths, np.int64), target.config.hidden, None
-    )
+    return Shelf(out / "features", target.source.fingerprint(), taps, lengths, target.config.hidden, None)
 
 
 def _digest(path: Path) -> str:

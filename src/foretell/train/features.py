@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -156,13 +157,13 @@ class Shelf:
         folder: Path,
         fingerprint: str,
         taps: Sequence[int],
-        lengths: Int[np.ndarray, " n"],
+        lengths: Sequence[int],
         hidden: int,
         room: int | None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.taps = tuple(taps)
-        self._offset = [0, *np.cumsum(lengths).tolist()]
+        self._offset = list(accumulate(lengths, initial=0))
         self._documents = len(lengths)
         if room is not None:
             self._documents = bisect(self._offset, room // (2 * hidden * max(len(taps), 1))) - 1

@@ -1,11 +1,9 @@
 """Self-distillation: the model answers prompts, its own or given ones, with the project's batched engine."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-
-import numpy as np
 
 from foretell.accept import Match
 from foretell.api import Model
@@ -99,15 +97,10 @@ def answers(
     Raises:
         ValueError: the model writes nothing that can be asked.
     """
-    ears = None if shelf is None else Listener(shelf.taps)
-    engine = Engine(model.runner(), model.method() if ears is None else Method(ears, Root(), Match()), rows=rows)
-
-    def add(record: Record) -> None:
-        collection.add(record)
-        if shelf is not None and ears is not None and record.tokens:
-            shelf.append(np.array(record.tokens, np.int32), ears.take(record.tokens))
-
-    work = _Work(model, prompts, manifest, collection, engine, add)
+    listener = None if shelf is None else Listener(shelf)
+    method = model.method() if listener is None else Method(listener, Root(), Match())
+    engine = Engine(model.runner(), method, rows=rows)
+    work = _Work(model, prompts, manifest, collection, engine, listener)
     while True:
         while work.waiting < 2 * rows and collection.learnable < wanted and work.begin():
             pass
@@ -146,10 +139,10 @@ class _Work:
         manifest: Manifest,
         collection: Collection,
         engine: Engine,
-        add: Callable[[Record], None],
+        listener: Listener | None,
     ) -> None:
         self._model, self._prompts, self._manifest = model, prompts, manifest
-        self._collection, self._engine, self._add = collection, engine, add
+        self._collection, self._engine, self._listener = collection, engine, listener
         self._texts: dict[int, _Text] = {}
         self._next = 0
 
@@ -181,7 +174,7 @@ class _Work:
         if len(request.prompt) + 1 < self._model.config.context:
             self._texts[self._engine.submit(request)] = text
         else:
-            self._add(Record(number=text.number, tokens=[], start=0))
+            self._collection.add(Record(number=text.number, tokens=[], start=0))
 
     def hear(self, request: int, tokens: Sequence[int], reason: str | None) -> None:
         """Note new tokens; a finished question becomes a request for its answer, a finished answer a record."""
@@ -192,12 +185,14 @@ class _Work:
         del self._texts[request]
         if text.prompt is not None:
             tokens = [*text.prompt, *text.new]
-            self._add(Record(number=text.number, tokens=tokens, start=len(text.prompt), greedy=text.greedy))
+            self._collection.add(Record(number=text.number, tokens=tokens, start=len(text.prompt), greedy=text.greedy))
+            if self._listener is not None:
+                self._listener.store(tokens)
             return
         ended = text.new[-1] in self._model.eos
         text.prompt = self._prompts.asked(text.number, text.new[:-1] if ended else text.new, ended)
         if text.prompt is None:
-            self._add(Record(number=text.number, tokens=[], start=0))
+            self._collection.add(Record(number=text.number, tokens=[], start=0))
         else:
             text.new = []
             self._submit(text, self._answering(text))

@@ -8,13 +8,14 @@ from jaxtyping import Float
 
 from foretell.context import Step, Text
 from foretell.draft.base import Nothing
+from foretell.train.features import Shelf
 
 
 class Listener(Nothing):
-    """Guesses nothing, and holds the target's states at every token of a text until the step after its last one."""
+    """Guesses nothing, and holds the target's states at every token of a text, for a shelf, until the step after its last one."""
 
-    def __init__(self, taps: Sequence[int]) -> None:
-        self.taps = tuple(taps)
+    def __init__(self, shelf: Shelf) -> None:
+        self.taps, self._shelf = shelf.taps, shelf
         self._heard: dict[int, tuple[Text, list[list[Float[torch.Tensor, "n d"]]]]] = {}
         self._over: dict[bytes, list[Float[torch.Tensor, "t d"]]] = {}
 
@@ -32,12 +33,11 @@ class Listener(Nothing):
         states = [torch.cat(tap) for tap in zip(*parts, strict=True)]
         # The last token was decided and never read. Nothing follows it that could be guessed from its states.
         missing = text.length - len(states[0])
-        self._over[_key(text.tokens)] = [torch.cat([tap, tap[-1:].expand(missing, -1)]) for tap in states]
+        self._over[text.tokens.astype(np.int32).tobytes()] = [
+            torch.cat([tap, tap[-1:].expand(missing, -1)]) for tap in states
+        ]
 
-    def take(self, tokens: Sequence[int]) -> list[Float[torch.Tensor, "t d"]]:
-        """The states of a text that ended in this step, bfloat16, one tensor per tap."""
-        return self._over[_key(tokens)]
-
-
-def _key(tokens: Sequence[int] | np.ndarray) -> bytes:
-    return np.asarray(tokens, np.int32).tobytes()
+    def store(self, tokens: Sequence[int]) -> None:
+        """Shelve the states of a text that ended in this step: the data set has just got it."""
+        text = np.array(tokens, np.int32)
+        self._shelf.append(text, self._over[text.tobytes()])

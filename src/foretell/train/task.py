@@ -220,7 +220,7 @@ def features(task: Task, decoder: Decoder) -> Features:
         )
     shelves = []
     for one in task.data:
-        lengths = np.array([len(one[i].tokens) for i in range(len(one))], np.int64)
-        share = int(room * lengths.sum() / sum(d.tokens for d in task.data))
+        lengths = [len(document.tokens) for document in one]
+        share = int(room * one.tokens / sum(d.tokens for d in task.data))
         shelves.append(Shelf(one.folder / "features", task.fingerprint, taps, lengths, hidden, share))
     return Cached(streamed, shelves)
