@@ -182,7 +182,7 @@ def test_a_size_not_seen_for_long_is_wanted() -> None:
     assert cost.unsure(1)
     cost.learn(1, 0.01)
     assert not cost.unsure(1)
-    for _ in range(64):
+    for _ in range(128):
         cost.learn(5, 0.02)
     assert cost.unsure(1)
     assert not CHEAP.unsure(1), "a given table is believed"

@@ -19,9 +19,11 @@ _FIRST = (
 )
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
 _DEPTH, _WIDTH, _NODES = 5, 4, 12
-"""Of the dynamic tree, at the most; see `grown`."""
+"""Of the dynamic tree; see `grown`."""
 _NODES_PER_LEVEL = 30
 """Nodes that were asked for, for each level more: EAGLE-3's 60 nodes have 7."""
+_DEEPEST = 8
+"""Where no number of nodes was: a level is only begun where it promises to pay."""
 
 
 def eagle(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -63,7 +65,8 @@ def _picked(config: SpeculativeConfig) -> Shape[Predictor]:
     nodes, least = nodes_of(config), config.confidence_threshold or 0.0
     if config.eagle_topk == 1:
         return Chain(config.num_steps or nodes or _DEPTH, draw=False, confidence=least)
-    return grown(config, config.num_steps or _DEPTH + (nodes or 0) // _NODES_PER_LEVEL, _WIDTH, _NODES)
+    depth = _DEPTH + nodes // _NODES_PER_LEVEL if nodes else _DEEPEST
+    return grown(config, config.num_steps or depth, _WIDTH, _NODES)
 
 
 def _drawn(config: SpeculativeConfig) -> Shape[Predictor]:

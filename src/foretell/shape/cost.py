@@ -38,11 +38,13 @@ class PassCost:
 
     def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
         """Of passes over `first`, `first + 1`, …, `last` tokens."""
+        if last <= _MOST:
+            return self._estimate[first - 1 : last]
         sizes = np.arange(first, last + 1)
         inside = self._estimate[np.minimum(sizes, _MOST) - 1]
         return np.asarray(inside * np.maximum(sizes / _MOST, 1))
 
-    def unsure(self, size: int, every: int = 64, soon: int = 8) -> bool:
+    def unsure(self, size: int, every: int = 128, soon: int = 8) -> bool:
         """Whether a pass of this size should be seen once more: none was among the last `every`, or among the first `soon`."""
         if self._given or size > _MOST:
             return False
