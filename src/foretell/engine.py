@@ -278,7 +278,7 @@ class Engine:
 
 def _scored(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:
     """Nodes whose scores are needed: from the root on, of texts that have no more to read."""
-    if ready.all() and set(tree.trunk.tolist()) == {1}:
+    if ready.all() and tree.caught_up:
         return tree.scored
     first = np.where(ready, tree.trunk - 1, tree.nodes)
     return tree.scored & (np.arange(tree.nodes) >= first[:, None])

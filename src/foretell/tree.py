@@ -54,6 +54,11 @@ class TokenTree:
         """Number of nodes per text, padding included."""
         return int(self.token.shape[1])
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether every trunk is the last token alone: the target has read all that came before."""
+        return set(self.trunk.tolist()) == {1}
+
     @cached_property
     def read(self) -> Bool[np.ndarray, "b n"]:
         """Nodes that the target reads."""

@@ -147,7 +147,7 @@ class Frugal(Shape[Retriever]):
 
     def time(self, step: Step, plan: Plan, seconds: float) -> None:
         """Learn what a pass costs; one that also read a prompt does not say."""
-        if step.context.rows == tuple(bid.row for bid in plan.bids) and set(step.tree.trunk.tolist()) == {1}:
+        if step.context.rows == tuple(bid.row for bid in plan.bids) and step.tree.caught_up:
             self.cost.learn(int(np.count_nonzero(step.tree.read)), seconds)
 
     def settle(self, step: Step, plan: Plan) -> None:
