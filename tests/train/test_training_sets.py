@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from command import refused, tiny
+from command import foretell, refused, tiny
 from foretell.api import Model
+from foretell.cli import data
 from foretell.model.decoder import Decoder
 from foretell.sampling import Sampling
 from foretell.store import LINES
@@ -182,6 +183,17 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
         assert f"--states={states}" in said
     plain = ("--text", tmp_path / "p.jsonl", "--model", tiny(), "--states", "1")
     assert "plain text is not read" in refused("data", "generate", *plain, "--tokens", "10", "--out", out)
+
+
+def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "LINE_SECONDS", 0.0)
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / f"{i}.txt").write_text("some plain text to learn")
+    wanted = ("--tokens", "100", "--max-answer", "20", "--out", tmp_path / "set")
+    result = foretell("data", "generate", "--text", tmp_path / "text", "--model", tiny(), *wanted)
+    lines = [line for line in result.stderr.splitlines() if "of 100 tokens" in line]
+    assert len(lines) > 3 and lines[-1].startswith("100 of 100 tokens") and lines[-1].endswith("tokens/s")
 
 
 def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from foretell.api import Model
 from foretell.cli.options import Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.prompts import BadLine, Defaults, read_prompts
+from foretell.cli.show import LINE_SECONDS
 from foretell.corpus import files_of, texts_of
 from foretell.datastore import fingerprint
 from foretell.load import EMBEDDED, load
@@ -138,15 +139,19 @@ def _given(path: Path, model: Model) -> list[Sequence[int]]:
 
 
 def _watch(work: Iterator[int], collection: Collection, wanted: int, console: Console) -> None:
-    """Run to the end, showing tokens and speed."""
+    """Run to the end, showing tokens and speed: on a bar, or for logs in a line now and then."""
     columns = TextColumn("{task.completed:,} of {task.total:,} tokens"), BarColumn(), TextColumn("{task.fields[speed]}")
-    started, new = time.perf_counter(), 0
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    watched, new = console.is_terminal, 0
+    started = told = time.perf_counter()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not watched) as progress:
         task = progress.add_task("", total=wanted, completed=min(collection.learnable, wanted), speed="")
         for decoded in work:
-            new += decoded
-            speed = f"{new / (time.perf_counter() - started):,.0f} tokens/s"
-            progress.update(task, completed=min(collection.learnable, wanted), speed=speed)
+            new, now = new + decoded, time.perf_counter()
+            done, speed = min(collection.learnable, wanted), f"{new / (now - started):,.0f} tokens/s"
+            progress.update(task, completed=done, speed=speed)
+            if not watched and now - told >= LINE_SECONDS:
+                told = now
+                console.print(f"{done:,} of {wanted:,} tokens  {speed}", highlight=False, soft_wrap=True)
 
 
 def _sentence(data: Dataset) -> str:

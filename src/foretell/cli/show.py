@@ -13,6 +13,8 @@ from foretell.text import Detokenizer
 
 DRAFTED = "green"
 """Colour of tokens that were drafted and accepted."""
+LINE_SECONDS = 30.0
+"""Between lines of progress where nobody watches a terminal."""
 _UNSAFE = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in "\n\t"}
 
 

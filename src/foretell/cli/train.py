@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
+from foretell.cli.show import LINE_SECONDS
 from foretell.load import load
 from foretell.train import card, curve
 from foretell.train.curve import Row
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 app = typer.Typer(pretty_exceptions_enable=False)
 _SAID = Settings(recipe="", model="", data=(), out="")
 """What holds for options that are not given."""
-_LINE_SECONDS = 30.0
-"""Between lines of progress where nobody watches a terminal."""
 
 
 @app.command()
@@ -206,7 +205,7 @@ class Lines(Watcher):
         now = time.monotonic()
         if self._first[1] == 0:
             self._first = now, row.step, row.tokens
-        elif now - self._told >= _LINE_SECONDS or row.step == self._steps or row.tokens_per_pass is not None:
+        elif now - self._told >= LINE_SECONDS or row.step == self._steps or row.tokens_per_pass is not None:
             self._told = now
             self._say(f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  {self._speed(row, now)}{self._best}")
 
