@@ -238,6 +238,15 @@ def test_what_stood_in_one_text_says_nothing_of_the_next() -> None:
     assert drafted[0] < 2 and drafted[1] > 3
 
 
+def test_a_model_that_was_right_before_is_trusted_with_the_next_text() -> None:
+    """Its guesses take half as long again as a pass, which more of them must make up for than a new text is thought to take."""
+    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(1.5))
+    engine = Engine(DecoderRunner(target()), Method(Hybrid(Lookup(), good_model(VOCAB)), shape, Match()), rows=1)
+    numbers = [engine.submit(r) for r in GREEDY]
+    list(engine.run())
+    assert all(engine.statistics[n].drafted / engine.statistics[n].target_passes > 3 for n in numbers)
+
+
 def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
     class Late(DraftModel):
         taps = (1,)

@@ -32,7 +32,9 @@ class Mean:
 _BESIDE = 0.25
 """Chance of a copy that is worth its place beside the model's guesses: where it is right, these mostly are as well."""
 _HOPED = 1.0
-"""Guesses per step that are expected to stand in a text of which nothing is known."""
+"""Guesses per step that are expected to stand in a new text, at the least: another kind of text may gain nothing, and say nothing of this one."""
+_DOUBT = 8.0
+"""Steps that what is expected of a text counts as: few say little, and a model that is thought too little of is hardly asked again."""
 _TRIALS = 3
 """Guesses before it is decided whether they pay; the first of them often takes as long as ten others."""
 
@@ -59,6 +61,8 @@ class Fallback(Shape[Hybrid]):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
         self.frugal, self.guess, self._again, self._clock = frugal, guess, again, clock
         self._stood, self._size = dict[int, Mean](), Mean()
+        self._usual = Mean(memory=64.0, value=_HOPED, weight=_DOUBT)
+        """What stood of the guesses at all texts."""
         self._times = deque[float](maxlen=9)
         self._tries, self._idle = 0, 0
         self._read: set[int] = set()
@@ -91,10 +95,14 @@ class Fallback(Shape[Hybrid]):
         b, size = len(self._plan.bids), round(self._size.value)
         cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
         share = cost[0] / b - cost[0]
-        stood = self._stood[bid.row].value if bid.row in self._stood else _HOPED
+        stood = self._stood.setdefault(bid.row, self._expected()).value
         # The quickest: what took longer was mostly the machine's other work, and a guess that seems too dear is hardly tried again.
         model = (1 + stood) / (share + cost[size] + min(self._times))
         return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
+
+    def _expected(self) -> Mean:
+        """What is thought of a new text."""
+        return Mean(value=max(_HOPED, self._usual.value), weight=_DOUBT)
 
     def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
         """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
@@ -124,8 +132,9 @@ class Fallback(Shape[Hybrid]):
         bids = tuple(replace(bid, asked=bid.asked and bid.row not in self._guessed) for bid in self._plan.bids)
         self.frugal.settle(step, replace(self._plan, bids=bids))
         for row in self._guessed.keys() & set(step.context.rows):
-            # Few guesses say little, and a model that is thought too little of is hardly asked again.
-            self._stood.setdefault(row, Mean(value=_HOPED, weight=8.0)).add(accepted(step, row))
+            stood = accepted(step, row)
+            self._stood.setdefault(row, self._expected()).add(stood)
+            self._usual.add(stood)
         self._plan, self._guessed = None, {}
 
     def clear(self, row: int) -> None:
