@@ -95,14 +95,14 @@ class Fallback(Shape[Hybrid]):
         b, size = len(self._plan.bids), round(self._size.value)
         cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
         share = cost[0] / b - cost[0]
-        stood = self._stood.setdefault(bid.row, self._expected()).value
+        stood = self._stood_at(bid.row).value
         # The quickest: what took longer was mostly the machine's other work, and a guess that seems too dear is hardly tried again.
         model = (1 + stood) / (share + cost[size] + min(self._times))
         return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
 
-    def _expected(self) -> Mean:
-        """What is thought of a new text."""
-        return Mean(value=max(_HOPED, self._usual.value), weight=_DOUBT)
+    def _stood_at(self, row: int) -> Mean:
+        """What stood of the guesses at a text; of a new one, what is thought of it."""
+        return self._stood.setdefault(row, Mean(value=max(_HOPED, self._usual.value), weight=_DOUBT))
 
     def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
         """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
@@ -133,7 +133,7 @@ class Fallback(Shape[Hybrid]):
         self.frugal.settle(step, replace(self._plan, bids=bids))
         for row in self._guessed.keys() & set(step.context.rows):
             stood = accepted(step, row)
-            self._stood.setdefault(row, self._expected()).add(stood)
+            self._stood_at(row).add(stood)
             self._usual.add(stood)
         self._plan, self._guessed = None, {}
 
