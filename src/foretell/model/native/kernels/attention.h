@@ -3,6 +3,7 @@
 #pragma once
 
 #include "interface.h"
+#include "linear.h"
 #include "precisions.h"
 #include "rows.h"
 #include "threads.h"
@@ -61,9 +62,11 @@ void score_all(const Word* keys, int words, const uint32_t* const* queries, int 
     all[std::min(kMostQueries, count - i) - 1](keys, words, queries + i, out + i);
 }
 
-// One half of a decoder block: everything between the product with qkv and the product with the output matrix.
-template <class C>
+// One half of a decoder block: everything between the product with qkv and the product with the output matrix, in P's precision.
+template <class P>
 class Attention {
+  using C = typename P::Cached;
+
  public:
   Attention(const Model& model, const Sight& sight, const Cache& cache, const Team& team)
       : m_(model),
@@ -86,7 +89,7 @@ class Attention {
     for (int i = from; i < to; ++i) place_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
   }
 
-  // out [tokens, heads * head_dim]. A thread's share of a row is a run of (key-value head, token) pairs, so that few keys and values
+  // out [tokens, heads * head_dim], left to the next product. A thread's share of a row is a run of (key-value head, token) pairs, so that few keys and values
   // are read by two threads; tokens weigh what they see.
   void attend(const Layer& layer, int index, float* out, const Team& team) const {
     const Tokens& tokens = sight_.tokens();
@@ -163,7 +166,7 @@ class Attention {
       for (int h = 0; h < group_; ++h) {
         float* scores = scores_of((t - first) * group_ + h, team);
         const float factor = soften(layer, t, scores);
-        const Query query = {t, first_visible(layer, t), (const uint32_t*)scores, factor, out + ((size_t)t * m_.heads + kv * group_ + h) * m_.head_dim};
+        const Query query = {t, first_visible(layer, t), (const uint32_t*)scores, factor, out + (size_t)t * m_.heads * m_.head_dim, (kv * group_ + h) * m_.head_dim};
         if (count == kMostMixed || (count && query.from != queries[0].from)) mix_all(cache_.v + at, queries, std::exchange(count, 0));
         queries[count++] = query;
       }
@@ -250,12 +253,14 @@ class Attention {
     return 1 / sum(total);
   }
 
-  // y = sum of a token's visible values from `from` on, weighted with the words of `weights`, times `factor`.
+  // Number `first` of `row` and those after it: the sum of a token's visible values from `from` on, weighted with the words of `weights`,
+  // times `factor`.
   struct Query {
     int token, from;
     const uint32_t* weights;
     float factor;
-    float* y;
+    float* row;
+    int first;
   };
 
   // Two vectors of a value's words, in turns the numbers of as many values as a word of weights holds.
@@ -313,7 +318,7 @@ class Attention {
       C::unravel(sums.of[half], ordered);
       for (int d = 0; d < D; ++d) {
         const int first = (w + kLanes * half) * D + kLanes * d;
-        if (first < m_.head_dim) store_part(query.y + first, ordered[d] * splat(query.factor), m_.head_dim - first);
+        if (first < m_.head_dim) leave<P>(query.row, query.first + first, ordered[d] * splat(query.factor));
       }
     }
   }

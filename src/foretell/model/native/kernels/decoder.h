@@ -47,8 +47,8 @@ class Pass {
   void attend(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const bool entering = entry_ && i == first_;
-    linear(entering ? entry_ : x_, entering ? layer.qkv.in : m_.hidden, entering ? nullptr : layer.attention_norm, layer.qkv,
-           {qkv_.get(), qkv_width_, qkv_width_, Then::kStore, 0}, &layer.output, team);
+    const Rows rows = operands_.prepare(entering ? entry_ : x_, layer.qkv.in, layer.qkv.in, entering ? nullptr : layer.attention_norm, m_.eps, team);
+    linear(rows, layer.qkv, {qkv_.get(), qkv_width_, qkv_width_, Then::kStore, 0}, &layer.output, team);
     attention_.place(layer, i, qkv_.get(), team);
     team.barrier();
     attention_.attend(layer, i, inner_.get(), team);
@@ -58,20 +58,26 @@ class Pass {
 
   void feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
-    linear(x_, m_.hidden, layer.mlp_norm, layer.gate_up, {inner_.get(), ffn_, ffn_, Then::kGate, m_.activation}, &layer.down, team);
+    const Rows rows = operands_.prepare(x_, m_.hidden, m_.hidden, layer.mlp_norm, m_.eps, team);
+    linear(rows, layer.gate_up, {inner_.get(), ffn_, ffn_, Then::kGate, m_.activation}, &layer.down, team);
     join(ffn_, layer.down, layer.post_mlp_norm, i + 1 < last_ ? &layers_[i + 1].qkv : nullptr, team);
   }
 
-  void linear(const float* x, int stride, const float* norm, const Weight& w, const Sink& sink, const Weight* next, const Team& team) const {
-    const uint32_t* words = operands_.prepare(x, w.in, stride, norm, m_.eps, team);
-    multiply<P>(w, words, tokens_, sink, next, team);
+  void linear(const Rows& rows, const Weight& w, const Sink& sink, const Weight* next, const Team& team) const {
+    multiply<P>(w, rows, tokens_, sink, next, team);
     team.barrier();
+  }
+
+  // What the inner part left, in rows of so many numbers.
+  Rows left(int stride, const Weight& w, const Team& team) const {
+    if constexpr (P::kSingly) return {(const uint32_t*)inner_.get(), (size_t)stride};
+    return operands_.prepare(inner_.get(), w.in, stride, nullptr, 0, team);
   }
 
   // Adds a product of what the inner part left, normed if asked, to the residual stream.
   void join(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team) const {
     float* y = norm ? product_.get() : x_;
-    linear(inner_.get(), stride, nullptr, w, {y, m_.hidden, m_.hidden, norm ? Then::kStore : Then::kAdd, 0}, next, team);
+    linear(left(stride, w, team), w, {y, m_.hidden, m_.hidden, norm ? Then::kStore : Then::kAdd, 0}, next, team);
     if (!norm) return;
     const auto [from, to] = team.share(tokens_);
     for (int t = from; t < to; ++t) {
@@ -89,7 +95,7 @@ class Pass {
   const float* entry_;
   const int tokens_, qkv_width_, ffn_;
   const Sight sight_;
-  const Attention<typename P::Cached> attention_;
+  const Attention<P> attention_;
   const Operands<P> operands_;
   const Buffer<float> qkv_, inner_, product_;
 };

@@ -9,7 +9,7 @@
 
 namespace {
 
-// What becomes of a product: stored, added to what is there, or gated: activation(first half) * second half.
+// What becomes of a product: stored, added to what is there, or gated: activation(first half) * second half, left to the next product.
 enum class Then { kStore, kAdd, kGate };
 
 struct Sink {
@@ -20,13 +20,27 @@ struct Sink {
   int32_t activation;
 };
 
+// Leaves 16 numbers, from number `first` of a row on, to the next product: as words where that is a matter of each number alone, so that
+// nobody has to prepare them, else as they are.
+template <class P>
+void leave(float* row, int first, Float v) {
+  if constexpr (P::kSingly) {
+    float numbers[kLanes];
+    store(numbers, v);
+    P::quantize(numbers, kLanes, (uint32_t*)row + P::row_words(first));
+  } else {
+    store(row + first, v);
+  }
+}
+
+template <class P>
 void emit(const Sink& sink, const Weight& w, const Float* tile, int panel, int token) {
   Float v[2] = {tile[0], tile[1]};
   if (w.bias)
     for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
   float* row = sink.y + (size_t)token * sink.stride;
   if (sink.then == Then::kGate) {
-    store_part(row + kLanes * panel, activate(v[0], sink.activation) * v[1], sink.width - kLanes * panel);
+    leave<P>(row, kLanes * panel, activate(v[0], sink.activation) * v[1]);
     return;
   }
   for (int i = 0; i < 2; ++i) {
@@ -54,11 +68,17 @@ const uint32_t* first_panel(const Weight& w, size_t panel_words, const Team& tea
   return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words;
 }
 
+// Rows of words.
+struct Rows {
+  const uint32_t* words;
+  size_t stride;
+};
+
 // y = x W^T for this thread's panels. A panel stays in the cache while all tokens pass by it in blocks. Two blocks fetch half of the
 // next panel's lines each (at the end: of the first of the layer that follows).
 template <class P>
-void multiply(const Weight& w, const uint32_t* x, int tokens, const Sink& sink, const Weight* following, const Team& team) {
-  const size_t stride = P::row_words(w.in), panel_words = P::panel_words(w.in);
+void multiply(const Weight& w, const Rows& x, int tokens, const Sink& sink, const Weight* following, const Team& team) {
+  const size_t panel_words = P::panel_words(w.in);
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
   const int blocks = (tokens + P::kMostTokens - 1) / P::kMostTokens;
   const auto pick = tokens <= P::kFewTokens ? pick_tile<P, Fetch::kHalf>
@@ -70,8 +90,8 @@ void multiply(const Weight& w, const uint32_t* x, int tokens, const Sink& sink, 
     const uint32_t* next = p + 1 < to ? panel + panel_words : following ? first_panel(*following, P::panel_words(following->in), team) : panel;
     for (int b = 0, t = 0; b < blocks; ++b) {
       const int count = (tokens - t + blocks - b - 1) / (blocks - b);
-      pick(count)(panel, x + t * stride, stride, w.in, (const char*)next + 64 * b, out);
-      for (int i = 0; i < count; ++i) emit(sink, w, out + 2 * i, p, t + i);
+      pick(count)(panel, x.words + t * x.stride, x.stride, w.in, (const char*)next + 64 * b, out);
+      for (int i = 0; i < count; ++i) emit<P>(sink, w, out + 2 * i, p, t + i);
       t += count;
     }
   }
@@ -89,7 +109,7 @@ class Operands {
         rows_(buffer<float>(team.threads * row_size_)) {}
 
   // Every thread prepares its share and waits for the others, or, where that is quicker than waiting, all for itself.
-  const uint32_t* prepare(const float* x, int in, int x_stride, const float* norm, float eps, const Team& team) const {
+  Rows prepare(const float* x, int in, int x_stride, const float* norm, float eps, const Team& team) const {
     const size_t stride = P::row_words(in);
     const auto [from, to] = alone_ ? std::pair(0, tokens_) : team.share(tokens_);
     uint32_t* words = words_.get() + (alone_ ? team.thread * tokens_ * stride : 0);
@@ -105,7 +125,7 @@ class Operands {
       for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
     }
     if (!alone_) team.barrier();
-    return words;
+    return {words, stride};
   }
 
  private:
@@ -124,8 +144,7 @@ void run_linear(const Weight& w, const float* x, float* y, int tokens, int width
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(gate);
-    const uint32_t* words = operands.prepare(x, w.in, w.in, nullptr, 0, team);
-    multiply<P>(w, words, tokens, {y, width, width, Then::kStore, 0}, nullptr, team);
+    multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, width, width, Then::kStore, 0}, nullptr, team);
   }
 }
 

@@ -78,6 +78,7 @@ inline void fetch(const uint32_t* panel, const char* next, int k) {
 template <class P>
 struct FloatProduct {
   using Cached = P;                       // precision of keys and values
+  static constexpr bool kSingly = true;   // every number is rounded by itself
   static constexpr int kMostTokens = 12;  // 24 accumulators, 2 weights: what 32 registers hold
   static constexpr int kFewTokens = 2;    // so many wait for memory more than they work
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
@@ -111,6 +112,7 @@ struct FloatProduct {
 // plus 128 and a row carries, per group, its scale and what that adds: -128 times the sum of its bytes.
 struct Int8 {
   using Cached = Bfloat16;
+  static constexpr bool kSingly = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
   static constexpr int kMostTokens = 8;

@@ -23,8 +23,7 @@ void run_stage(const Stage& s, const float* state, const float* embedded, float*
   {
     const Team team = Team::current(gate);
     const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Then then, const Weight* coming) {
-      const uint32_t* words = operands.prepare(x, w.in, w.in, nullptr, 0, team);
-      multiply<P>(w, words, tokens, {y, w.out, w.out, then, 0}, coming, team);
+      multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, w.out, w.out, then, 0}, coming, team);
     };
     product(first, state, s.project, next, Then::kStore, &s.token);
     // A thread adds to what it stored itself: both products have the same panels.
@@ -79,8 +78,7 @@ void run_guess(const Weight& w, const float* x, const float* norm, float eps, fl
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(gate);
-    const uint32_t* words = operands.prepare(x, w.in, w.in, norm, eps, team);
-    multiply<P>(w, words, tokens, {scores.get(), w.out, w.out, Then::kStore, 0}, nullptr, team);
+    multiply<P>(w, operands.prepare(x, w.in, w.in, norm, eps, team), tokens, {scores.get(), w.out, w.out, Then::kStore, 0}, nullptr, team);
     team.barrier();
     const auto [from, to] = team.share(tokens);
     for (int t = from; t < to; ++t)
