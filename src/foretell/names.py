@@ -8,5 +8,5 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not among `known`, with the nearest that is."""
     names = sorted(known)
     near = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"unknown {kind} {name!r}: {hint}Known: {', '.join(names)}")
+    hint = f": did you mean {near[0]!r}? Known: " if near else "; known: "
+    return ValueError(f"unknown {kind} {name!r}{hint}{', '.join(names)}")

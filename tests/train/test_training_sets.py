@@ -130,6 +130,8 @@ def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.M
     assert [(d.start, d.greedy) for d in data] == [(1, r.greedy) for r in records]
     with Collection(tmp_path, MANIFEST) as again:
         assert again.numbers == {*range(7), 50} and again.learnable == data.learnable
+    modes = {file.stat().st_mode for file in tmp_path.rglob("*.*") if file.is_file()}
+    assert len(modes) == 1, "readable by whom the umask lets read"
 
 
 def test_a_kill_between_shard_and_journal_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

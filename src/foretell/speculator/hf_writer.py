@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def write_hf(
     save_file(tensors, part, metadata={"format": "pt"})
     os.replace(part, folder / "model.safetensors")
     _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    # safetensors lets nobody but the owner read what it writes.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     if codec is not None:
         _write_codec(folder, codec)
 

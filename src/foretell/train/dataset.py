@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from foretell.store import HEADER, Store, read, settings
 
@@ -134,8 +134,10 @@ def _write_shard(path: Path, records: Sequence[Record]) -> None:
         "greedy": np.array([r.greedy for r in records], np.uint8),
     }
     part = path.with_suffix(".part")
-    save_file(arrays, part)
-    with part.open("rb+") as file:
+    # Not with `save_file`, which lets nobody but the owner read what it writes.
+    with part.open("wb") as file:
+        file.write(save(arrays))
+        file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
 

@@ -208,7 +208,7 @@ class MLPSpeculator(Speculator):
         if c.more_taps or self._softcap:
             what = f"layers {list(c.more_taps)} of the target" if c.more_taps else "a bound on the logits"
             raise ValueError(
-                f"the published form of the MLP speculator has no place for {what}; train one without to export it"
+                f"the published form of the MLP speculator has no place for {what}, which this one has; train one without to export it"
             )
         scale = self._scale * c.state_weight / c.emb_weight
         embedding, head = self.get_buffer("_embedding"), self._target_head if self.head is None else self._wide_head()

@@ -75,17 +75,19 @@ def _check(network: EagleNetwork, format_name: str) -> None:
     refuse_softcap(network, format_name)
     c = network.config
     eagle3 = c.kind == "eagle3"
-    cannot = {
-        "biases of queries, keys and values": eagle3 and c.qkv_bias,
-        "a bias of the fused features": eagle3 and c.fc_bias is True,
-        "the target's state after its final norm": eagle3 and max(c.tapped) > c.target.layers,
-        "a reduced vocabulary": not eagle3 and c.draft_vocab is not None,
-        "an output matrix of its own": not eagle3 and c.own_head,
-    }
-    for what, found in cannot.items():
+    tapped, most = [t for t in c.tapped if t <= c.target.layers], c.target.layers + 1
+    taps = f" (--set taps={','.join(map(str, tapped))})"
+    cannot = (
+        ("biases of queries, keys and values", eagle3 and c.qkv_bias, ""),
+        ("a bias of the fused features", eagle3 and c.fc_bias is True, ""),
+        ("the target's state after its final norm", eagle3 and most in c.tapped, taps),
+        ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
+        ("an output matrix of its own", not eagle3 and c.own_head, ""),
+    )
+    for what, found, how in cannot:
         if found:
             raise ValueError(
-                f"the format {format_name} has no place for {what}, which this speculator has; train one without to export it"
+                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} to export it"
             )
 
 
