@@ -112,9 +112,11 @@ def resolve(reference: str) -> Path:
         raise ValueError(
             f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file"
         )
+    if "/" not in reference:
+        raise unknown("model", reference, [EMBEDDED])
     if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
         return _download(reference)
-    raise unknown("model", reference, [EMBEDDED])
+    raise ValueError(f"{reference}: no such directory or .gguf file")
 
 
 def _embedded() -> Path:

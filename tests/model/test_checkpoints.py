@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
+from foretell.load import resolve
 from foretell.model.config import from_gguf, from_hf
 from foretell.model.decoder import Decoder
 from foretell.model.gguf import GGUF
@@ -204,6 +205,15 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
     with pytest.raises(ValueError) as error:
         read_directory(checkpoint)
     one_sentence(error, "model.safetensors", "download it again")
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [("/no/model", "no such directory"), ("./model", "no such"), ("a/b/c", "no such"), ("smollm", "did you mean 'smollm2-135m'")],
+)
+def test_a_model_that_is_not_there_is_said_to_be_missing(reference: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        resolve(reference)
 
 
 def test_a_pickle_is_refused_by_name(checkpoint: Path) -> None:
