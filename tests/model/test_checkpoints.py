@@ -209,7 +209,12 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "said"),
-    [("/no/model", "no such directory"), ("./model", "no such"), ("a/b/c", "no such"), ("smollm", "did you mean 'smollm2-135m'")],
+    [
+        ("/no/model", "no such directory"),
+        ("./model", "no such"),
+        ("a/b/c", "no such"),
+        ("smollm", "did you mean 'smollm2-135m'"),
+    ],
 )
 def test_a_model_that_is_not_there_is_said_to_be_missing(reference: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
