@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.context import Context, Step
 from foretell.draft.base import Predictor
 from foretell.model.runner import Runner
-from foretell.tree import TokenTree, root
+from foretell.tree import TokenTree, hung, root
 
 
 class DraftModel(Predictor):
@@ -37,11 +37,7 @@ class DraftModel(Predictor):
         if tree.nodes == 1:
             self._rows = context.rows
             catch_up(self.runner, context, self._chunk)
-        unread = [
-            t.tokens[self.runner.length(row) if room else -1 :].tolist()
-            for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
-        ]
-        full = tree.with_trunk(unread)
+        full = tree.with_trunk(self._unread(context))
         shift = full.trunk - 1
         place = np.minimum(np.arange(tree.nodes) + shift[:, None], full.nodes - 1)
         wanted = np.zeros(full.token.shape, bool)
@@ -58,6 +54,33 @@ class DraftModel(Predictor):
         )
         self._read = growing if first else before | wanted
         return output.logits, np.take_along_axis(output.at, place, 1)
+
+    def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
+        """Whole trees in one call, where the network can."""
+        able = np.flatnonzero(context.room)
+        if not len(able):
+            return None
+        catch_up(self.runner, context, self._chunk)
+        unread, part = self._unread(context), context.select(able.tolist())
+        trunks = root(part.last).with_trunk([unread[i] for i in able])
+        trees = self.runner.beam(part.rows, trunks, part.room, sizes, bounds)
+        if trees is None:
+            return None
+        whole = hung(context.last, able, trees.token, trees.parent, trees.count)
+        self._tree, self._rows = whole.with_trunk(unread), context.rows
+        self._read = np.arange(self._tree.nodes) < self._tree.trunk[:, None]
+        if sizes[1] == 1:
+            # The last token of a chain is not read; those of wider trees do not lie in the order of their nodes.
+            self._read[:, :-1] |= self._tree.live[:, 1:]
+        self._read &= (context.room > 0)[:, None]
+        return whole
+
+    def _unread(self, context: Context) -> list[list[int]]:
+        """Decided tokens that are not in this model's cache, of texts without room for drafts the last alone."""
+        return [
+            t.tokens[self.runner.length(row) if room else -1 :].tolist()
+            for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
+        ]
 
     def keep(self, step: Step) -> None:
         """Keep what was read of the decided tokens; the last of these is the next root and stays unread."""

@@ -6,7 +6,8 @@ from jaxtyping import Float, Int
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
-from foretell.model.runner import Network
+from foretell.model.native import Trees
+from foretell.model.runner import Growing, Network
 
 
 class Reduced:
@@ -45,6 +46,16 @@ class Reduced:
         scores = self._network.logits(x)
         out = scores.new_full((len(scores), self.config.vocab), float("-inf"))
         return out.index_copy_(1, self._token_of, scores)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the network has trees by confidence."""
+        return isinstance(self._network, Growing) and self._network.grows
+
+    def beam(self, roots: Float[torch.Tensor, "b d"], trees: Trees, cache: Cache) -> None:
+        """The network's trees, in tokens of the whole vocabulary."""
+        assert isinstance(self._network, Growing)
+        self._network.beam(roots, trees, cache, self._token_of)
 
     def cut(self, layers: int) -> "Reduced":
         """The first blocks under the same head, sharing weights."""

@@ -12,6 +12,7 @@ from foretell.context import Output
 from foretell.model.cache import Cache, Layout, numbered
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
+from foretell.model.native import Trees
 from foretell.tree import TokenTree
 
 
@@ -47,6 +48,24 @@ class Network(Protocol):
         """All blocks without some of their parts, sharing weights."""
 
 
+@runtime_checkable
+class Growing(Protocol):
+    """A network that may grow trees by confidence in one call."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether it does."""
+
+    def beam(
+        self,
+        roots: Float[torch.Tensor, "b d"],
+        trees: Trees,
+        cache: Cache,
+        token_of: Int[torch.Tensor, " v"] | None = None,
+    ) -> None:
+        """Grow trees below roots whose last block's outputs are given; `token_of`: the token of every row of the head (None: its number)."""
+
+
 class Runner(ABC):
     """Reads trees of tokens on behalf of row-indexed texts."""
 
@@ -74,6 +93,21 @@ class Runner(ABC):
         all read). `taps` names blocks whose *input* is wanted as features: `layers` stands for the last block's output, `layers + 1` for the same
         after the final norm.
         """
+
+    def beam(
+        self,
+        rows: Sequence[int],
+        trunks: TokenTree,
+        room: Int[np.ndarray, " b"],
+        sizes: tuple[int, int, int],
+        bounds: tuple[float, float],
+    ) -> Trees | None:
+        """Read trunks, and grow what `shape.Beam` would below each, in one call of the network; None: it cannot, and nothing was read.
+
+        `room`, 1 or more, `sizes` and `bounds` as in `Predictor.beam`. Of a tree without branches all nodes but the last have been read then, as
+        nodes after the trunk.
+        """
+        return None
 
     @abstractmethod
     def keep(self, row: int, path: Sequence[int]) -> None:
@@ -124,6 +158,25 @@ class DecoderRunner(Runner):
             seen = self.network.final(seen)
         logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
         return Output(logits, at, tuple(states[t] for t in taps), index, experts=tuple(self.cache.experts_read))
+
+    @torch.inference_mode()
+    def beam(
+        self,
+        rows: Sequence[int],
+        trunks: TokenTree,
+        room: Int[np.ndarray, " b"],
+        sizes: tuple[int, int, int],
+        bounds: tuple[float, float],
+    ) -> Trees | None:
+        """Read trunks and grow trees below them; see `Runner.beam`."""
+        if not (isinstance(self.network, Growing) and self.network.grows):
+            return None
+        self._reserve(rows, trunks.nodes + sizes[0] * sizes[1])
+        output = self.forward(rows, trunks, scored=np.zeros_like(trunks.live), taps=(self.network.config.layers,))
+        ends = output.feature_at[np.arange(len(rows)), trunks.trunk - 1]
+        trees = Trees(room, sizes, bounds, np.array(rows), self._length[list(rows)] + trunks.trunk)
+        self.network.beam(output.features[0][torch.from_numpy(ends)], trees, self.cache)
+        return trees
 
     def _inputs(
         self, token: Int[np.ndarray, " t"], side: Float[torch.Tensor, "e d"] | None

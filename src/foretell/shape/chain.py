@@ -55,13 +55,17 @@ class Chain(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain per text; rows that stop early have dead nodes at the end."""
+        if self.length and not (self.confidence or self.fallback) and _picks(context, self.draw):
+            whole = draft.beam(context, (self.length, 1, self.length), (0.0, 0.0))
+            if whole is not None:
+                return whole
         return grow_chains(draft, context, [self.pace] * len(context.rows), self.draw)
 
 
 def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw: bool) -> TokenTree:
     """A chain per text, each at its own pace."""
     growth = Growth(replace(context, room=np.minimum(context.room, [p.length for p in paces])))
-    if not draw and all(s.plain for s in context.sampling):
+    if _picks(context, draw):
         return _picked_chains(draft, growth, paces)
     going = list(range(len(paces)))
     while going := [row for row in going if growth.grows(row, int(growth.frontier[row, 0]))]:
@@ -79,8 +83,13 @@ def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw:
     return growth.done()
 
 
+def _picks(context: Context, draw: bool) -> bool:
+    """Whether nothing but the drafter's own best tokens is needed."""
+    return all(s.plain and not (draw and s.temperature) for s in context.sampling)
+
+
 def _picked_chains(draft: Predictor, growth: Growth, paces: Sequence[Pace]) -> TokenTree:
-    """The same where nothing but the drafter's own best tokens is needed."""
+    """The same of the drafter's own best tokens."""
     going = np.array([growth.grows(row, 0) for row in range(len(paces))])
     while going.any():
         best, row = growth.best(draft, 1), np.arange(len(paces))

@@ -33,6 +33,17 @@ class Trees:
             texts, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._given)
         )
 
+    def check(self, bad: int, slots: int, context: int) -> None:
+        """See what a kernel found wrong: a token that it could not place in a cache of `slots` or at a position below `context`, or nothing (-1).
+
+        Raises:
+            ValueError: the trees do not fit.
+        """
+        if bad >= 0:
+            raise ValueError(
+                f"a tree of {self.struct.depth} levels does not fit: the cache has {slots} slots, and positions end at {context}"
+            )
+
     @property
     def out(self) -> tuple[int, int, int]:
         """Where the kernels write."""

@@ -9,7 +9,9 @@ from torch import nn
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Block, Decoder, FeedForward, Norm, Skip, Span, Streams
-from foretell.model.native.linear import NativeLinear
+from foretell.model.native import structures
+from foretell.model.native.beam import Trees
+from foretell.model.native.linear import NativeLinear, embedding_of, expect
 from foretell.model.native.rows import rms_norm
 from foretell.model.native.stack import NativeStack
 from foretell.model.native.structures import Precision
@@ -76,6 +78,7 @@ class NativeDecoder:
             plain, [PlainBlock.of(b) for b in decoder.blocks], precision, decoder.rope, decoder.local_rope
         )
         self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
+        self._table, self._embedded = embedding_of(self._embedding, decoder.config.embedding_scale)
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -111,6 +114,34 @@ class NativeDecoder:
         out = self._head(x)
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
+
+    @property
+    def grows(self) -> bool:
+        """Whether `beam` gives the chances that `logits` do: it knows no bound on them."""
+        return not self.config.logit_softcap
+
+    def beam(
+        self,
+        roots: Float[torch.Tensor, "b d"],
+        trees: Trees,
+        cache: Cache,
+        token_of: Int[torch.Tensor, " v"] | None = None,
+    ) -> None:
+        """Grow trees below roots whose last layer's outputs are given; their keys go behind those of the texts.
+
+        `token_of`: the token of every row of the head; None: its number.
+
+        Raises:
+            ValueError: the cache has no room for the trees.
+        """
+        stack = self._stack
+        expect(roots, torch.float32, "roots", trees.struct.texts, self.config.hidden)
+        bad = structures.library().foretell_decoder_beam(
+            *(stack.model, stack.layers, len(stack.layers), self._embedded, self._head.struct, self._norm.data_ptr()),
+            *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
+            *(stack.memory(cache), *trees.out, torch.get_num_threads()),
+        )
+        trees.check(bad, cache.k.shape[3], stack.model.context)
 
     def cut(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks under the same norm and head, sharing all weights."""

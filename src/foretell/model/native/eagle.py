@@ -101,7 +101,4 @@ class NativeEagle:
             *(None if around.token_of is None else around.token_of.data_ptr(), roots.data_ptr(), b),
             *(stack.memory(cache), *trees.out, torch.get_num_threads()),
         )
-        if bad >= 0:
-            raise ValueError(
-                f"a tree of {b.depth} levels does not fit: the cache has {cache.k.shape[3]} slots, and positions end at {stack.model.context}"
-            )
+        trees.check(bad, cache.k.shape[3], stack.model.context)

@@ -125,6 +125,11 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
         *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
     ]
     kernels.foretell_beam.restype = c_int32
+    kernels.foretell_decoder_beam.argtypes = [
+        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Embedding), POINTER(Weight), c_void_p, c_void_p, c_void_p),
+        *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
+    ]
+    kernels.foretell_decoder_beam.restype = c_int32
     kernels.foretell_stages_beam.argtypes = [
         *(c_int32, POINTER(Stage), POINTER(Embedding), c_void_p, c_void_p, c_void_p),
         *(POINTER(Beam), c_void_p, c_void_p, c_void_p, c_int32),

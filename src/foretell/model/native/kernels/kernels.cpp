@@ -95,23 +95,24 @@ int32_t foretell_eagle_read(const Model* m, const Layer* layers, int32_t count, 
 
 // Trees by confidence below roots whose outputs [texts, hidden] are given, of texts with room for a token: per text at most `budget`
 // tokens and the places of their parents, [texts, budget] each, and how many there are. token_of: the token of every output of the head;
-// null: its number.
+// null: its number. Here from EAGLE-3's layers.
 int32_t foretell_beam(const Model* m, const Layer* layers, int32_t count, const Entry* e, const Weight* head, const float* norm, const int64_t* token_of,
                       const float* roots, const Beam* b, const Cache* cache, int64_t* token, int64_t* parent, int64_t* sizes, int32_t threads) {
-  std::vector<Growth> trees;
-  for (int i = 0; i < b->texts; ++i) trees.emplace_back(*b, i, 0);
-  const int k = std::min(b->width, head->out);
-  const Buffer<float> outputs = buffer<float>((size_t)b->texts * (1 + (size_t)b->width * b->depth) * m->hidden);
-  std::memcpy(outputs.get(), roots, 4 * (size_t)b->texts * m->hidden);
-  int64_t known = 0;
-  const auto read = [&](int level, const std::vector<Place>& places, float* chances, int64_t* found) {
-    const int bad = level ? read_level(*m, layers, count, *e, trees, places, level, outputs.get(), known, *cache, threads) : -1;
-    if (bad >= 0) return bad;
-    guess(m->precision, *head, outputs.get() + (size_t)known * m->hidden, norm, m->eps, chances, found, (int)places.size(), k, threads);
-    known += (int64_t)places.size();
-    return -1;
+  const auto run = [&](const Tokens& at, const int64_t* tokens, const int64_t* parents, const float* outputs, float* next) {
+    return eagle(*m, layers, count, *e, tokens, outputs, parents, next, at, *cache, threads);
   };
-  return grow(*b, trees, k, token_of, read, token, parent, sizes);
+  return grow_by_layers(*m, {norm, head, token_of}, roots, *b, run, token, parent, sizes, threads);
+}
+
+// The same from a decoder: outputs are those of its last layer.
+int32_t foretell_decoder_beam(const Model* m, const Layer* layers, int32_t count, const Embedding* e, const Weight* head, const float* norm,
+                              const int64_t* token_of, const float* roots, const Beam* b, const Cache* cache, int64_t* token, int64_t* parent,
+                              int64_t* sizes, int32_t threads) {
+  const auto run = [&](const Tokens& at, const int64_t* tokens, const int64_t*, const float*, float* next) {
+    for (int t = 0; t < at.count; ++t) embed(*e, tokens[t], m->hidden, next + (size_t)t * m->hidden);
+    return stack(*m, layers, 0, count, next, nullptr, at, *cache, {nullptr, 0, nullptr}, threads);
+  };
+  return grow_by_layers(*m, {norm, head, token_of}, roots, *b, run, token, parent, sizes, threads);
 }
 
 // The k likeliest outputs of a linear layer for each row of x [tokens, in].

@@ -217,9 +217,10 @@ int32_t grow(const Beam& b, std::vector<Growth>& trees, int k, const int64_t* to
   return -1;
 }
 
-// Outputs of some nodes at one level below the roots, given those of all that were read before.
-int32_t read_level(const Model& m, const Layer* layers, int count, const Entry& e, std::vector<Growth>& trees, const std::vector<Place>& places, int level,
-                   float* outputs, int64_t known, const Cache& cache, int threads) {
+// Reads some nodes at one level below the roots, after `known` that were read before: `layers(tokens, token, parent)` runs them where they
+// stand, each token after the output of this number; -1, or what is wrong.
+template <class Layers>
+int32_t read_level(std::vector<Growth>& trees, const std::vector<Place>& places, int level, int64_t known, const Layers& layers) {
   const size_t n = places.size();
   std::vector<int32_t> row(n), slot(n), position(n), prefix(n), extra(n * (size_t)level);
   std::vector<int64_t> token(n), parent(n);
@@ -231,8 +232,37 @@ int32_t read_level(const Model& m, const Layer* layers, int count, const Entry& 
     tree.path(places[i].node, extra.data() + i * (size_t)level);
     token[i] = node.token, parent[i] = tree[node.parent].number;
   }
-  const Tokens tokens = {(int32_t)n, level, row.data(), slot.data(), position.data(), prefix.data(), extra.data()};
-  return eagle(m, layers, count, e, token.data(), outputs, parent.data(), outputs + (size_t)known * m.hidden, tokens, cache, threads);
+  return layers(Tokens{(int32_t)n, level, row.data(), slot.data(), position.data(), prefix.data(), extra.data()}, token.data(), parent.data());
+}
+
+// What gives an output its tokens: the norm before the head, the head, and the token of every row of it (null: its number).
+struct Exit {
+  const float* norm;
+  const Weight* head;
+  const int64_t* token_of;
+};
+
+// Trees by confidence from layers with keys and values, below roots whose outputs [texts, hidden] are given.
+// `layers(tokens, token, parent, outputs, next)` runs tokens after some of the outputs so far and writes theirs.
+template <class Layers>
+int32_t grow_by_layers(const Model& m, const Exit& exit, const float* roots, const Beam& b, const Layers& layers, int64_t* token, int64_t* parent,
+                       int64_t* sizes, int threads) {
+  std::vector<Growth> trees;
+  for (int i = 0; i < b.texts; ++i) trees.emplace_back(b, i, 0);
+  const int k = std::min(b.width, exit.head->out);
+  const Buffer<float> outputs = buffer<float>((size_t)b.texts * (1 + (size_t)b.width * b.depth) * m.hidden);
+  std::memcpy(outputs.get(), roots, 4 * (size_t)b.texts * m.hidden);
+  int64_t known = 0;
+  const auto read = [&](int level, const std::vector<Place>& places, float* chances, int64_t* found) {
+    float* next = outputs.get() + (size_t)known * m.hidden;
+    const auto run = [&](const Tokens& at, const int64_t* tokens, const int64_t* parents) { return layers(at, tokens, parents, outputs.get(), next); };
+    const int bad = level ? read_level(trees, places, level, known, run) : -1;
+    if (bad >= 0) return bad;
+    guess(m.precision, *exit.head, next, exit.norm, m.eps, chances, found, (int)places.size(), k, threads);
+    known += (int64_t)places.size();
+    return -1;
+  };
+  return grow(b, trees, k, exit.token_of, read, token, parent, sizes);
 }
 
 }  // namespace
