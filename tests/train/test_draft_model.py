@@ -85,6 +85,29 @@ def test_training_sees_what_decoding_computes(kept: torch.Tensor | None) -> None
     assert (decoded[:, 5] == -float("inf")).all() == (kept is not None)
 
 
+def test_a_grown_draft_begins_as_the_smaller_one() -> None:
+    small, grown = (
+        DraftModelRecipe.of(setup({"blocks": blocks, "layers": str(len(blocks) // 2 + 1)})).network
+        for blocks in ("0,3", "0,1,2,3")
+    )
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    given = grown.widened(small)
+    assert given.keys() == grown.state_dict().keys()
+    grown.load_state_dict(given)
+    token, everywhere = torch.tensor([random_tokens(9, 24)]), torch.ones(1, 9, dtype=torch.bool)
+    assert torch.equal(grown(token, everywhere), small(token, everywhere))
+    other = DraftModelRecipe.of(setup({"blocks": "1,2,3"})).network
+    assert other.widened(small).keys() == small.state_dict().keys(), "of other blocks nothing is taken for the same"
+    # What it has more than the smaller one can be learned.
+    grown(token, everywhere).square().sum().backward()
+    new = {name: p.grad for name, p in grown.blocks[1].named_parameters()}
+    for name in ("output.weight", "mlp.down.weight"):
+        gradient = new[name]
+        assert gradient is not None and gradient.abs().sum() > 0
+
+
 def test_the_teacher_is_the_target_over_the_drafted_tokens() -> None:
     network, text = DraftModelRecipe.of(setup()).network, random_tokens(9, 24)
     batch = batch_of([text])

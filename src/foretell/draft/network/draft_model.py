@@ -56,6 +56,7 @@ class DraftNetwork(Speculator):
     """
 
     kind = "draft_model"
+    config: DraftModelConfig
 
     def __init__(self, config: DraftModelConfig, ends: Ends) -> None:
         super().__init__(config, ends)
@@ -89,6 +90,25 @@ class DraftNetwork(Speculator):
         for mine, i in zip(self.blocks, blocks, strict=True):
             mine.load_state_dict(target.blocks[i].state_dict())
         self.norm.load_state_dict(target.norm.state_dict())
+
+    def widened(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+        """Weights of one that may have fewer blocks, each where this one has the same block of the target; the others change nothing at first."""
+        assert isinstance(smaller, DraftNetwork)
+        given, before, now = smaller.state_dict(), smaller.config.blocks, self.config.blocks
+        if not set(before) < set(now):
+            return given
+        out = {name: tensor for name, tensor in given.items() if not name.startswith("blocks.")}
+        for name, tensor in self.state_dict().items():
+            _, _, rest = name.partition("blocks.")
+            number, _, part = rest.partition(".")
+            if not rest:
+                continue
+            if now[int(number)] in before:
+                out[name] = given[f"blocks.{before.index(now[int(number)])}.{part}"]
+            else:
+                # What it adds to the residual stream is learned from nothing.
+                out[name] = torch.zeros_like(tensor) if part.startswith(("output.", "mlp.down.")) else tensor
+        return out
 
     def states(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
         """What the head sees at every position of texts from their first token on, padded at the end."""
