@@ -129,12 +129,12 @@ def paths_of(tree: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted((tuple(p) for p in tree), key=lambda p: (len(p), p)))
 
 
-def grown(config: SpeculativeConfig, depth: int, width: int, nodes: int) -> Beam:
-    """A tree by confidence: the sizes that were named, whole; else up to `nodes`, as far as they pay. Large trees are as much wider."""
+def grown(config: SpeculativeConfig, depth: int, width: int, nodes: int, worth: float = LEAST) -> Beam:
+    """A tree by confidence: the sizes that were named, whole; else up to `nodes` that are `worth` it. Large trees are as much wider."""
     named = nodes_of(config)
     least = config.confidence_threshold
     if least is None:
-        least = 0.0 if named else LEAST
+        least = 0.0 if named else worth
     return Beam(depth, config.eagle_topk or max(width, (named or 0) // _NODES_PER_CHILD), named or nodes, least)
 
 

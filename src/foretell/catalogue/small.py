@@ -24,6 +24,10 @@ from foretell.shape import (
 )
 
 
+_WORTH = 0.01
+"""Least chance of a node: a language model gives its best token less than that token's chance of being the target's best one, too."""
+
+
 def draft_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """A small model drafts a chain."""
     return Method(drafter_of(parts), chain_of(config, 5), test_of(config))
@@ -52,7 +56,7 @@ def sequoia(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 
 def dynamic_tree(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """A tree where the small model is confident."""
-    return Method(drafter_of(parts), grown(config, config.num_steps or 5, 4, 16), Match())
+    return Method(drafter_of(parts), grown(config, config.num_steps or 5, 4, 16, _WORTH), Match())
 
 
 def spectr(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
