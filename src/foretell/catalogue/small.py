@@ -23,7 +23,6 @@ from foretell.shape import (
     optimal,
 )
 
-
 _WORTH = 0.01
 """Least chance of a node: a language model gives its best token less than that token's chance of being the target's best one, too."""
 
