@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -126,3 +127,11 @@ def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
             raise ValueError(
                 f"{path}, line {number}: a damaged record ({error.errors()[0]['msg']}); delete that line to measure it again"
             ) from error
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a file; when this returns it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

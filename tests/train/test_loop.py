@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
+from foretell.store import write_through
 from foretell.train import checkpoint, loop
 from foretell.train.card import card, write
 from foretell.train.measure import Measured
@@ -134,13 +135,13 @@ def test_no_space_for_a_checkpoint_leaves_the_last_one(tmp_path: Path, monkeypat
     one = trainer(settings(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         one.run(lambda: one.step == 4)
-    real = checkpoint._write
+    real = write_through
 
     def full(path: Path, data: bytes) -> None:
         real(path, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(checkpoint, "write_through", full)
     with pytest.raises(ValueError, match=r"no space left for a checkpoint in .*: that of step 4 stays"):
         trained(settings(tmp_path))
     monkeypatch.undo()

@@ -2,7 +2,7 @@
 
 import json
 import os
-import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,20 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, eight_bits
     tensors = dict[str, torch.Tensor]()
     for name, tensor in network.state_dict().items():
         tensors.update(_packed(name, tensor.detach().cpu(), eight_bits))
-    temporary = folder / (WEIGHTS + ".part")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / WEIGHTS)
+    put_weights(folder, tensors)
     temporary = folder / (CONFIG + ".part")
     temporary.write_text(config.model_dump_json(indent=2) + "\n")
     os.replace(temporary, folder / CONFIG)
-    # safetensors lets nobody but the owner read what it writes.
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
+
+
+def put_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write `model.safetensors`, or replace it, atomically. Whom the umask lets read may read it; safetensors alone would let its owner only."""
+    part = folder / (WEIGHTS + ".part")
+    part.touch()
+    mode = stat.S_IMODE(part.stat().st_mode)
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.chmod(mode)
+    os.replace(part, folder / WEIGHTS)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

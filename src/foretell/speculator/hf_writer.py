@@ -2,16 +2,15 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from foretell.model.config import Activation, ModelConfig, Rope
 from foretell.model.decoder import Block, Decoder, FeedForward
 from foretell.model.linear import Linear
+from foretell.speculator.checkpoint import put_weights
 from foretell.text import TextCodec
 
 _ACTIVATIONS: dict[Activation, str] = {
@@ -33,12 +32,8 @@ def write_hf(
     config = llama_config(decoder.config, dtype)
     tensors = {name: t.detach().to("cpu", dtype).clone() for name, t in llama_tensors(decoder).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "model.safetensors.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    os.replace(part, folder / "model.safetensors")
+    put_weights(folder, tensors)
     _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    # safetensors lets nobody but the owner read what it writes.
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     if codec is not None:
         _write_codec(folder, codec)
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from foretell.store import write_through
 from foretell.train.curve import Row
 from foretell.train.settings import Settings, flag
 
@@ -101,7 +102,7 @@ class Store:
         with _room(part, self.newest()):
             part.mkdir(parents=True, exist_ok=True)
             packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-            _write(part / f"tensors-{self.rank}.safetensors", save(packed))
+            write_through(part / f"tensors-{self.rank}.safetensors", save(packed))
 
     def finish(self, stand: Stand) -> None:
         """Move the checkpoint into place, and delete those before it.
@@ -111,7 +112,7 @@ class Store:
         """
         part = self._part(stand.step)
         with _room(part, self.newest()):
-            _write(part / _STATE, stand.model_dump_json().encode())
+            write_through(part / _STATE, stand.model_dump_json().encode())
             _sync(part)
         final = part.with_suffix("")
         if final.exists():
@@ -176,13 +177,6 @@ class _room:  # noqa: N801 (a context manager, named as one)
         raise ValueError(
             f"no space left for a checkpoint in {self._part.parent}: {last}; free some and run the same command again"
         ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

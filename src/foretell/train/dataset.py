@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from foretell.store import HEADER, Store, read, settings
+from foretell.store import HEADER, Store, read, settings, write_through
 
 SHARD = 1000
 """Texts per shard."""
@@ -135,10 +135,7 @@ def _write_shard(path: Path, records: Sequence[Record]) -> None:
     }
     part = path.with_suffix(".part")
     # Not with `save_file`, which lets nobody but the owner read what it writes.
-    with part.open("wb") as file:
-        file.write(save(arrays))
-        file.flush()
-        os.fsync(file.fileno())
+    write_through(part, save(arrays))
     os.replace(part, path)
 
 

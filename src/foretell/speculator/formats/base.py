@@ -1,19 +1,17 @@
 """What a format of checkpoints is: how it is recognised, how its names become ours, and how ours become its."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.model.config import ModelConfig, Rope
 from foretell.model.ends import Ends
-from foretell.speculator.checkpoint import CONFIG, WEIGHTS
+from foretell.speculator.checkpoint import CONFIG, put_weights
 from foretell.speculator.formats.files import Published
 from foretell.text import TextCodec
 
@@ -87,10 +85,8 @@ def put(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Ten
     """Write `config.json` and `model.safetensors`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Tensors that share memory are refused by safetensors.
-    save_file({name: t.clone() for name, t in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    put_weights(folder, {name: t.clone() for name, t in weights.items()})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    # safetensors lets nobody but the owner read what it writes.
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
 def refuse_softcap(network: Speculator, format_name: str) -> None:
