@@ -1,4 +1,4 @@
-"""Put a trained speculator into the package: weights in eight bits, card, course, and what it gains on questions that it never saw.
+"""Put a trained speculator into the package: weights in few bits, card, course, and what it gains on questions that it never saw.
 
 .venv/bin/python tools/ship.py TRAINED_DIR --name eagle3 --results RESULTS.json --contender eagle3/bfloat16
 """
@@ -25,12 +25,13 @@ def main(
     name: Annotated[str, typer.Option(help="Folder in the package.")],
     results: Annotated[Path | None, typer.Option(help="What `foretell bench run` wrote.")] = None,
     contender: Annotated[str, typer.Option(help="Of the results.")] = "",
+    four_bits: Annotated[bool, typer.Option(help="Four bits a weight instead of eight.")] = False,
     model: str = "smollm2-135m",
 ) -> None:
     """Copy, pack and describe."""
     folder = SHIPPED / model / name
     network = load_own(trained, foretell.load(model).source.ends())
-    save(folder, network, network.config, eight_bits=True)
+    save(folder, network, network.config, bits=4 if four_bits else 8)
     for file in ("README.md", "curve.csv", "curve.png"):
         shutil.copyfile(trained / file, folder / file)
     card = folder / "README.md"

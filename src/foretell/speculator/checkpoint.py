@@ -4,9 +4,10 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, UInt8
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,18 +18,25 @@ from foretell.model.ends import Ends
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SCALE = "::scale"
-"""Suffix of the scales of a matrix that is stored in eight bits."""
+"""Suffix of the scales of a matrix that is stored in eight or four bits."""
+_GROUP = 32
+"""Neighbours in a row that share a scale in four bits."""
+_CUTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+"""Shares of a group's largest number that the largest of four bits may stand for; the best is taken."""
+
+Bits = Literal[16, 8, 4]
 
 
-def save(folder: Path, network: Speculator, config: SpeculatorConfig, eight_bits: bool = False) -> None:
+def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits = 16) -> None:
     """Write a speculator; what was in `folder` under the same names is replaced file by file, each atomically.
 
-    `eight_bits`: matrices become int8 with a scale per row, which halves the size; otherwise bfloat16.
+    `bits` of a matrix's numbers: 16, bfloat16; 8, int8 with a scale per row; 4, two numbers a byte with a scale per 32 of a row (matrices
+    whose rows do not divide so stay at 8).
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict[str, torch.Tensor]()
     for name, tensor in network.state_dict().items():
-        tensors.update(_packed(name, tensor.detach().cpu(), eight_bits))
+        tensors.update(_packed(name, tensor.detach().cpu(), bits))
     put_weights(folder, tensors)
     temporary = folder / (CONFIG + ".part")
     temporary.write_text(config.model_dump_json(indent=2) + "\n")
@@ -96,13 +104,27 @@ def load_own(folder: Path, ends: Ends) -> Speculator:
     return network
 
 
-def _packed(name: str, tensor: torch.Tensor, eight_bits: bool) -> dict[str, torch.Tensor]:
+def _packed(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tensor]:
     if not tensor.is_floating_point():
         return {name: tensor.contiguous()}
-    if not eight_bits or tensor.ndim != 2:
+    if bits == 16 or tensor.ndim != 2:
         return {name: tensor.to(torch.bfloat16).contiguous()}
+    if bits == 4 and tensor.shape[1] % _GROUP == 0:
+        return dict(zip((name, name + _SCALE), _four_bits(tensor.float()), strict=True))
     scale = (tensor.float().abs().amax(-1) / 127).clamp_min(1e-12)
     return {name: (tensor.float() / scale[:, None]).round().to(torch.int8), name + _SCALE: scale}
+
+
+def _four_bits(tensor: Float[torch.Tensor, "r c"]) -> tuple[UInt8[torch.Tensor, "r h"], Float[torch.Tensor, "r g"]]:
+    """Numbers from -7 to 7, seven added, the even columns in the low halves of the bytes; and the scales that lose least."""
+    groups = tensor.unflatten(1, (-1, _GROUP))
+    largest = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
+    scales = torch.stack([largest * share for share in _CUTS]).bfloat16()
+    numbers = (groups / scales).round().clamp(-7, 7)
+    best = (numbers * scales - groups).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+    scale, number = scales.gather(0, best)[0, :, :, 0], numbers.gather(0, best.expand(-1, -1, -1, _GROUP))[0]
+    halves = (number + 7).to(torch.uint8).flatten(1)
+    return halves[:, ::2] | halves[:, 1::2] << 4, scale
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -112,4 +134,11 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: missing or damaged safetensors file ({error})") from error
     scales = {k.removesuffix(_SCALE): raw.pop(k) for k in [k for k in raw if k.endswith(_SCALE)]}
-    return {k: t.float() * scales[k][:, None] if k in scales else t for k, t in raw.items()}
+    return {k: _unpacked(t, scales[k]) if k in scales else t for k, t in raw.items()}
+
+
+def _unpacked(tensor: torch.Tensor, scale: torch.Tensor) -> Float[torch.Tensor, "r c"]:
+    if tensor.dtype == torch.int8:
+        return tensor.float() * scale[:, None]
+    numbers = torch.stack([tensor & 15, tensor >> 4], -1).flatten(1).float() - 7
+    return (numbers.unflatten(1, (-1, _GROUP)) * scale[:, :, None]).flatten(1)

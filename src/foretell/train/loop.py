@@ -309,7 +309,7 @@ class Trainer:
 
 def _optimizer(task: Task) -> torch.optim.Optimizer:
     groups = [dict(g) for g in task.recipe.groups()]
-    return torch.optim.AdamW(groups, lr=task.settings.lr, weight_decay=task.settings.weight_decay)
+    return torch.optim.AdamW(groups, lr=task.settings.lr, weight_decay=task.settings.weight_decay, fused=True)
 
 
 def _factor(settings: Settings, step: int, steps: int) -> float:

@@ -1,0 +1,60 @@
+"""How our own checkpoints keep numbers: what each number of bits costs in bytes, and in exactness."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from toy import TinySource, card_of
+
+from foretell.draft.network.medusa import Medusa, MedusaConfig
+from foretell.speculator.checkpoint import WEIGHTS, Bits, load_own, save
+from foretell.testing import TINY
+
+SOURCE = TinySource(replace(TINY, hidden=96))
+
+
+@pytest.fixture
+def heads() -> Medusa:
+    return Medusa(MedusaConfig(target=card_of(SOURCE), heads=2), SOURCE.ends())
+
+
+def read_back(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in load_own(folder, SOURCE.ends()).state_dict().items()}
+
+
+@pytest.mark.parametrize(("bits", "most"), [(16, 0.004), (8, 0.02), (4, 0.15)])
+def test_every_row_is_as_exact_as_its_bits_allow(tmp_path: Path, heads: Medusa, bits: Bits, most: float) -> None:
+    torch.manual_seed(3)
+    for parameter in heads.parameters():
+        # Of very different sizes: one scale for all would lose the small rows.
+        parameter.data = torch.randn_like(parameter) * torch.logspace(-6, 1, len(parameter)).view(
+            -1, *[1] * (parameter.ndim - 1)
+        )
+    save(tmp_path, heads, heads.config, bits)
+    found = read_back(tmp_path)
+    for name, parameter in heads.named_parameters():
+        rows = parameter.detach().view(len(parameter), -1)
+        lost = found[name].view_as(rows) - rows
+        assert (lost.norm(dim=1) <= most * rows.norm(dim=1)).all(), name
+
+
+def test_what_four_bits_can_say_is_kept_as_it_is(tmp_path: Path, heads: Medusa) -> None:
+    for parameter in heads.parameters():
+        parameter.data = torch.randint(-7, 8, parameter.shape) * 0.25
+        parameter.data[..., ::32] = -1.75
+    save(tmp_path, heads, heads.config, 4)
+    found = read_back(tmp_path)
+    assert all(torch.equal(found[n], p) for n, p in heads.named_parameters())
+
+
+def test_half_the_bits_take_half_the_room(tmp_path: Path, heads: Medusa) -> None:
+    numbers = sum(p.numel() for p in heads.parameters() if p.ndim == 2)
+    room = []
+    every: tuple[Bits, ...] = (16, 8, 4)
+    for bits in every:
+        save(tmp_path, heads, heads.config, bits)
+        room.append(8 * (tmp_path / WEIGHTS).stat().st_size / numbers)
+    rest = room[0] - 16
+    assert room[1] - rest == pytest.approx(8 + 32 / 96, abs=0.5)
+    assert room[2] - rest == pytest.approx(4 + 16 / 32, abs=0.5)
