@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from foretell.model import sequence
 from foretell.model.config import ModelConfig, Rope
 from foretell.model.decoder import Decoder
 from foretell.model.sequence import run_blocks
@@ -41,6 +42,21 @@ def test_a_sequence_gives_the_logits_of_a_pass_with_a_cache(config: ModelConfig)
     found = logits_of(decoder, torch.tensor(texts)).detach().numpy()
     for text, ours in zip(texts, found, strict=True):
         assert abs(ours - all_logits(decoder, text)).max() < 1e-9
+
+
+def test_strips_of_queries_change_neither_logits_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, text = tiny_decoder().requires_grad_(True), random_tokens(11, TINY.vocab)
+    found = []
+    for strip in (128, 4):
+        monkeypatch.setattr(sequence, "_STRIP", strip)
+        decoder.zero_grad()
+        logits = logits_of(decoder, torch.tensor([text]))
+        logits.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert abs(logits[0].detach().numpy() - all_logits(decoder, text)).max() < 1e-9
+        found.append([p.grad for p in decoder.blocks.parameters()])
+    for whole, cut in zip(*found, strict=True):
+        assert whole is not cut
+        torch.testing.assert_close(whole, cut)
 
 
 def test_padding_at_the_end_changes_nothing_before_it() -> None:

@@ -117,7 +117,7 @@ def _packed(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tens
 
 def _four_bits(tensor: Float[torch.Tensor, "r c"]) -> tuple[UInt8[torch.Tensor, "r h"], Float[torch.Tensor, "r g"]]:
     """Numbers from -7 to 7, seven added, the even columns in the low halves of the bytes; and the scales that lose least."""
-    groups = tensor.unflatten(1, (-1, _GROUP))
+    groups = tensor.reshape(len(tensor), -1, _GROUP)
     largest = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
     scales = torch.stack([largest * share for share in _CUTS]).bfloat16()
     numbers = (groups / scales).round().clamp(-7, 7)
@@ -141,4 +141,4 @@ def _unpacked(tensor: torch.Tensor, scale: torch.Tensor) -> Float[torch.Tensor, 
     if tensor.dtype == torch.int8:
         return tensor.float() * scale[:, None]
     numbers = torch.stack([tensor & 15, tensor >> 4], -1).flatten(1).float() - 7
-    return (numbers.unflatten(1, (-1, _GROUP)) * scale[:, :, None]).flatten(1)
+    return (numbers.view(*scale.shape, _GROUP) * scale[:, :, None]).flatten(1)

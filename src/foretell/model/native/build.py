@@ -41,16 +41,20 @@ def why_not() -> str:
     return outcome().reason
 
 
-@functools.cache
 def outcome() -> Outcome:
-    """The result of building, remembered for the life of the process."""
+    """The result of building, remembered for the life of the process; none while FORETELL_NATIVE=0 is set."""
+    if os.environ.get("FORETELL_NATIVE") == "0":
+        return Outcome(None, "The native CPU kernels are switched off by FORETELL_NATIVE=0.")
+    return _built()
+
+
+@functools.cache
+def _built() -> Outcome:
     return build()
 
 
 def build(flags: Sequence[str] = ()) -> Outcome:
     """Compile the kernels with extra flags, unless this machine's cache has them, and load them."""
-    if os.environ.get("FORETELL_NATIVE") == "0":
-        return Outcome(None, "The native CPU kernels are switched off by FORETELL_NATIVE=0.")
     compiler = _compiler()
     if compiler is None:
         return Outcome(
