@@ -18,6 +18,7 @@ from rich.console import Console
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
 from foretell.cli.train import Bar, Lines
 from foretell.speculator.checkpoint import read_config
+from foretell.train import task
 from foretell.train.curve import Row
 from foretell.train.measure import Measured
 
@@ -103,6 +104,12 @@ def test_too_little_data(tmp_path: Path) -> None:
     assert "too few to hold back 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
 
 
+def test_what_ships_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "find_shipped", lambda kind, mark: made if kind == "mlp_speculator" else None)
+    assert foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
+    assert f"## Begun from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "a speculator of kind 'mlp_speculator', and medusa trains 'medusa'" in refused(
@@ -110,6 +117,7 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     )
     assert "give the --set it was trained with" in asked(out, "--from", made, "--set", "inner=16")
     assert "no config.json here" in asked(out, "--from", tmp_path)
+    assert "no mlp_speculator speculator ships for this target" in asked(out, "--from", "mlp_speculator")
     own = ("--set", "own_head=true")
     assert foretell(*arguments(tmp_path / "own", *own)).exit_code == 0
     assert "leave --draft-vocab away" in asked(out, *own, "--from", tmp_path / "own", "--draft-vocab", "40")

@@ -85,8 +85,13 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="Option of what is trained, as inner=1024; repeatable."),
     ] = None,
     begin: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Begin with the weights of a trained speculator.")
-    ] = None,
+        str,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Begin with the weights of a trained speculator: its folder, or the kind of one that ships.",
+        ),
+    ] = _SAID.begin,
     features: Annotated[
         str, typer.Option(metavar="NAME", help="The target's states: cache, stream, or auto (what fits is cached).")
     ] = _SAID.features,
@@ -105,7 +110,7 @@ def train(
         batch_tokens=batch_tokens, sequence=sequence, accumulate=accumulate, lr=lr, warmup=warmup, schedule=schedule,
         weight_decay=weight_decay, clip=clip, ema=ema, precision=precision, draft_vocab=draft_vocab, save_minutes=save_minutes,
         measure_every=measure_every, measure_prompts=measure_prompts, measure_tokens=measure_tokens, patience=patience, seed=seed,
-        options=dict(_pair(c) for c in chosen or ()), begin="" if begin is None else str(begin), features=features, cache_gib=cache_gib,
+        options=dict(_pair(c) for c in chosen or ()), begin=begin, features=features, cache_gib=cache_gib,
     )  # fmt: skip
     run(settings, shlex.join(["foretell", *sys.argv[1:]]))
 

@@ -46,13 +46,12 @@ def card(trainer: Trainer, command: str) -> str:
     measured = [r for r in rows if r.tokens_per_pass is not None]
     lines += ["| step | tokens | loss | tokens per pass |", "|---:|---:|---:|---:|"]
     lines += [f"| {r.step:,} | {r.tokens:,} | {r.loss:.4f} | {r.tokens_per_pass:.3f} |" for r in measured]
-    return "\n".join([*lines, *_before(settings.begin)]) + "\n"
+    return "\n".join([*lines, *_before(task.origin)]) + "\n"
 
 
-def _before(begin: str) -> list[str]:
+def _before(origin: Path | None) -> list[str]:
     """What the card of the speculator that the training began from says of how that one was made."""
-    path = Path(begin) / CARD
-    if not begin or not path.is_file():
+    if origin is None or not (path := origin / CARD).is_file():
         return []
     sections = re.split(r"^(?=## )", path.read_text("utf-8"), flags=re.MULTILINE)
     kept = "".join(s for s in sections if s.startswith(("## Command", "## Data", "## Course", "## Begun from")))

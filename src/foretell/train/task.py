@@ -10,10 +10,12 @@ from jaxtyping import Int
 
 from foretell.api import Model
 from foretell.datastore import fingerprint as tokenizer_of
+from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import TargetCard
 from foretell.model.decoder import Decoder
 from foretell.names import unknown
 from foretell.speculator.checkpoint import load_own
+from foretell.speculator.shipped import find_shipped
 from foretell.train.dataset import Dataset
 from foretell.train.features import Cached, Features, Shelf, Streamed
 from foretell.train.measure import prompts_of
@@ -41,6 +43,8 @@ class Task:
     schedule: Schedule
     steps: int
     prompts: Sequence[Sequence[int]]
+    origin: Path | None
+    """Where the speculator lies that it begins from."""
 
     @property
     def documents(self) -> int:
@@ -89,17 +93,31 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
         )
     schedule = Schedule(rows, order)
     held = [one[i] for one, (_, out) in zip(data, splits, strict=True) for i in out]
-    setup = _setup(settings, model, fingerprint, data, rows)
-    ours, shadow = _begun(settings, recipe, setup), _begun(settings, recipe, setup)
+    origin = _origin(settings, fingerprint)
+    setup = _setup(settings, model, fingerprint, data, rows, origin)
+    ours, shadow = _begun(recipe, setup, origin), _begun(recipe, setup, origin)
     steps = settings.steps or schedule.steps(settings.epochs)
     prompts = prompts_of(held, settings.measure_prompts)
-    return Task(settings, model, data, fingerprint, ours, shadow, schedule, steps, prompts)
+    return Task(settings, model, data, fingerprint, ours, shadow, schedule, steps, prompts, origin)
 
 
-def _begun(settings: Settings, recipe: type[Recipe], setup: Setup) -> Recipe:
+def _origin(settings: Settings, fingerprint: str) -> Path | None:
+    """The folder that was named, or where what ships of a kind for this target lies."""
+    if not settings.begin:
+        return None
+    named = Path(settings.begin)
+    if named.is_dir() or settings.begin not in NETWORKS:
+        return named
+    found = find_shipped(settings.begin, fingerprint)
+    if found is None:
+        raise ValueError(f"--from {named}: no {named} speculator ships for this target; name the folder of one")
+    return found
+
+
+def _begun(recipe: type[Recipe], setup: Setup, origin: Path | None) -> Recipe:
     built = recipe.of(setup)
-    if settings.begin:
-        begin(built, Path(settings.begin), setup)
+    if origin is not None:
+        begin(built, origin, setup)
     return built
 
 
@@ -129,12 +147,14 @@ def check_data(data: Dataset, model: Model) -> None:
         )
 
 
-def _setup(settings: Settings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: Pieces) -> Setup:
+def _setup(
+    settings: Settings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: Pieces, origin: Path | None
+) -> Setup:
     c, dtype = model.config, dtype_of(settings)
     ends = model.source.ends(dtype)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
-    if settings.begin and settings.draft_vocab is None:
-        kept = load_own(Path(settings.begin), ends).token_of
+    if origin is not None and settings.draft_vocab is None:
+        kept = load_own(origin, ends).token_of
     else:
         kept = frequent(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
     return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec)
