@@ -118,6 +118,7 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     assert "give the --set it was trained with" in asked(out, "--from", made, "--set", "inner=16")
     assert "no config.json here" in asked(out, "--from", tmp_path)
     assert "no mlp_speculator speculator ships for this target" in asked(out, "--from", "mlp_speculator")
+    assert "no such folder, and no kind of speculator" in asked(out, "--from", tmp_path / "nowhere")
     own = ("--set", "own_head=true")
     assert foretell(*arguments(tmp_path / "own", *own)).exit_code == 0
     assert "leave --draft-vocab away" in asked(out, *own, "--from", tmp_path / "own", "--draft-vocab", "40")

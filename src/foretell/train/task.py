@@ -103,14 +103,16 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
 
 def _origin(settings: Settings, fingerprint: str) -> Path | None:
     """The folder that was named, or where what ships of a kind for this target lies."""
-    if not settings.begin:
-        return None
-    named = Path(settings.begin)
-    if named.is_dir() or settings.begin not in NETWORKS:
-        return named
-    found = find_shipped(settings.begin, fingerprint)
+    name = settings.begin
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    if name not in NETWORKS:
+        raise ValueError(
+            f"--from {name}: no such folder, and no kind of speculator; the kinds are {', '.join(NETWORKS)}"
+        )
+    found = find_shipped(name, fingerprint)
     if found is None:
-        raise ValueError(f"--from {named}: no {named} speculator ships for this target; name the folder of one")
+        raise ValueError(f"--from {name}: no {name} speculator ships for this target; name the folder of one")
     return found
 
 
