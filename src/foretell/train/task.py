@@ -104,8 +104,10 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
 def _origin(settings: Settings, fingerprint: str) -> Path | None:
     """The folder that was named, or where what ships of a kind for this target lies."""
     name = settings.begin
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
     if name not in NETWORKS:
         raise ValueError(
             f"--from {name}: no such folder, and no kind of speculator; the kinds are {', '.join(NETWORKS)}"
