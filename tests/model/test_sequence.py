@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretell.model import sequence
+from foretell.model import strips
 from foretell.model.config import ModelConfig, Rope
 from foretell.model.decoder import Decoder
 from foretell.model.sequence import run_blocks
@@ -48,7 +48,7 @@ def test_strips_of_queries_change_neither_logits_nor_gradients(monkeypatch: pyte
     decoder, text = tiny_decoder().requires_grad_(True), random_tokens(11, TINY.vocab)
     found = []
     for strip in (128, 4):
-        monkeypatch.setattr(sequence, "_STRIP", strip)
+        monkeypatch.setattr(strips, "_STRIP", strip)
         decoder.zero_grad()
         logits = logits_of(decoder, torch.tensor([text]))
         logits.square().sum().backward()  # type: ignore[no-untyped-call]

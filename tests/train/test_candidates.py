@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from foretell.draft.network.layer import _diagonal, _Merged
 from foretell.train.objective.candidates import candidates
 
 
@@ -37,17 +36,3 @@ def test_the_sum_over_the_vocabulary_is_right_on_average() -> None:
         assert some is not None
         sums.append((logits[:, some.column] + some.raised).exp().sum(-1))
     torch.testing.assert_close(torch.stack(sums).mean(0), whole, rtol=0.02, atol=0)
-
-
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.04)])
-def test_attention_of_later_steps_is_that_over_all_its_keys(dtype: torch.dtype, near: float) -> None:
-    torch.manual_seed(0)
-    parts = [torch.randn(2, 3, 21, 16, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(7)]
-    slope = torch.randn(2, 3, 21, 16).to(dtype)
-    q, k, v, *own = parts
-    expected = _diagonal(q, [(k, v), (own[0], own[1]), (own[2], own[3])])
-    found = _Merged.apply(*parts)  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(found, expected, atol=near, rtol=0)
-    slopes = [torch.autograd.grad(out, parts, slope) for out in (expected, found)]
-    for mine, right in zip(slopes[1], slopes[0], strict=True):
-        torch.testing.assert_close(mine, right, atol=near, rtol=0)

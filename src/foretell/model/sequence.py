@@ -11,9 +11,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Block, Decoder
 from foretell.model.linear import widen
 from foretell.model.rope import Tables, rotate
-
-_STRIP = 128
-"""Queries that a processor attends with at once."""
+from foretell.model.strips import attend_in_strips
 
 
 def run_blocks(
@@ -53,7 +51,7 @@ def _attention(block: Block, config: ModelConfig, rope: Tables, window: int, x: 
     q, k = rotate(q, position, rope), rotate(k, position, rope)
     q, k, v = (part.reshape(b, s, -1, c.head_dim).transpose(1, 2) for part in (q, k, v))
     if x.device.type == "cpu" and not (window or c.attention_softcap):
-        out = _in_strips(q, k, v, c.scale)
+        out = attend_in_strips(q, k, v, c.scale)
     else:
         # Repeated heads, because the kernels that need no table of all pairs of positions want as many keys as queries.
         k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
@@ -73,31 +71,6 @@ def _attend(
     seen = (age >= 0) & ((age < window) if window else True)
     out: torch.Tensor = masked_attention(q, k, v, seen, scale, softcap)
     return out
-
-
-def _in_strips(
-    q: Float[torch.Tensor, "b h s e"],
-    k: Float[torch.Tensor, "b g s e"],
-    v: Float[torch.Tensor, "b g s e"],
-    scale: float,
-) -> Float[torch.Tensor, "b h s e"]:
-    """Causal attention of a few queries at a time over the keys up to them, as products of matrices.
-
-    On processors four times as fast, there and back, as torch's own kernel, whose way back is the slower the shorter the texts.
-    """
-    b, h, s, e = q.shape
-    groups = k.shape[1]
-    grouped, keys = (q * scale).view(b, groups, h // groups, s, e), k.transpose(-1, -2)
-    later = torch.full((_STRIP, _STRIP), float("-inf"), dtype=q.dtype).triu_(1)
-    strips = []
-    for begin in range(0, s, _STRIP):
-        end = min(begin + _STRIP, s)
-        mine = grouped[:, :, :, begin:end]
-        score = (mine.flatten(2, 3) @ keys[..., :end]).view(*mine.shape[:-1], end)
-        score[..., begin:] += later[: end - begin, : end - begin]
-        weight = score.softmax(-1, dtype=v.dtype)
-        strips.append((weight.flatten(2, 3) @ v[:, :, :end]).view_as(mine))
-    return torch.cat(strips, 3).view(b, h, s, e)
 
 
 def split_heads(block: Block, config: ModelConfig, x: Float[torch.Tensor, "b s d"]) -> tuple[torch.Tensor, ...]:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from foretell.model.linear import widen
+from foretell.model.strips import Pair, attend_in_strips
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
@@ -158,7 +158,7 @@ class Unrolled(Sight):
     """
 
     def __init__(self) -> None:
-        self._past: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._past: dict[int, list[Pair]] = {}
 
     def attend(
         self,
@@ -168,70 +168,14 @@ class Unrolled(Sight):
         v: Float[torch.Tensor, "b s g e"],
     ) -> Float[torch.Tensor, "b s he"]:
         """Causal in step 0, and along the diagonal from then on."""
-        groups = q.shape[2] // k.shape[2]
-        past = self._past.setdefault(layer, [])
-        absent = past[0][0].shape[2] - q.shape[1] if past else 0
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if absent:  # Padding by nothing would copy.
-            q, k, v = (F.pad(part, (0, 0, absent, 0)) for part in (q, k, v))
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        past = self._past.setdefault(layer, [])
         past.append((k, v))
-        if len(past) == 1:
+        first, n = past[0], q.shape[2]
+        if len(past) == 1 and q.device.type != "cpu":
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in first)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif q.device.type == "cpu":
-            out = _Merged.apply(q, *(each for pair in past for each in pair))  # type: ignore[no-untyped-call]
         else:
-            out = _diagonal(q, past)
-        return out[:, :, absent:].transpose(1, 2).flatten(2)
-
-
-def _diagonal(q: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Attention of [b, h, s, e] over the first keys causally, and over the later ones at the query's own position."""
-    (k, v), own = past[0], past[1:]
-    s, scale = q.shape[2], q.shape[-1] ** -0.5
-    score = widen(q @ k.transpose(-1, -2))
-    score = score.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-    more = [widen((q * each).sum(-1, keepdim=True)) for each, _ in own]
-    weight = (torch.cat([score, *more], -1) * scale).softmax(-1).to(v.dtype)
-    out: torch.Tensor = weight[..., :s] @ v
-    for i, (_, each) in enumerate(own):
-        out = out + weight[..., s + i, None] * each
-    return out
-
-
-class _Merged(torch.autograd.Function):
-    """`_diagonal` without a table of all scores, from the flash kernels for processors.
-
-    Their part over the first keys and the few own keys are merged by their sums of exponentials. In the backward pass the kernel is given the merged
-    output and sum, whence the gradients of its part are those within the whole, as in ring attention (arXiv 2310.01889).
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        out: torch.Tensor
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        scores = [widen((q * each).sum(-1)) * q.shape[-1] ** -0.5 for each in own[::2]]
-        whole = torch.logsumexp(torch.stack([total, *scores]), 0)
-        merged: torch.Tensor = out * (total - whole).exp()[..., None]
-        for score, each in zip(scores, own[1::2], strict=True):
-            merged = merged + each * (score - whole).exp()[..., None]
-        merged = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, merged, whole, *own)
-        return merged
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, merged, whole, *own = ctx.saved_tensors  # type: ignore[attr-defined]
-        slope, scale = grads[0].contiguous(), q.shape[-1] ** -0.5
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            slope, q, k, v, merged, whole, 0.0, True
-        )
-        common = widen((slope * merged).sum(-1))
-        more = list[torch.Tensor]()
-        for key, value in zip(own[::2], own[1::2], strict=True):
-            weight = (widen((q * key).sum(-1)) * scale - whole).exp()
-            change = (weight * (widen((slope * value).sum(-1)) - common) * scale)[..., None].to(q.dtype)
-            dq = dq + change * key
-            more += [change * q, weight[..., None].to(q.dtype) * slope]
-        return dq, dk, dv, *more
+            own = [(key[:, :, -n:], value[:, :, -n:]) for key, value in past[1:]]
+            out = attend_in_strips(q, *first, q.shape[-1] ** -0.5, own)
+        return out.transpose(1, 2).flatten(2)
