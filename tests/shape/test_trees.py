@@ -139,6 +139,17 @@ def test_a_beam_prunes_what_is_too_unlikely() -> None:
     assert all(chance(table.p, 1, p) >= 0.2 for p in paths(Beam(3, 4, 30, least=0.2).grow(table, context_of([1]))))
 
 
+def test_a_beam_goes_on_where_a_child_may_be_worth_its_place() -> None:
+    table, least = Table(), 0.1
+    found = paths(Beam(3, 4, 30, least).grow(table, context_of([1])))
+    parents = {p[:-1] for p in found if len(p) > 1}
+    assert parents and all(chance(table.p, 1, p) >= 1.5 * least for p in parents)
+    assert any(chance(table.p, 1, p) < 1.5 * least for p in found if p not in parents)
+    table.p[1] = 0.1 / (VOCAB - 1)
+    table.p[1, 2] = 0.9
+    assert paths(Beam(3, 4, 30, least=0.8).grow(table, context_of([1]))) == [(2,)]
+
+
 def test_draws_remember_the_law_they_came_from() -> None:
     table = Table()
     tree = Branch((2, 2)).grow(table, context_of([1], [2], sampling=DRAWN))

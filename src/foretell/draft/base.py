@@ -94,7 +94,7 @@ class Predictor(Drafter):
     def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
         """The tree that `shape.Beam` would grow from this drafter, in one go; None: let it be grown level by level.
 
-        `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of the best one of a level to be gone on from.
+        `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of one to be gone on from.
         """
         return None
 

@@ -9,8 +9,8 @@ from foretell.draft.base import Predictor, Ranked
 from foretell.shape.base import Growth, Shape
 from foretell.tree import TokenTree
 
-_HOPE = 2.0
-"""A node is gone on from where its best child, which is about half as likely, may be worth its place."""
+_HOPE = 1.5
+"""A node is gone on from where its best child, which is mostly half to two thirds as likely, may be worth its place."""
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,31 @@ class Beam(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The reranked tree per text."""
-        stop = _HOPE * self.least
+        stop = min(1.0, _HOPE * self.least)
         whole = draft.beam(context, (self.depth, self.width, self.budget), (self.least, stop))
         if whole is not None:
             return whole
         growth = Growth(context)
         score = np.ones((len(context.rows), 1))
-        for level in range(min(self.depth, int(context.room.max()))):
-            if level and score[np.arange(len(score))[:, None], growth.frontier].max() < stop:
+        for _ in range(min(self.depth, int(context.room.max()))):
+            going = score[np.arange(len(score))[:, None], growth.frontier] >= stop
+            # The best come first.
+            growth.frontier = growth.frontier[:, : min(self.width, going.sum(1).max())]
+            if not growth.frontier.shape[1]:
                 break
-            new = self._deepen(growth, growth.best(draft, self.width), score)
+            new = self._deepen(growth, growth.best(draft, self.width), score, stop)
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
-            # The best come first.
-            growth.frontier = growth.frontier[:, : self.width]
         return self._rerank(growth.done(), score)
 
-    def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray) -> np.ndarray:
-        """Add the children of the frontier, the best of each text first; their scores."""
+    def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray, stop: float) -> np.ndarray:
+        """Add the children of the frontier where it scores `stop` or more, the best of each text first; their scores."""
         # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
         row = np.arange(len(score))[:, None]
         at = ranks.at[row, growth.frontier]
         live = growth.tree.live[row, growth.frontier] & (growth.depth < growth.context.room)[:, None] & (at >= 0)
+        live &= score[row, growth.frontier] >= stop
         token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
         if live.any():
             width, which = ranks.token.shape[1], at[live]

@@ -9,8 +9,8 @@ from foretell.model.native import structures
 class Trees:
     """What `shape.Beam` would grow for each of `b` texts: asked for, and written by a kernel.
 
-    `room`: tokens that every text has room for, 1 or more. `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of the
-    best one of a level to be gone on from. `row`, `length`: where the keys of every text are, and how many, the root's included.
+    `room`: tokens that every text has room for, 1 or more. `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of
+    one to be gone on from. `row`, `length`: where the keys of every text are, and how many, the root's included.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ struct Entry {  // how EAGLE-3's layers begin: with embeddings of tokens and fea
 
 struct Beam {  // a tree by confidence for each of some texts, which the layers have read up to the root
   int32_t texts, depth, width, budget;
-  double least, stop;  // a node's score at least; the best of a level below which none is gone on from
+  double least, stop;  // a node's score at least; that of one that is gone on from
   // Of every text: tokens that it has room for, 1 or more; where its keys are, and how many, for layers that have some.
   const int64_t *room, *row, *length;
 };

@@ -124,7 +124,6 @@ class Growth {
   int row() const { return (int)beam_.row[text_]; }
   // Nodes to be gone on from at this level, the best first.
   const std::vector<int>& frontier() const { return frontier_; }
-  double best() const { return frontier_.empty() ? 0 : (*this)[frontier_[0]].score; }
   bool grows(int level) const { return level < beam_.room[text_] && !frontier_.empty(); }
 
   // The node was read: its output has this number, its keys stand behind those of others.
@@ -152,7 +151,7 @@ class Growth {
     if ((int)children.size() > beam_.budget) children.resize((size_t)beam_.budget);
     frontier_.clear();
     for (const Child& child : children) {
-      if ((int)frontier_.size() < beam_.width) frontier_.push_back((int)nodes_.size());
+      if ((int)frontier_.size() < beam_.width && child.score >= beam_.stop) frontier_.push_back((int)nodes_.size());
       nodes_.push_back({child.token, child.parent, (*this)[child.parent].depth + 1, child.score, -1, 0});
     }
   }
@@ -192,14 +191,12 @@ template <class Read>
 int32_t grow(const Beam& b, std::vector<Growth>& trees, int k, const int64_t* token_of, const Read& read, int64_t* token, int64_t* parent, int64_t* sizes) {
   for (int level = 0; level < b.depth; ++level) {
     std::vector<Place> places;
-    double best = 0;
     for (int i = 0; i < b.texts; ++i) {
       const Growth& tree = trees[(size_t)i];
-      best = std::max(best, tree.best());
       if (tree.grows(level))
         for (const int node : tree.frontier()) places.push_back({i, node});
     }
-    if (places.empty() || (level && best < b.stop)) break;
+    if (places.empty()) break;
     std::vector<float> chances(places.size() * (size_t)k);
     std::vector<int64_t> found(chances.size());
     const int bad = read(level, places, chances.data(), found.data());
