@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.tree import TokenTree
+
+_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""As large as the numbers of a cache."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Cache:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
+        self._parts = _movable(self.k), _movable(self.v)
         self.experts_read: list[int] = []
         """Distinct experts that each mixture layer of the pass under way has read so far."""
 
@@ -100,6 +105,7 @@ class Cache:
             new = old.new_zeros(layers, rows, heads, slots, dim)
             new[:, :have_rows, :, :have_slots] = old
             setattr(self, name, new)
+        self._parts = _movable(self.k), _movable(self.v)
 
     def write(
         self,
@@ -119,7 +125,11 @@ class Cache:
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
-        source, target = source[skip:], target + skip
-        index = torch.tensor(source, device=self.k.device)
-        for part in (self.k, self.v):
-            part[:, row, :, target : target + len(source)] = part[:, row].index_select(2, index)
+        source, target = list(source[skip:]), target + skip
+        for part in self._parts:
+            part[:, row, :, target : target + len(source)] = part[:, row][:, :, source]
+
+
+def _movable(part: torch.Tensor) -> Any:
+    """What slots are moved in: on processors the same memory as an array of plain numbers, which takes a third of the time."""
+    return part.view(_NUMBERS[part.element_size()]).numpy() if part.device.type == "cpu" else part
