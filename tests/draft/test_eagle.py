@@ -388,3 +388,11 @@ def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
     for token, parent in ((VOCAB, 0), (-1, 0), (1, 1), (1, -1)):
         with pytest.raises(ValueError, match="is not among"):
             kernels.follow(torch.tensor([token]), torch.zeros(1, 64), torch.tensor([parent]), layout, cache)
+    states, at = [torch.zeros(2, 64)] * 3, np.array([1])
+    kernels.read(torch.tensor([3]), states, at, layout, cache)
+    for token, place in ((VOCAB, at), (3, at + 1), (3, at - 2)):
+        with pytest.raises(ValueError, match="is not among"):
+            kernels.read(torch.tensor([token]), states, place, layout, cache)
+    for found, place in ((states[1:], at), (states, np.array([0, 1]))):
+        with pytest.raises(ValueError, match="3 states at 1 places are read"):
+            kernels.read(torch.tensor([3]), found, place, layout, cache)

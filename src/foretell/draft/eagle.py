@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,24 +17,39 @@ from foretell.model.native import Trees
 from foretell.tree import TokenTree, hung
 
 
+class _States(NamedTuple):
+    """The target's states at some positions: where they are among those of a whole pass, which are not copied before they are read."""
+
+    tapped: tuple[Float[torch.Tensor, "n d"], ...]
+    place: Int[np.ndarray, " t"]
+
+
+def _together(parts: Sequence[_States]) -> _States:
+    """The same in one."""
+    if len(parts) == 1:
+        return parts[0]
+    gathered = [[tapped[torch.from_numpy(p.place).to(tapped.device)] for tapped in p.tapped] for p in parts]
+    return _States(tuple(map(torch.cat, zip(*gathered, strict=True))), np.arange(sum(len(p.place) for p in parts)))
+
+
 @dataclass
 class _Row:
-    """What is known of a text: how many positions the layer has read, and the target's states at those after them, side by side."""
+    """What is known of a text: how many positions the layer has read, and the target's states at those after them."""
 
     length: int = 0
-    waiting: list[Float[torch.Tensor, "n kd"]] = field(default_factory=list)
+    waiting: list[_States] = field(default_factory=list)
 
     @property
     def behind(self) -> int:
         """Positions to be read."""
-        return sum(map(len, self.waiting))
+        return sum(len(states.place) for states in self.waiting)
 
-    def take(self, count: int) -> Float[torch.Tensor, "n kd"]:
+    def take(self, count: int) -> _States:
         """The states of the next `count` positions, which count as read from now on."""
-        states = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
-        self.waiting = [states[count:]] if count < len(states) else []
+        tapped, place = _together(self.waiting)
+        self.waiting = [_States(tapped, place[count:])] if count < len(place) else []
         self.length += count
-        return states[:count]
+        return _States(tapped, place[:count])
 
 
 class Eagle(Predictor):
@@ -66,11 +82,10 @@ class Eagle(Predictor):
     @torch.inference_mode()
     def keep(self, step: Step) -> None:
         """Remember the target's states at the kept nodes."""
-        states = torch.cat(step.output.features, -1)
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
             known = self._known.setdefault(row, _Row())
             places = step.output.feature_at[i, list(step.paths[i])][: text.length - 1 - self._reach(known)]
-            known.waiting.append(states.index_select(0, torch.from_numpy(places).to(states.device)))
+            known.waiting.append(_States(step.output.features, places))
             if known.behind > self._most:
                 self._read([row], [text], [known.behind - 1])
 
@@ -141,10 +156,9 @@ class Eagle(Predictor):
         self._cache.reserve(max(rows) + 1, max(f + n for f, n in zip(first, counts, strict=True)))
         slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
         token = np.concatenate([t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)])
-        states = [self._known[row].take(count) for row, count in zip(rows, counts, strict=True)]
-        together = states[0] if len(states) == 1 else torch.cat(states)
+        states = _together([self._known[row].take(count) for row, count in zip(rows, counts, strict=True)])
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
-        return self.network.read(torch.from_numpy(token.astype(np.int64)), together, layout, self._cache)
+        return self.network.read(torch.from_numpy(token), *states, layout, self._cache)
 
     def _level(
         self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]

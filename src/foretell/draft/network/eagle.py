@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -212,12 +213,19 @@ class EagleNetwork(Speculator):
         return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
 
     def read(
-        self, token: Int[torch.Tensor, " t"], states: Float[torch.Tensor, "t kd"], layout: Layout, cache: Cache
+        self,
+        token: Int[torch.Tensor, " t"],
+        states: Sequence[Float[torch.Tensor, "n d"]],
+        place: Int[np.ndarray, " t"],
+        layout: Layout,
+        cache: Cache,
     ) -> Float[torch.Tensor, "t d"]:
-        """Follow tokens, each after the target's tapped states before it, side by side."""
+        """Follow tokens, token `i` after the target's states at `place[i]` of every tap."""
         if self.kernels is not None:
-            return self.kernels.read(token, states.float(), layout, cache)
-        features = self.fuse(states.to(cache.k.device, self.dtype))
+            return self.kernels.read(token, [tapped.float() for tapped in states], place, layout, cache)
+        index = torch.from_numpy(place).to(states[0].device)
+        beside = torch.cat([tapped[index] for tapped in states], -1)
+        features = self.fuse(beside.to(cache.k.device, self.dtype))
         return self.follow(token, features, torch.arange(len(token)), layout, cache)
 
     def forward(

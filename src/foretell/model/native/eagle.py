@@ -1,9 +1,13 @@
 """EAGLE-3's layers on the native kernels: one level of a tree, or whole trees by confidence, in one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from foretell.model.cache import Cache, Layout
@@ -46,17 +50,27 @@ class NativeEagle:
         # Kept here: the kernels read them.
         self._norms = [None if n is None else n.detach().float().contiguous() for n in norms]
         first, second, self._leaving, states = (None if n is None else n.data_ptr() for n in self._norms)
-        kinds = around.fuse.inputs // stack.config.hidden
-        self._entry = structures.Entry(embedding, first, second, around.normed, kinds, states, around.fuse.struct)
+        self._kinds = around.fuse.inputs // stack.config.hidden
+        self._entry = structures.Entry(embedding, first, second, around.normed, self._kinds, states, around.fuse.struct)
 
-    def read(self, token: Tensor, states: Tensor, layout: Layout, cache: Cache) -> Tensor:
-        """Run tokens, int64 [t], each after the target's states before it, float32 [t, taps * hidden].
+    def read(
+        self, token: Tensor, states: Sequence[Tensor], place: Int[np.ndarray, " t"], layout: Layout, cache: Cache
+    ) -> Tensor:
+        """Run tokens, int64 [t], each after the target's states before it: those at `place[t]` of every tap's, float32 [n, hidden].
 
         Raises:
             ValueError: as `follow`.
         """
-        expect(states, torch.float32, "states", len(token), self._around.fuse.inputs)
-        return self._run(self._kernels.foretell_eagle_read, token, (states.data_ptr(),), layout, cache)
+        known = len(states[0])
+        for tapped in states:
+            expect(tapped, torch.float32, "states", known, self._stack.config.hidden)
+        if len(states) != self._kinds or len(place) != len(token):
+            raise ValueError(
+                f"{self._kinds} states at {len(token)} places are read, found {len(states)} at {len(place)}"
+            )
+        place = np.ascontiguousarray(place, np.int64)
+        given = (c_void_p * self._kinds)(*(tapped.data_ptr() for tapped in states)), known, place.ctypes.data
+        return self._run(self._kernels.foretell_eagle_read, token, given, layout, cache)
 
     def follow(self, token: Tensor, features: Tensor, parent: Tensor, layout: Layout, cache: Cache) -> Tensor:
         """Run tokens, int64 [t], that follow features, float32 [n, hidden]: token `i` follows feature `parent[i]`.
@@ -70,7 +84,7 @@ class NativeEagle:
         return self._run(self._kernels.foretell_eagle, token, given, layout, cache)
 
     def _run(
-        self, kernel: Callable[..., int], token: Tensor, given: tuple[int, ...], layout: Layout, cache: Cache
+        self, kernel: Callable[..., int], token: Tensor, given: tuple[Any, ...], layout: Layout, cache: Cache
     ) -> Tensor:
         """Call a kernel with the tokens and what is `given` that they follow."""
         stack, count = self._stack, len(token)

@@ -117,7 +117,7 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.foretell_eagle.restype = c_int32
     kernels.foretell_eagle_read.argtypes = [
         *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry)),
-        *(c_void_p, c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
+        *(c_void_p, POINTER(c_void_p), c_int32, c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
     ]
     kernels.foretell_eagle_read.restype = c_int32
     kernels.foretell_beam.argtypes = [

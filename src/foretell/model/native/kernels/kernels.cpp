@@ -72,7 +72,7 @@ int32_t foretell_stages_beam(int32_t precision, const Stage* stages, const Embed
 }
 
 void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width, int32_t threads) {
-  norm_rows(x, weight, eps, y, tokens, width, 1, threads);
+  norm_rows(x, weight, eps, y, tokens, width, threads);
 }
 
 // EAGLE-3's layers on tokens and the `known` features before them: as foretell_stack, with x [tokens, hidden] only written. -2: a
@@ -86,10 +86,12 @@ int32_t foretell_eagle(const Model* m, const Layer* layers, int32_t count, const
   return eagle(*m, layers, count, *e, token, features, parent, x, *tokens, *cache, threads);
 }
 
-// The same on tokens that follow states [tokens, kinds, hidden] of the target.
-int32_t foretell_eagle_read(const Model* m, const Layer* layers, int32_t count, const Entry* e, const int64_t* token, const float* states, float* x,
-                            const Tokens* tokens, const Cache* cache, int32_t threads) {
-  const Buffer<float> features = fused(*m, *e, states, tokens->count, threads);
+// The same on tokens that follow states of the target: token t those at place[t] of each of the kinds' states [known, hidden].
+int32_t foretell_eagle_read(const Model* m, const Layer* layers, int32_t count, const Entry* e, const int64_t* token, const float* const* states,
+                            int32_t known, const int64_t* place, float* x, const Tokens* tokens, const Cache* cache, int32_t threads) {
+  for (int t = 0; t < tokens->count; ++t)
+    if (place[t] < 0 || place[t] >= known) return -2;
+  const Buffer<float> features = fused(*m, *e, states, place, tokens->count, threads);
   return foretell_eagle(m, layers, count, e, token, features.get(), tokens->count, nullptr, x, tokens, cache, threads);
 }
 

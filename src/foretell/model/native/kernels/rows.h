@@ -24,10 +24,9 @@ void normalize(const float* x, int n, const float* weight, float eps, float* out
   }
 }
 
-// Row i of x [rows, width] is scaled by row i mod kinds of weight [kinds, width].
-void norm_rows(const float* x, const float* weight, float eps, float* y, int rows, int width, int kinds, int threads) {
+void norm_rows(const float* x, const float* weight, float eps, float* y, int rows, int width, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 16)
-  for (int i = 0; i < rows; ++i) normalize(x + (size_t)i * width, width, weight + (size_t)(i % kinds) * width, eps, y + (size_t)i * width);
+  for (int i = 0; i < rows; ++i) normalize(x + (size_t)i * width, width, weight, eps, y + (size_t)i * width);
 }
 
 void argmax_row(const float* x, int n, int64_t* out) {

@@ -91,11 +91,21 @@ void guess(int32_t precision, const Weight& w, const float* x, const float* norm
   in_precision(precision, [&](auto p) { run_guess<typename decltype(p)::Product>(w, x, norm, eps, chances, indices, tokens, k, threads); });
 }
 
-// Features [count, hidden] from states [count, kinds, hidden].
-Buffer<float> fused(const Model& m, const Entry& e, const float* states, int count, int threads) {
-  Buffer<float> normed = buffer<float>((size_t)count * e.kinds * m.hidden), out = buffer<float>((size_t)count * m.hidden);
-  if (e.state_norms) norm_rows(states, e.state_norms, m.eps, normed.get(), count * e.kinds, m.hidden, e.kinds, threads);
-  linear(m.precision, e.fuse, e.state_norms ? normed.get() : states, out.get(), count, m.hidden, threads);
+// Features [count, hidden] from the states at `place[i]` of each kind.
+Buffer<float> fused(const Model& m, const Entry& e, const float* const* states, const int64_t* place, int count, int threads) {
+  const size_t d = (size_t)m.hidden, kinds = (size_t)e.kinds;
+  Buffer<float> rows = buffer<float>((size_t)count * kinds * d), out = buffer<float>((size_t)count * d);
+#pragma omp parallel for num_threads(threads) if (count > 16)
+  for (int i = 0; i < count; ++i)
+    for (size_t kind = 0; kind < kinds; ++kind) {
+      const float* state = states[kind] + (size_t)place[i] * d;
+      float* row = rows.get() + ((size_t)i * kinds + kind) * d;
+      if (e.state_norms)
+        normalize(state, m.hidden, e.state_norms + kind * d, m.eps, row);
+      else
+        std::memcpy(row, state, 4 * d);
+    }
+  linear(m.precision, e.fuse, rows.get(), out.get(), count, m.hidden, threads);
   return out;
 }
 
