@@ -129,8 +129,7 @@ class Fallback(Shape[Hybrid]):
         if self._plan is None:
             return
         self.frugal.time(step, self._plan, self._clock() - self._finished)
-        bids = tuple(replace(bid, asked=bid.asked and bid.row not in self._guessed) for bid in self._plan.bids)
-        self.frugal.settle(step, replace(self._plan, bids=bids))
+        self.frugal.settle(step, self._plan, but=self._guessed)
         for row in self._guessed.keys() & set(step.context.rows):
             stood = accepted(step, row)
             self._stood_at(row).add(stood)

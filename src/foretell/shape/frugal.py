@@ -1,7 +1,7 @@
 """Retrieved trees that are only as large as pays: drafting that turns itself off."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -150,15 +150,17 @@ class Frugal(Shape[Retriever]):
         if step.context.rows == tuple(bid.row for bid in plan.bids) and step.tree.caught_up:
             self.cost.learn(int(np.count_nonzero(step.tree.read)), seconds)
 
-    def settle(self, step: Step, plan: Plan) -> None:
-        """Learn whether the drafts paid."""
+    def settle(self, step: Step, plan: Plan, but: Collection[int] = ()) -> None:
+        """Learn whether the drafts paid, `but` of the rows that something else drafted for."""
+        bids = [bid for bid in plan.bids if bid.asked and bid.row in step.context.rows and bid.row not in but]
+        if not bids:
+            return
         b, size = len(plan.bids), sum(bid.size for bid in plan.bids)
         first, last = self.cost.seconds(b, b + size)[[0, -1]].tolist()
-        for bid in plan.bids:
-            if bid.asked and bid.row in step.context.rows:
-                stood = accepted(step, bid.row)
-                profit = (stood * first - plan.seconds) / b - (last - first) * bid.size / max(1, size)
-                self._ledgers[bid.row].enter(bid.promised, stood, profit)
+        for bid in bids:
+            stood = accepted(step, bid.row)
+            profit = (stood * first - plan.seconds) / b - (last - first) * bid.size / max(1, size)
+            self._ledgers[bid.row].enter(bid.promised, stood, profit)
 
     def clear(self, row: int) -> None:
         """Forget a row; what passes cost stays known."""
