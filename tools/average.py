@@ -1,0 +1,43 @@
+"""Average two speculators, the second of which was trained on from the first: it forgets less of what the first had learned (arXiv 2109.01903).
+
+.venv/bin/python tools/average.py EARLIER_DIR LATER_DIR --share 0.5 --out DIR
+"""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import foretell
+from foretell.speculator.checkpoint import load_own, save
+from foretell.train.card import CARD
+
+
+def main(
+    earlier: Path,
+    later: Path,
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    share: Annotated[float, typer.Option(help="Of the later one.", min=0.0, max=1.0)] = 0.5,
+    model: str = "smollm2-135m",
+) -> None:
+    """Write the average, with the card and the course of the later one."""
+    ends = foretell.load(model).source.ends()
+    first, second = load_own(earlier, ends), load_own(later, ends)
+    weights, other = second.state_dict(), first.state_dict()
+    if first.config != second.config or any(not mine.equal(other[n]) for n, mine in weights.items() if n == "token_of"):
+        raise SystemExit(f"{later} was not trained on from {earlier}: sizes or drafted tokens differ")
+    for name, mine in weights.items():
+        if mine.is_floating_point():
+            mine.lerp_(other[name].to(mine), 1 - share)
+    save(out, second, second.config)
+    for file in (CARD, "curve.csv", "curve.png"):
+        shutil.copyfile(later / file, out / file)
+    with (out / CARD).open("a") as card:
+        card.write(
+            f"\nOf these weights {share:g} were averaged with {1 - share:g} of those that it began from (`tools/average.py`).\n"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
