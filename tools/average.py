@@ -33,10 +33,9 @@ def main(
     save(out, second, second.config)
     for file in (CARD, "curve.csv", "curve.png"):
         shutil.copyfile(later / file, out / file)
-    with (out / CARD).open("a") as card:
-        card.write(
-            f"\nOf these weights {share:g} were averaged with {1 - share:g} of those that it began from (`tools/average.py`).\n"
-        )
+    note = f"These weights are {share:g} of what was trained and {1 - share:g} of what it began from (`tools/average.py`).\n"
+    card = (out / CARD).read_text()
+    (out / CARD).write_text(card.replace("\n## Command", f"\n{note}\n## Command", 1))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def _before(origin: Path | None) -> list[str]:
     kept = "".join(s for s in sections if s.startswith(("## Command", "## Data", "## Course", "## Begun from")))
     # Its curve is not here.
     text = re.sub(r"^!\[.*\n+", "", kept, flags=re.MULTILINE)
-    return ["", f"## Begun from `{path.parent.name}`", "", re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE).rstrip()]
+    # Markdown knows six levels.
+    lower = re.sub(r"^(?=#{1,5} )", "#", text, flags=re.MULTILINE)
+    return ["", f"## Begun from `{path.parent.name}`", "", lower.rstrip()]
 
 
 def _gain(trainer: Trainer) -> str:
