@@ -1,7 +1,7 @@
 """Drafting with EAGLE's layer: it follows the target through the text, and goes on from its own outputs below the text's end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -37,17 +37,22 @@ class _Row:
     """What is known of a text: how many positions the layer has read, and the target's states at those after them."""
 
     length: int = 0
-    waiting: list[_States] = field(default_factory=list)
+    waiting: _States | None = None
 
     @property
     def behind(self) -> int:
         """Positions to be read."""
-        return sum(len(states.place) for states in self.waiting)
+        return 0 if self.waiting is None else len(self.waiting.place)
+
+    def add(self, states: _States) -> None:
+        """Have further positions wait. Where others do already their states are copied, so that no more than one pass is held."""
+        self.waiting = states if self.waiting is None else _together([self.waiting, states])
 
     def take(self, count: int) -> _States:
         """The states of the next `count` positions, which count as read from now on."""
-        tapped, place = _together(self.waiting)
-        self.waiting = [_States(tapped, place[count:])] if count < len(place) else []
+        assert self.waiting is not None
+        tapped, place = self.waiting
+        self.waiting = _States(tapped, place[count:]) if count < len(place) else None
         self.length += count
         return _States(tapped, place[:count])
 
@@ -85,7 +90,7 @@ class Eagle(Predictor):
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
             known = self._known.setdefault(row, _Row())
             places = step.output.feature_at[i, list(step.paths[i])][: text.length - 1 - self._reach(known)]
-            known.waiting.append(_States(step.output.features, places))
+            known.add(_States(step.output.features, places))
             if known.behind > self._most:
                 self._read([row], [text], [known.behind - 1])
 

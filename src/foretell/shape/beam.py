@@ -45,22 +45,24 @@ class Beam(Shape[Predictor]):
         for _ in range(min(self.depth, int(context.room.max()))):
             going = score[np.arange(len(score))[:, None], growth.frontier] >= stop
             # The best come first.
-            growth.frontier = growth.frontier[:, : min(self.width, going.sum(1).max())]
-            if not growth.frontier.shape[1]:
+            most = min(self.width, going.sum(1).max())
+            if not most:
                 break
-            new = self._deepen(growth, growth.best(draft, self.width), score, stop)
+            growth.frontier = growth.frontier[:, :most]
+            new = self._deepen(growth, growth.best(draft, self.width), score, going[:, :most])
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
         return self._rerank(growth.done(), score)
 
-    def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray, stop: float) -> np.ndarray:
-        """Add the children of the frontier where it scores `stop` or more, the best of each text first; their scores."""
+    def _deepen(self, growth: Growth, ranks: Ranked, score: np.ndarray, going: np.ndarray) -> np.ndarray:
+        """Add the children of the frontier where it is `going` on, the best of each text first; their scores."""
         # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
         row = np.arange(len(score))[:, None]
         at = ranks.at[row, growth.frontier]
-        live = growth.tree.live[row, growth.frontier] & (growth.depth < growth.context.room)[:, None] & (at >= 0)
-        live &= score[row, growth.frontier] >= stop
+        live = (
+            growth.tree.live[row, growth.frontier] & (growth.depth < growth.context.room)[:, None] & (at >= 0) & going
+        )
         token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
         if live.any():
             width, which = ranks.token.shape[1], at[live]
