@@ -45,21 +45,21 @@ class Sight {
 constexpr int kMostQueries = 12;  // in one tile of scores
 constexpr int kMostShared = 16;   // tokens that share the reading of keys
 
-// out[i] = products of query i with the 16 keys whose transposed words are given.
-template <class C, int Q>
-void score(const Word* keys, int words, const uint32_t* const* queries, Float* out) {
-  Float acc[Q] = {};
-  for (int w = 0; w < words; ++w)
-    for (int i = 0; i < Q; ++i) acc[i] = C::step(acc[i], keys[w], splat(queries[i][w]));
-  for (int i = 0; i < Q; ++i) out[i] = acc[i];
+// out[i] = products of query i with the 16 keys whose transposed words are given. Written out by query, so that the sums stay in registers.
+template <class C, size_t... Q>
+void score(const Word* keys, int words, const uint32_t* const* queries, Float* out, std::index_sequence<Q...>) {
+  Float sums[] = {((void)Q, Float{})...};
+  const uint32_t* const query[] = {queries[Q]...};
+  for (int w = 0; w < words; ++w) ((sums[Q] = C::step(sums[Q], keys[w], splat(query[Q][w]))), ...);
+  ((out[Q] = sums[Q]), ...);
 }
 
-template <class C, size_t... Q>
-void score_all(const Word* keys, int words, const uint32_t* const* queries, int count, Float* out, std::index_sequence<Q...>) {
-  using Score = void (*)(const Word*, int, const uint32_t* const*, Float*);
-  constexpr Score all[] = {score<C, Q + 1>...};
-  for (int i = 0; i < count; i += kMostQueries)
-    all[std::min(kMostQueries, count - i) - 1](keys, words, queries + i, out + i);
+template <class C, size_t... N>
+void score_all(const Word* keys, int words, const uint32_t* const* queries, int count, Float* out, std::index_sequence<N...>) {
+  for (int i = 0; i < count; i += kMostQueries) {
+    const int some = std::min(kMostQueries, count - i);
+    ((some == (int)N + 1 ? score<C>(keys, words, queries + i, out + i, std::make_index_sequence<N + 1>()) : void()), ...);
+  }
 }
 
 // One half of a decoder block: everything between the product with qkv and the product with the output matrix, in P's precision.

@@ -80,7 +80,7 @@ struct FloatProduct {
   using Cached = P;                       // precision of keys and values
   static constexpr bool kSingly = true;   // every number is rounded by itself
   static constexpr int kMostTokens = 12;  // 24 accumulators, 2 weights: what 32 registers hold
-  static constexpr int kFewTokens = 2;    // so many wait for memory more than they work
+  static constexpr int kFewTokens = 4;    // so many wait for memory more than they work
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
 
@@ -89,18 +89,21 @@ struct FloatProduct {
   // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t.
   template <int T, Fetch kFetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    Float acc[2 * T] = {};
+    unrolled<kFetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+  }
+
+ private:
+  // Written out by token, so that every index is a constant and the sums never leave the registers.
+  template <Fetch kFetch, size_t... T>
+  static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out, std::index_sequence<T...>) {
+    Float low[] = {((void)T, Float{})...}, high[] = {((void)T, Float{})...};
     const int steps = (int)row_words(in);
     for (int k = 0; k < steps; ++k) {
       fetch<kFetch>(panel, next, k);
       const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
-      for (int t = 0; t < T; ++t) {
-        const Word word = splat(x[t * stride + k]);
-        acc[2 * t] = P::step(acc[2 * t], w0, word);
-        acc[2 * t + 1] = P::step(acc[2 * t + 1], w1, word);
-      }
+      ((low[T] = P::step(low[T], w0, splat(x[T * stride + k])), high[T] = P::step(high[T], w1, splat(x[T * stride + k]))), ...);
     }
-    for (int i = 0; i < 2 * T; ++i) out[i] = acc[i];
+    ((out[2 * T] = low[T], out[2 * T + 1] = high[T]), ...);
   }
 };
 
