@@ -45,20 +45,20 @@ class Sight {
 constexpr int kMostQueries = 12;  // in one tile of scores
 constexpr int kMostShared = 16;   // tokens that share the reading of keys
 
-// out[i] = products of query i with the 16 keys whose transposed words are given. Written out by query, so that the sums stay in registers.
+// rows[i] = products of query i with the 16 keys whose transposed words are given. Written out by query, so that the sums stay in registers.
 template <class C, size_t... Q>
-void score(const Word* keys, int words, const uint32_t* const* queries, Float* out, std::index_sequence<Q...>) {
+void score(const Word* keys, int words, const uint32_t* const* queries, float* const* rows, std::index_sequence<Q...>) {
   Float sums[] = {((void)Q, Float{})...};
   const uint32_t* const query[] = {queries[Q]...};
   for (int w = 0; w < words; ++w) ((sums[Q] = C::step(sums[Q], keys[w], splat(query[Q][w]))), ...);
-  ((out[Q] = sums[Q]), ...);
+  (store(rows[Q], sums[Q]), ...);
 }
 
 template <class C, size_t... N>
-void score_all(const Word* keys, int words, const uint32_t* const* queries, int count, Float* out, std::index_sequence<N...>) {
+void score_all(const Word* keys, int words, const uint32_t* const* queries, float* const* rows, int count, std::index_sequence<N...>) {
   for (int i = 0; i < count; i += kMostQueries) {
     const int some = std::min(kMostQueries, count - i);
-    ((some == (int)N + 1 ? score<C>(keys, words, queries + i, out + i, std::make_index_sequence<N + 1>()) : void()), ...);
+    ((some == (int)N + 1 ? score<C>(keys, words, queries + i, rows + i, std::make_index_sequence<N + 1>()) : void()), ...);
   }
 }
 
@@ -159,7 +159,7 @@ class Attention {
     for (int block = 0; block < most; ++block) score_shared(layer, at, kv, first, last, block, team);
     for (int t = first; t < last; ++t)
       for (int block = shared_blocks(t); block * kLanes < sight_[t].length; ++block)
-        score_block(layer, at, kv, t, block, (t - first) * group_, team);
+        score_alone(layer, at, kv, t, first, block, team);
     Query queries[kMostMixed];
     int count = 0;
     for (int t = first; t < last; ++t)
@@ -197,56 +197,60 @@ class Attention {
   }
 
   void score_shared(const Layer& layer, size_t at, int kv, int first, int last, int block, const Team& team) const {
-    const uint32_t* queries[kMostShared * kMostGroup];
     int owners[kMostShared], count = 0;
     for (int t = first; t < last; ++t)
       if (block < shared_blocks(t) && (block + 1) * kLanes > first_visible(layer, t)) owners[count++] = t;
     if (!count) return;
-    for (int o = 0, i = 0; o < count; ++o)
-      for (int h = 0; h < group_; ++h) queries[i++] = query(owners[o], kv, h);
     soon(cache_.k + at, block + 2), soon(cache_.v + at, block);
     // Slots past the end of the cache stand for keys that nobody sees.
     const Word* keys = fetch_keys(at, [&](int i) { return std::min(block * kLanes + i, cache_.slots - 1); }, team);
-    Float out[kMostShared * kMostGroup];
-    score_all<C>(keys, words_, queries, count * group_, out, std::make_index_sequence<kMostQueries>());
-    for (int o = 0, i = 0; o < count; ++o)
-      for (int h = 0; h < group_; ++h, ++i)
-        store(scores_of((owners[o] - first) * group_ + h, team) + block * kLanes, finish(layer, owners[o], block, out[i]));
+    score_block(layer, keys, kv, owners, count, first, block, team);
   }
 
-  void score_block(const Layer& layer, size_t at, int kv, int token, int block, int scores, const Team& team) const {
+  void score_alone(const Layer& layer, size_t at, int kv, int token, int first, int block, const Team& team) const {
     if ((block + 1) * kLanes <= first_visible(layer, token)) return;
     const int end = sight_[token].length - 1;
-    const uint32_t* queries[kMostGroup];
-    for (int h = 0; h < group_; ++h) queries[h] = query(token, kv, h);
     const Word* keys = fetch_keys(at, [&](int i) { return sight_[token].slot(std::min(block * kLanes + i, end)); }, team);
-    Float out[kMostGroup];
-    score_all<C>(keys, words_, queries, group_, out, std::make_index_sequence<kMostQueries>());
-    for (int h = 0; h < group_; ++h) store(scores_of(scores + h, team) + block * kLanes, finish(layer, token, block, out[h]));
+    score_block(layer, keys, kv, &token, 1, first, block, team);
+  }
+
+  // Scores of 16 keys for some tokens; those of keys that a token does not see vanish.
+  void score_block(const Layer& layer, const Word* keys, int kv, const int* owners, int count, int first, int block, const Team& team) const {
+    const uint32_t* queries[kMostShared * kMostGroup];
+    float* rows[kMostShared * kMostGroup];
+    for (int o = 0, i = 0; o < count; ++o)
+      for (int h = 0; h < group_; ++h, ++i)
+        queries[i] = query(owners[o], kv, h), rows[i] = scores_of((owners[o] - first) * group_ + h, team) + block * kLanes;
+    score_all<C>(keys, words_, queries, rows, count * group_, std::make_index_sequence<kMostQueries>());
+    if (m_.softcap > 0)
+      for (int i = 0; i < count * group_; ++i)
+        store(rows[i], splat(m_.softcap) * tanh_of(load<Float>(rows[i]) * splat(m_.scale / m_.softcap)));
+    const Int place = kIota + splat((int32_t)(block * kLanes));
+    for (int o = 0; o < count; ++o) {
+      const int from = first_visible(layer, owners[o]), to = sight_[owners[o]].length;
+      if (block * kLanes >= from && (block + 1) * kLanes <= to) continue;
+      const Int visible = (place >= splat((int32_t)from)) & (place < splat((int32_t)to));
+      for (int h = 0; h < group_; ++h) {
+        float* row = rows[o * group_ + h];
+        store(row, visible ? load<Float>(row) : splat(-INFINITY));
+      }
+    }
   }
 
   const uint32_t* query(int token, int kv, int h) const {
     return queries_.get() + ((size_t)token * m_.heads + kv * group_ + h) * words_;
   }
 
-  // Scales scores and hides those of keys outside the token's view.
-  Float finish(const Layer& layer, int token, int block, Float score) const {
-    score *= splat(m_.scale);
-    if (m_.softcap > 0) score = splat(m_.softcap) * tanh_of(score / splat(m_.softcap));
-    const Int place = kIota + splat((int32_t)(block * kLanes));
-    const Int visible = (place >= splat((int32_t)first_visible(layer, token))) & (place < splat(sight_[token].length));
-    return visible ? score : splat(-INFINITY);
-  }
-
   // Scores to words of e^(score - largest), in place; returns the reciprocal of their sum.
   float soften(const Layer& layer, int token, float* scores) const {
     const int from = first_visible(layer, token) / kLanes * kLanes, to = sight_[token].length;
+    const Float scale = splat(m_.softcap > 0 ? 1 : m_.scale);  // capped scores are scaled already
     Float most = splat(-INFINITY), total = {};
     for (int i = from; i < to; i += kLanes) most = larger(most, load<Float>(scores + i));
     const Float top = splat(largest(most));
     for (int i = from; i < to; i += kLanes) {
       float e[kLanes];
-      store(e, exponential(load<Float>(scores + i) - top));
+      store(e, exponential((load<Float>(scores + i) - top) * scale));
       total += load<Float>(e);
       C::pack(e, kLanes, (uint32_t*)scores + i / C::kDepth);
     }
