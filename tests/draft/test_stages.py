@@ -214,6 +214,19 @@ def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precisio
         state = expected[0]
 
 
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize("tied", [False, True])
+def test_published_stages_draft_with_their_packed_heads(tied: bool) -> None:
+    plain = network_of(5, tied=tied, own_embedding=True)
+    fast = packed(copy.deepcopy(plain), "float32")
+    state, token = torch.randn(7, CONFIG.hidden), torch.randint(0, CONFIG.vocab, (7,))
+    for stage in range(4):
+        expected, found = plain.draft(state, token, stage), fast.draft(state, token, stage)
+        for mine, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, right, atol=2e-5, rtol=0)
+        state = expected[0]
+
+
 class Stepwise(Stages):
     """Has its trees grown level by level."""
 

@@ -169,10 +169,10 @@ class MLPSpeculator(Speculator):
         """Logits over the drafted tokens, or some of them, from a reading."""
         if not self.config.own_embedding:
             return self.score(reading, among)
-        head = self.output[stage % len(self.output)].get_parameter("weight")
+        head = self.output[stage % len(self.output)]
         if among is None:
-            return widen(F.linear(reading, head))
-        return widen(F.linear(reading, head[among.column])) + among.raised
+            return widen(head(reading))
+        return widen(F.linear(reading, head.get_parameter("weight")[among.column])) + among.raised
 
     def score_stage(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens from a stage's state."""
