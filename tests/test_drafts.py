@@ -1,4 +1,4 @@
-"""Which small models a method drafts with: those that were named, trained or not, else the one that ships."""
+"""Which small models a method drafts with: those that were named, trained or not, else the installed one."""
 
 from pathlib import Path
 
@@ -40,7 +40,9 @@ def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:
         build("draft_model", parts("medusa"))
     with pytest.raises(ValueError, match=r"several trained speculators were named .* drafts with one; name one"):
         build("online", parts("draft_model", "draft_model"))
-    with pytest.raises(ValueError, match="name one with --draft-model, train one with `foretell train draft_model`"):
+    with pytest.raises(
+        ValueError, match=r"train one with `foretell train draft_model`, or name one with --draft-model DIR; layer_skip"
+    ):
         build("draft_model", parts())
 
 
@@ -54,15 +56,15 @@ class Checkpoint(Source):
         return change(self.decoder(torch.float32))
 
 
-def test_the_draft_that_ships_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_draft_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Checkpoint(target().config, RandomWeights(), torch.device("cpu"))
     asked = Parts(VOCAB, target(), source=source)
     assert find_small(asked) == () and target().config.hidden == TINY.hidden
 
-    def ships(kind: str, fingerprint: str) -> Path | None:
+    def installed(kind: str, fingerprint: str) -> Path | None:
         return speculator(kind) if fingerprint == source.fingerprint() else None
 
-    monkeypatch.setattr(drafts, "find_shipped", ships)
+    monkeypatch.setattr(drafts, "find_installed", installed)
     assert len(find_small(asked)) == 1
     hybrid = build("hybrid_model", asked).draft
     assert isinstance(hybrid, Hybrid)

@@ -1,4 +1,4 @@
-"""Put a trained speculator into the package: weights in few bits, card, course, and what it gains on questions that it never saw.
+"""Put a trained speculator into the package of its target: weights in few bits, card, course, and what it gains on questions that it never saw.
 
 .venv/bin/python tools/ship.py TRAINED_DIR --name eagle3 --results RESULTS.json --contender eagle3/bfloat16
 """
@@ -13,11 +13,11 @@ import typer
 
 import foretell
 from foretell.speculator.checkpoint import CONFIG, WEIGHTS, load_own, save
-from foretell.speculator.shipped import SHIPPED
 
 HEADING = "## Questions that it never saw"
 LIMIT = 40_000_000
-"""Bytes that all weights together may take."""
+"""Bytes that all weights of a package may take."""
+PACKAGES = Path(__file__).parent.parent / "packages"
 
 
 def main(
@@ -29,7 +29,11 @@ def main(
     model: str = "smollm2-135m",
 ) -> None:
     """Copy, pack and describe."""
-    folder = SHIPPED / model / name
+    project = PACKAGES / f"foretell-{model}"
+    if not project.is_dir():
+        raise SystemExit(f"{project}: no such package; make one as docs/shipped.md says")
+    package = project / "src" / project.name.replace("-", "_")
+    folder = package / name
     network = load_own(trained, foretell.load(model).source.ends())
     save(folder, network, network.config, bits=4 if four_bits else 8)
     for file in ("README.md", "curve.csv", "curve.png"):
@@ -38,10 +42,10 @@ def main(
     # Where the folders of the training stood says nothing to readers.
     text = re.sub(r"(?<=\s)/\S+/(\w+)", r"\1", card.read_text()).split(HEADING)[0].rstrip() + "\n"
     card.write_text(text if results is None else text + "\n" + table(results, contender))
-    size = sum(f.stat().st_size for f in SHIPPED.rglob(WEIGHTS))
-    typer.echo(f"{folder}: {(folder / WEIGHTS).stat().st_size / 1e6:.1f} MB; all that ships: {size / 1e6:.1f} MB")
+    size = sum(f.stat().st_size for f in package.rglob(WEIGHTS))
+    typer.echo(f"{folder}: {(folder / WEIGHTS).stat().st_size / 1e6:.1f} MB; the package: {size / 1e6:.1f} MB")
     if size > LIMIT or not (folder / CONFIG).is_file():
-        raise SystemExit(f"more than {LIMIT / 1e6:.0f} MB would ship")
+        raise SystemExit(f"more than {LIMIT / 1e6:.0f} MB in one package")
 
 
 def table(results: Path, contender: str) -> str:

@@ -100,8 +100,8 @@ class Model:
     ) -> AnyMethod:
         """A method of the catalogue for this model, with fresh memory.
 
-        `drafts`: draft models, and directories of trained speculators; methods that need one of these take what ships for this model where none is
-        named. `references`: texts that may be copied from.
+        `drafts`: draft models, and directories of trained speculators; methods that need one of these take the one installed
+        for this model where none is named. `references`: texts that may be copied from.
 
         Raises:
             ValueError: unknown name, or a part that the method needs is missing or does not fit.
@@ -109,7 +109,7 @@ class Model:
         return build(name, self._parts(drafts, references), config)
 
     def speculator(self, what: str | Path) -> Speculator:
-        """A trained speculator for this model: the directory it lies in, or the kind of one that ships.
+        """A trained speculator for this model: the directory it lies in, or the kind of an installed one.
 
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.

@@ -1,4 +1,6 @@
-"""The weights in the package: small enough, described, for the embedded model, worth having, and lossless."""
+"""The weights in the package `foretell-smollm2-135m`: small enough, described, for the embedded model, worth having, and lossless."""
+
+from pathlib import Path
 
 import pytest
 
@@ -6,12 +8,12 @@ import foretell
 from foretell.api import Model
 from foretell.load import EMBEDDED
 from foretell.speculator.checkpoint import WEIGHTS
-from foretell.speculator.shipped import SHIPPED, shipped
+from foretell.speculator.installed import PACKAGE, PACKAGE_KINDS, PACKAGE_TARGET, installed
 
 PROMPTS = ("List three fruits and say what colour each of them is.", "What is 12 times 12? Explain every step.")
 METHODS = {"draft_model": "dynamic_tree"}
 """How a kind is decoded with here, where its own method draws: greedy drafts are alike on every machine."""
-ALL = sorted(s.kind for s in shipped())
+FOLDER = Path(__file__).parents[2] / "packages" / PACKAGE / "src" / PACKAGE.replace("-", "_")
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +27,17 @@ def plain(model: Model) -> list[tuple[int, ...]]:
 
 
 def test_all_of_it_is_small_and_described() -> None:
-    assert set(ALL) >= {"eagle3", "mlp_speculator", "medusa", "blockwise", "draft_model"}
-    assert sum(f.stat().st_size for f in SHIPPED.rglob(WEIGHTS)) <= 40_000_000
-    for shipment in shipped():
-        card = (shipment.folder / "README.md").read_text("utf-8")
+    ours = [s for s in installed().speculators if s.target == EMBEDDED]
+    assert {s.kind for s in ours} == set(PACKAGE_KINDS) and {s.fingerprint for s in ours} == {PACKAGE_TARGET}
+    assert sum(f.stat().st_size for f in FOLDER.rglob(WEIGHTS)) <= 40_000_000
+    for kind in PACKAGE_KINDS:
+        card = (FOLDER / kind / "README.md").read_text("utf-8")
         for part in ("## Command", "## Data", "## Course", "## Questions that it never saw"):
-            assert part in card, (shipment.kind, part)
-        assert (shipment.folder / "curve.png").is_file() and (shipment.folder / "curve.csv").is_file()
+            assert part in card, (kind, part)
+        assert (FOLDER / kind / "curve.png").is_file() and (FOLDER / kind / "curve.csv").is_file()
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", PACKAGE_KINDS)
 def test_it_drafts_well_and_changes_nothing(kind: str, model: Model, plain: list[tuple[int, ...]]) -> None:
     answers = model.generate(PROMPTS, METHODS.get(kind, kind), max_new_tokens=32)
     assert [a.tokens for a in answers] == plain

@@ -104,8 +104,8 @@ def test_too_little_data(tmp_path: Path) -> None:
     assert "too few to hold back 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
 
 
-def test_what_ships_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "find_shipped", lambda kind, mark: made if kind == "mlp_speculator" else None)
+def test_an_installed_one_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
     assert foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
     assert f"## Begun from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
 
@@ -117,7 +117,7 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     )
     assert "give the --set it was trained with" in asked(out, "--from", made, "--set", "inner=16")
     assert "no config.json here" in asked(out, "--from", tmp_path)
-    assert "no mlp_speculator speculator ships for this target" in asked(out, "--from", "mlp_speculator")
+    assert "no mlp_speculator speculator is installed for this target" in asked(out, "--from", "mlp_speculator")
     assert "no such folder, and no kind of speculator" in asked(out, "--from", tmp_path / "nowhere")
     own = ("--set", "own_head=true")
     assert foretell(*arguments(tmp_path / "own", *own)).exit_code == 0

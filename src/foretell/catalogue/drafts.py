@@ -1,4 +1,4 @@
-"""The small models of a method: checkpoints and trained drafts that the user named, else the trained draft that ships."""
+"""The small models of a method: checkpoints and trained drafts that the user named, else the installed trained draft."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from foretell.draft import DraftModel, Mix, Predictor
 from foretell.draft.network.draft_model import DraftNetwork
 from foretell.model.runner import Runner
 from foretell.speculator.checkpoint import read_config
-from foretell.speculator.shipped import find_shipped
+from foretell.speculator.installed import find_installed, how_to_get
 
 KIND = DraftNetwork.kind
 
@@ -32,15 +32,13 @@ def small_models(parts: Parts) -> tuple[Runner, ...]:
     """
     found = find_small(parts)
     if not found:
-        raise ValueError(
-            "this method needs a draft model: name one with --draft-model, train one with `foretell train draft_model`, "
-            "or use layer_skip, which needs none"
-        )
+        fingerprint = parts.source.fingerprint() if parts.source else ""
+        raise ValueError(f"this method needs a draft model: {how_to_get(KIND, fingerprint)}; layer_skip needs none")
     return found
 
 
 def find_small(parts: Parts) -> tuple[Runner, ...]:
-    """The draft models that were named, else the one that ships for the target; none where nothing does.
+    """The draft models that were named, else the installed one for the target; none where there is none.
 
     Raises:
         ValueError: one has another vocabulary than the target, or a speculator of another kind was named.
@@ -54,7 +52,7 @@ def find_small(parts: Parts) -> tuple[Runner, ...]:
         return (*parts.drafts, *(network.runner() for network in draft_networks(parts)))
     if parts.source is None:
         return ()
-    folder = find_shipped(KIND, target_card(parts).fingerprint)
+    folder = find_installed(KIND, target_card(parts).fingerprint)
     return () if folder is None else (_network(parts, read(parts, folder)).runner(),)
 
 

@@ -16,7 +16,7 @@ from foretell.draft.network.base import Speculator
 from foretell.draft.network.pack import packed
 from foretell.method import AnyMethod, Method
 from foretell.shape import Chain, Fallback, Shape
-from foretell.speculator.shipped import find_shipped
+from foretell.speculator.installed import find_installed
 
 _GUESSERS: Mapping[str, Callable[[Any, SpeculativeConfig], AnyMethod]] = {
     "eagle3": eagle_method,
@@ -25,7 +25,7 @@ _GUESSERS: Mapping[str, Callable[[Any, SpeculativeConfig], AnyMethod]] = {
     "medusa": heads_method,
     "blockwise": heads_method,
 }
-"""How speculators of each kind draft; of those that ship, the first is taken."""
+"""How speculators of each kind draft; of those that are installed, the first is taken."""
 
 
 def hybrid_model(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
@@ -59,5 +59,5 @@ def _speculator(parts: Parts) -> Speculator | None:
     if parts.source is None:
         return None
     fingerprint = target_card(parts).fingerprint
-    folder = next((f for kind in _GUESSERS if (f := find_shipped(kind, fingerprint))), None)
+    folder = next((f for kind in _GUESSERS if (f := find_installed(kind, fingerprint))), None)
     return None if folder is None else read(parts, folder)

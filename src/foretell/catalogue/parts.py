@@ -49,7 +49,7 @@ class Parts:
     source: Source | None = None
     """The target's checkpoint. Not needed for changed copies where `network` is a plain decoder."""
     speculators: tuple[Path, ...] = ()
-    """Directories of trained speculators; none: what ships for this target."""
+    """Directories of trained speculators; none: the installed one for this target."""
 
     @property
     def speculator(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""The speculator of a method that needs a trained one: what the user named, or what ships."""
+"""The speculator of a method that needs a trained one: what the user named, or what is installed."""
 
 from pathlib import Path
 
@@ -6,22 +6,20 @@ from foretell.catalogue.parts import Parts, own
 from foretell.draft.network.base import Speculator, TargetCard
 from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
+from foretell.speculator.installed import find_installed, how_to_get
 from foretell.speculator.load import load_speculator
-from foretell.speculator.shipped import find_shipped
 
 
 def trained(parts: Parts, kind: str) -> Speculator:
-    """The speculator of this kind that the user named, else what ships for the target, in the dtype that the target runs in.
+    """The speculator of this kind that the user named, else the installed one for the target, in the dtype that the target runs in.
 
     Raises:
         ValueError: there is none, it is of another kind or for another target, or the target is not on the own decoder.
     """
     card = target_card(parts)
-    folder = parts.speculator or find_shipped(kind, card.fingerprint)
+    folder = parts.speculator or find_installed(kind, card.fingerprint)
     if folder is None:
-        raise ValueError(
-            f"no {kind} speculator ships for this target; train one with `foretell train {kind}`, or name one with --draft-model DIR"
-        )
+        raise ValueError(f"no {kind} speculator is installed for this target; {how_to_get(kind, card.fingerprint)}")
     found = read(parts, folder)
     if found.kind != kind:
         raise ValueError(f"{folder}: a speculator of kind {found.kind}, and this method drafts with one of kind {kind}")

@@ -18,7 +18,7 @@ _ON_THE_HUB = {EMBEDDED: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 @app.command()
 def export(
-    speculator: Annotated[str, typer.Argument(help="Directory of a speculator, or the kind of one that ships.")],
+    speculator: Annotated[str, typer.Argument(help="Directory of a speculator, or the kind of an installed one.")],
     format_name: Annotated[
         str, typer.Option("--format", metavar="NAME", help="speculators, eagle3, eagle, vllm-medusa, vllm-mlp or hf.")
     ],

@@ -31,6 +31,8 @@ def methods(
     from rich.console import Console
 
     from foretell.catalogue import catalogue
+    from foretell.cli.errors import say
+    from foretell.speculator.installed import installed
 
     entries = catalogue().values()
     if as_json:
@@ -40,6 +42,8 @@ def methods(
     else:
         console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
         console.print(table(entries) if console.width >= _WIDE else paragraphs(entries))
+    for problem in installed().problems:
+        say(problem)
 
 
 def record(entry: "Entry") -> dict[str, object]:
@@ -80,10 +84,10 @@ def cells(entry: "Entry") -> tuple[str, ...]:
 
 
 def ships_for(entry: "Entry") -> list[str]:
-    """The models that its speculator comes with."""
-    from foretell.speculator.shipped import shipped
+    """The models for which a speculator of its kind is installed."""
+    from foretell.speculator.installed import installed
 
-    return [s.target for s in shipped() if entry.speculator and s.kind == entry.speculator]
+    return list(dict.fromkeys(s.target for s in installed().speculators if s.kind == entry.speculator))
 
 
 def _needs(entry: "Entry") -> str:

@@ -89,7 +89,7 @@ def train(
         typer.Option(
             "--from",
             metavar="DIR",
-            help="Begin with the weights of a trained speculator: its folder, or the kind of one that ships.",
+            help="Begin with the weights of a trained speculator: its folder, or the kind of an installed one.",
         ),
     ] = _SAID.begin,
     features: Annotated[

@@ -63,7 +63,7 @@ class Settings(BaseModel):
     options: dict[str, str] = Field(default_factory=dict)
     """Of the recipe."""
     begin: str = ""
-    """The speculator whose weights are taken to begin with: its folder, or the kind of one that ships."""
+    """The speculator whose weights are taken to begin with: its folder, or the kind of an installed one."""
     features: str = "auto"
     cache_gib: float = Field(6.0, ge=0)
 

@@ -15,7 +15,7 @@ from foretell.draft.network.base import TargetCard
 from foretell.model.decoder import Decoder
 from foretell.names import unknown
 from foretell.speculator.checkpoint import load_own
-from foretell.speculator.shipped import find_shipped
+from foretell.speculator.installed import find_installed
 from foretell.train.dataset import Dataset
 from foretell.train.features import Cached, Features, Shelf, Streamed
 from foretell.train.measure import prompts_of
@@ -102,7 +102,7 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
 
 
 def _origin(settings: Settings, fingerprint: str) -> Path | None:
-    """The folder that was named, or where what ships of a kind for this target lies."""
+    """The folder that was named, or that of the installed speculator of a kind for this target."""
     name = settings.begin
     if not name:
         return None
@@ -112,9 +112,9 @@ def _origin(settings: Settings, fingerprint: str) -> Path | None:
         raise ValueError(
             f"--from {name}: no such folder, and no kind of speculator; the kinds are {', '.join(NETWORKS)}"
         )
-    found = find_shipped(name, fingerprint)
+    found = find_installed(name, fingerprint)
     if found is None:
-        raise ValueError(f"--from {name}: no {name} speculator ships for this target; name the folder of one")
+        raise ValueError(f"--from {name}: no {name} speculator is installed for this target; name the folder of one")
     return found
 
 

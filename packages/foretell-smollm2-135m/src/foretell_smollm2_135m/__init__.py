@@ -1,0 +1,1 @@
+"""Speculators for SmolLM2-135M-Instruct: one folder per kind, data only. Foretell finds them by the entry point and does not import this."""

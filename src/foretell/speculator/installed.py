@@ -1,0 +1,93 @@
+"""Trained speculators in installed packages, found by the packages' entry points; no code of a package is run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from foretell.speculator.checkpoint import CONFIG, read_config
+
+ENTRY_POINTS = "foretell.speculators"
+"""Group of the entry points `TARGET = "PACKAGE"`; the package holds `<any folder>/config.json` and weights."""
+PACKAGE, PACKAGE_TARGET = "foretell-smollm2-135m", "4e58793650753582"
+"""The package that is built from this repository, and the fingerprint of its target."""
+PACKAGE_KINDS = ("blockwise", "draft_model", "eagle3", "medusa", "mlp_speculator")
+
+
+@dataclass(frozen=True)
+class InstalledSpeculator:
+    """A speculator in an installed package."""
+
+    target: str
+    """Name of its target: that of the entry point."""
+    kind: str
+    fingerprint: str
+    """Of the target's weights, as `Source.fingerprint` computes it."""
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What all packages hold, in the order of the entry points' names; a package that cannot be read becomes a sentence."""
+
+    speculators: tuple[InstalledSpeculator, ...]
+    problems: tuple[str, ...]
+
+
+@cache
+def installed() -> Installed:
+    """Read the entry points and configurations of all packages, once per process."""
+    speculators, problems = list[InstalledSpeculator](), list[str]()
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
+        try:
+            speculators += list(_speculators(point))
+        except (ValueError, OSError) as error:
+            package = point.dist.name if point.dist else point.value
+            problems.append(f"the speculators of the package {package} cannot be used: {error}; upgrade or remove it")
+    return Installed(tuple(speculators), tuple(problems))
+
+
+def find_installed(kind: str, fingerprint: str) -> Path | None:
+    """The folder of the first installed speculator of this kind for the target of this fingerprint."""
+    found = installed().speculators
+    return next((s.folder for s in found if (s.kind, s.fingerprint) == (kind, fingerprint)), None)
+
+
+def how_to_get(kind: str, fingerprint: str) -> str:
+    """What a user can do where `find_installed` finds nothing; the end of an error message."""
+    ours = fingerprint == PACKAGE_TARGET and kind in PACKAGE_KINDS
+    install = f"install the package {PACKAGE}, " if ours else ""
+    problems = "".join(f" ({p})" for p in installed().problems)
+    return f"{install}train one with `foretell train {kind}`, or name one with --draft-model DIR{problems}"
+
+
+def _speculators(point: EntryPoint) -> Iterator[InstalledSpeculator]:
+    """The speculators of one package.
+
+    Raises:
+        ValueError: its folder, a configuration, or what must stand in one is missing.
+    """
+    folder = _folder(point.value)
+    files = sorted(folder.glob(f"*/{CONFIG}"))
+    if not files:
+        raise ValueError(f"{folder}: no folder with {CONFIG} in it")
+    for file in files:
+        values = read_config(file.parent)
+        kind, target = values.get("kind"), values.get("target")
+        fingerprint = target.get("fingerprint") if isinstance(target, dict) else None
+        if not (isinstance(kind, str) and kind and isinstance(fingerprint, str) and fingerprint):
+            raise ValueError(f"{file}: no `kind`, or no `fingerprint` of its `target`, as `foretell train` writes them")
+        yield InstalledSpeculator(point.name, kind, fingerprint, file.parent)
+
+
+def _folder(name: str) -> Path:
+    """The folder of a package, dots for folders inside; nothing is imported, so a broken package can do no harm."""
+    top, *inside = name.split(".")
+    spec = find_spec(top) if top else None
+    places = [Path(p, *inside) for p in spec.submodule_search_locations or ()] if spec else []
+    found = next((p for p in places if p.is_dir()), None)
+    if found is None:
+        raise ValueError(f"its entry point in {ENTRY_POINTS} names {name!r}, which is no package with a folder")
+    return found

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Builds the wheels into dist/, holds the library's under 3 MB, and installs both into a venv in build/wheels, where the
+# speculators must be found. Their dependencies come from .venv, which `make test` makes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+limit=3000000
+venv=build/wheels
+
+rm -rf dist "$venv"
+for project in . packages/*; do
+  .venv/bin/python -m build --wheel --outdir dist "$project" >/dev/null
+done
+library=$(ls dist/foretell-[0-9]*.whl)
+size=$(stat -c %s "$library" 2>/dev/null || stat -f %z "$library")
+echo "$library: $size bytes"
+[ "$size" -lt "$limit" ] || { echo "$library: more than $limit bytes" >&2; exit 1; }
+listing=$(.venv/bin/python -m zipfile --list "$library")
+grep -q native/kernels/kernels.cpp <<<"$listing"
+speculators=$(.venv/bin/python -m zipfile --list dist/foretell_smollm2_135m-*.whl)
+grep -q eagle3/model.safetensors <<<"$speculators"
+if grep -q curve <<<"$speculators"; then echo "training curves in the wheel" >&2; exit 1; fi
+
+.venv/bin/python -m venv "$venv"
+"$venv/bin/pip" install --quiet --no-deps --no-index dist/*.whl
+# A .pth file named in no .pth file: the editable installations of .venv stay out.
+packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+.venv/bin/python -c "$packages" >"$("$venv/bin/python" -c "$packages")/dependencies.pth"
+methods=$("$venv/bin/foretell" methods --markdown)
+grep -q 'eagle3.*ships for smollm2-135m' <<<"$methods"
+"$venv/bin/foretell" generate "Name a colour." --method eagle3 --max-new-tokens 8
