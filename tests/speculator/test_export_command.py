@@ -38,7 +38,7 @@ def test_what_is_refused_is_refused_in_a_sentence(tmp_path: Path, trained: Path)
     common = ("--out", tmp_path / "out", "--model", tiny())
     assert "did you mean 'vllm-medusa'" in refused("export", trained, "--format", "vllm-medus", *common)
     assert "formats for that kind: vllm-medusa" in refused("export", trained, "--format", "speculators", *common)
-    assert "no medusa speculator ships" in refused("export", "medusa", "--format", "vllm-medusa", *common)
+    assert "no medusa speculator is installed" in refused("export", "medusa", "--format", "vllm-medusa", *common)
     other = save_tiny(tmp_path / "other", seed=1)
     said = refused("export", trained, "--format", "vllm-medusa", "--out", tmp_path / "out", "--model", other)
     assert "was trained for another model (tiny: 2 layers, width 16, 257 tokens, fingerprint" in said
