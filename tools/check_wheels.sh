@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheels into dist/, holds the library's under 3 MB, and installs both into a venv in build/wheels, where the
+# Builds the wheels into dist/, checks that the library wheel is under 3 MB, and installs both into a venv in build/wheels, where the
 # speculators must be found. Their dependencies come from .venv, which `make test` makes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ if grep -q curve <<<"$speculators"; then echo "training curves in the wheel" >&2
 
 .venv/bin/python -m venv "$venv"
 "$venv/bin/pip" install --quiet --no-deps --no-index dist/*.whl
-# A .pth file named in no .pth file: the editable installations of .venv stay out.
+# Python processes no .pth files in a directory that a .pth file adds, so the editable installations of .venv stay out.
 packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 .venv/bin/python -c "$packages" >"$("$venv/bin/python" -c "$packages")/dependencies.pth"
 methods=$("$venv/bin/foretell" methods --markdown)
