@@ -1,6 +1,6 @@
 """From checkpoints to a decoder: where each format keeps which matrix. Safetensors and GGUF only; nothing is unpickled."""
 
-import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +10,26 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.config import ModelConfig
+from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Block, Decoder, FeedForward, Norm
 from foretell.model.gguf import GGUF
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
+from foretell.validation import read_json
 
 Tensor = torch.Tensor
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Names in safetensors of the types that weights are read from."""
+_QUANTIZED = re.compile(
+    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*|weight_(scale|packed|zero_point|shape|format).*"
+    r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
+)
+"""Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and MLX."""
+
+
+UNQUANTIZED = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
+"""What to do about a quantised checkpoint."""
+_AGAIN = "download it again"
 
 
 class Weights(ABC):
@@ -70,9 +83,9 @@ class SafetensorsWeights(Weights):
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
         self._where: dict[str, Callable[[str], Tensor]] = {}
-        self._open()
+        self._open(fresh=True)
 
-    def _open(self) -> None:
+    def _open(self, fresh: bool = False) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -83,6 +96,8 @@ class SafetensorsWeights(Weights):
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._where[key] = handle.get_tensor
+                if fresh:
+                    refuse_quantized(path / name, key, handle.get_slice(key).get_dtype())
 
     def find(self, name: str) -> Tensor | None:
         """The tensor, or None if the checkpoint has none of this name."""
@@ -97,10 +112,25 @@ class SafetensorsWeights(Weights):
 
 
 def _shards(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: damaged index of the checkpoint's files ({error}); download it again") from error
+    files = read_json(index, _AGAIN).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: weight_map should name a file for every tensor; {_AGAIN}")
+    outside = next((name for name in files.values() if Path(name).name != name), None)
+    if outside is not None:
+        raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
+    return sorted(set(files.values()))
+
+
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor that only a quantised checkpoint has, or weights that are no floats of 16 bits or more (`dtype` as safetensors says it).
+
+    Raises:
+        ValueError: it is one.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {UNQUANTIZED}"
+        )
 
 
 _GGUF_NAMES = {
@@ -126,6 +156,16 @@ _GGUF_GEMMA_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+
+
+def gguf_config(file: GGUF) -> ModelConfig:
+    """The configuration of the model in a GGUF file.
+
+    Raises:
+        ValueError: see `from_gguf`.
+    """
+    divisors = file.load("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
+    return from_gguf(file.meta, str(file.path), divisors, tied="output.weight" not in file.tensors)
 
 
 class GGUFWeights(Weights):
@@ -175,7 +215,7 @@ def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, devic
     """A decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
     norm = _norm(config, weights, "model.norm", config.hidden, device)
-    head = None if config.tied else weights.find("lm_head.weight")
+    head = None if config.tied else weights.need("lm_head.weight", config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
 
 
