@@ -89,8 +89,11 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] not in ("value_error", "missing", "json_invalid"):
-        message = f"{message[0].lower()}{message[1:]}, found {show(first['input'])}"
+    if first["type"] == "json_invalid":
+        return f"not valid JSON ({first['ctx']['error']})"
+    if first["type"] != "value_error":
+        message = message[0].lower() + message[1:]
+        message += "" if first["type"] == "missing" else f", found {show(first['input'])}"
     return f"{where}: {message}" if where else message
 
 
@@ -116,6 +119,12 @@ class Fields:
     def has(self, *names: str) -> bool:
         """Whether one of the keys is there."""
         return any(self.raw.get(name) is not None for name in names)
+
+    def require(self, *names: str) -> None:
+        """All of these keys are there."""
+        missing = [repr(self._prefix + name) for name in names if not self.has(name)]
+        if missing:
+            raise ValueError(f"{self.source}: the configuration has no {', '.join(missing)}; is it complete?")
 
     def integer(self, *names: str, default: int | None = None, least: int = 0, most: int = MAX_INTEGER) -> int:
         """A whole number within bounds; 8.0 counts as 8."""
@@ -164,6 +173,14 @@ class Fields:
         """A list of whole numbers, or a single one; empty where it is missing."""
         return tuple(self._list(names, int, "an integer or a list of integers"))
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        self.require(name)
+        values = self._list((name,), (int, float), "a list of finite numbers")
+        if not isinstance(self.raw[name], list) or not all(map(_finite, values)):
+            raise self.wrong(name, "a list of finite numbers", self.raw[name])
+        return tuple(map(float, values))
+
     def fields(self, *names: str) -> "Fields":
         """A nested object; empty where it is missing."""
         name, value = self._find(names, {})
@@ -175,6 +192,11 @@ class Fields:
         """The error about a key whose value is not what it should be."""
         return ValueError(f"{self.source}: {self._prefix}{name} should be {wanted}, found {show(found)}")
 
+    def objects(self, *names: str) -> tuple["Fields", ...]:
+        """A list of objects; empty where it is missing."""
+        name, values = names[0], self._list(names, Mapping, "a list of objects")
+        return tuple(Fields(one, self.source, f"{self._prefix}{name}.{i}.") for i, one in enumerate(values))
+
     def _find(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
         for name in names:
             if self.raw.get(name) is not None:
@@ -184,7 +206,7 @@ class Fields:
             raise ValueError(f"{self.source}: the configuration has no {keys}; is it complete?")
         return names[0], default
 
-    def _list(self, names: tuple[str, ...], kind: type, wanted: str) -> list[Any]:
+    def _list(self, names: tuple[str, ...], kind: type | tuple[type, ...], wanted: str) -> list[Any]:
         name, value = self._find(names, [])
         values = list(value) if isinstance(value, list | tuple) else [value]
         for one in values:
