@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator, TargetCard
 from foretell.model.ends import Ends
@@ -9,7 +11,7 @@ from foretell.speculator.checkpoint import CONFIG, load_own, read_config
 from foretell.speculator.formats import recognised
 from foretell.speculator.formats.base import Reading
 from foretell.speculator.formats.files import absent
-from foretell.validation import validate
+from foretell.validation import explain, validate
 
 
 def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
@@ -39,7 +41,10 @@ def read_published(folder: Path, target: TargetCard, ends: Ends) -> Reading:
     format_, found = known
     if not found.names:
         raise ValueError(absent(folder))
-    return format_.read(found, target, ends)
+    try:
+        return format_.read(found, target, ends)
+    except ValidationError as error:
+        raise ValueError(f"{folder / CONFIG}: {explain(error)}") from error
 
 
 def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:

@@ -63,7 +63,7 @@ class Published:
         Raises:
             ValueError: it is missing, or something else.
         """
-        return self._fields.integer(key, default=default)
+        return self.fields.integer(key, default=default)
 
     def real(self, key: str, default: float) -> float:
         """A number of the configuration.
@@ -71,7 +71,7 @@ class Published:
         Raises:
             ValueError: it is something else.
         """
-        return self._fields.number(key, default=default)
+        return self.fields.number(key, default=default)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A truth value of the configuration.
@@ -79,17 +79,18 @@ class Published:
         Raises:
             ValueError: it is something else.
         """
-        return self._fields.flag(key, default=default)
+        return self.fields.flag(key, default=default)
 
     @property
-    def _fields(self) -> Fields:
+    def fields(self) -> Fields:
+        """The configuration with typed access."""
         return Fields(self.config, str(self.folder / CONFIG))
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Names of network classes, which some publishers write as a string and most as a list."""
         said = self.config.get("architectures")
-        return (said,) if isinstance(said, str) else self._fields.texts("architectures")
+        return (said,) if isinstance(said, str) else self.fields.texts("architectures")
 
 
 def published(folder: Path) -> Published:
