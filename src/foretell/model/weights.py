@@ -29,6 +29,7 @@ _QUANTIZED = re.compile(
 
 UNQUANTIZED = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
 """What to do about a quantised checkpoint."""
+_HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
 
@@ -50,6 +51,18 @@ class Weights(ABC):
         found = self.find(name)
         if found is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
+        return self._checked(name, found, shape)
+
+    def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
+        """The output matrix of a model that is not tied; None: there is none, and the embedding serves.
+
+        Raises:
+            ValueError: it is of another shape, or missing in a format that always has it.
+        """
+        found = self.find(_HEAD)
+        return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
+
+    def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
             raise ValueError(
                 f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}"
@@ -105,6 +118,14 @@ class SafetensorsWeights(Weights):
             if candidate in self._where:
                 return self._where[candidate](candidate)
         return None
+
+    def head(self, vocab: int, hidden: int) -> Tensor:
+        """The output matrix, which must be there: transformers would draw it at random.
+
+        Raises:
+            ValueError: it is missing, or of another shape.
+        """
+        return self.need(_HEAD, vocab, hidden)
 
     def release(self) -> None:
         """Close and reopen: a mapping ends with the last tensor that uses it."""
@@ -215,7 +236,7 @@ def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, devic
     """A decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
     norm = _norm(config, weights, "model.norm", config.hidden, device)
-    head = None if config.tied else weights.need("lm_head.weight", config.vocab, config.hidden)
+    head = None if config.tied else weights.head(config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
 
 
