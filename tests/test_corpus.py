@@ -29,7 +29,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": \n')
     with pytest.raises(NotTextError, match=r"a\.bin: not UTF-8 text \(byte 3\)"):
         list(texts_of(tmp_path / "a.bin"))
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 2: not JSON"):
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 2: not valid JSON"):
         list(texts_of(tmp_path / "b.jsonl"))
     with pytest.raises(ValueError, match="no such file"):
         files_of([tmp_path / "c"])

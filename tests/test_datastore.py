@@ -122,9 +122,11 @@ def changed(**values: object) -> Callable[[bytes], bytes]:
 
 DAMAGES = {
     "no manifest": (damage("manifest.json", lambda old: None), "no datastore here"),
-    "broken manifest": (damage("manifest.json", lambda old: old[:30]), "not the manifest"),
-    "other manifest": (damage("manifest.json", lambda old: b"{}"), "not the manifest"),
-    "listed manifest": (damage("manifest.json", lambda old: b"[1]"), "not the manifest"),
+    "broken manifest": (damage("manifest.json", lambda old: old[:30]), "manifest.json: not valid JSON"),
+    "other manifest": (damage("manifest.json", lambda old: b"{}"), "manifest.json: format: field required"),
+    "listed manifest": (damage("manifest.json", lambda old: b"[1]"), "manifest.json: input should be an object"),
+    "text for a number": (damage("manifest.json", changed(tokens="many")), "tokens: input should be a valid integer"),
+    "nested": (damage("manifest.json", lambda old: b"[" * 10**5), "not valid JSON"),
     "later format": (damage("manifest.json", changed(format="foretell datastore 9")), "build the datastore again"),
     "empty": (damage("manifest.json", changed(tokens=0)), "is empty"),
     "other length": (damage("manifest.json", changed(tokens=9)), "9 tokens of 32 bits were expected"),

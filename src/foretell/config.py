@@ -1,12 +1,13 @@
 """The options of a method, under the names that vLLM's `--speculative-config` gave them (and SGLang's and Medusa's for trees)."""
 
-import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foretell.names import unknown
+from foretell.validation import parse_object, validate
 
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 8}'
 Count = Annotated[int, Field(ge=0, le=256)]
 
 
@@ -96,24 +97,9 @@ class SpeculativeConfig(BaseModel):
         Raises:
             ValueError: invalid JSON, an unknown key, or a value out of range, in one sentence.
         """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"the speculative config is not valid JSON ({error.msg} at character {error.pos}): {text!r}; "
-                'write for example \'{"method": "ngram", "num_speculative_tokens": 8}\''
-            ) from error
-        if not isinstance(values, dict):
-            raise ValueError(f"the speculative config must be a JSON object, found {text!r}")
-        return cls.read(values)
+        return cls.read(parse_object(text, f"speculative config {text!r}", f"write for example {_EXAMPLE!r}"))
 
     @classmethod
     def read(cls, values: dict[str, object]) -> "SpeculativeConfig":
         """Validate a mapping; errors in one sentence."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(p) for p in first["loc"])
-            message = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"speculative config, {where}: {message}" if where else message) from error
+        return validate(cls, values, "speculative config")

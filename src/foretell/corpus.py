@@ -1,6 +1,5 @@
 """Files as documents of tokens: plain text, JSON lines, or whole directories of them."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from foretell.text import TextCodec
+from foretell.validation import parse_json
 
 
 class NotTextError(ValueError):
@@ -59,10 +59,7 @@ def texts_of(file: Path) -> Iterator[str]:
 
 
 def _field(where: str, line: str) -> str:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg})") from error
+    value = parse_json(line, where)
     return str(value["text"]) if isinstance(value, dict) and "text" in value else "\n".join(_strings(value))
 
 

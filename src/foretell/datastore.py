@@ -5,16 +5,16 @@ import shutil
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt32
+from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.suffixes import SEPARATOR, suffix_order
 from foretell.text import TextCodec
+from foretell.validation import read_model
 
 DEPTH = 16
 """Longest n-gram that is looked up by default."""
@@ -22,15 +22,16 @@ _FORMAT = "foretell datastore 1"
 _PROBE = "The quick brown fox:\n\tfor i in range(1024):  # naïve café, 東京 🙂\r\n    don't()"
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(BaseModel):
     """What the directory of a datastore holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: str
     tokens: int
     """Separators included."""
     documents: int
-    depth: int
+    depth: int = Field(ge=1)
     """Suffixes are sorted by this many tokens at least."""
     tokenizer: str
     """Reference of the model whose tokenizer was used, for people."""
@@ -128,13 +129,20 @@ def write(
     tokens = joined(counted())
     if not len(tokens):
         raise ValueError("there is nothing to index: the files hold no text")
-    manifest = Manifest(_FORMAT, len(tokens), count, depth, tokenizer, fingerprint(codec))
+    manifest = Manifest(
+        format=_FORMAT,
+        tokens=len(tokens),
+        documents=count,
+        depth=depth,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(codec),
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         np.save(unfinished / "tokens.npy", tokens)
         np.save(unfinished / "suffixes.npy", suffix_order(tokens, depth))
-        (unfinished / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+        (unfinished / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
         unfinished.chmod(0o755)
         unfinished.rename(out)
     except BaseException:
@@ -154,11 +162,7 @@ def describe(path: Path) -> Manifest:
         raise ValueError(
             f"{path}: no datastore here; make one with: foretell datastore build FILES... --tokenizer REF --out {path}"
         )
-    try:
-        raw: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        manifest = Manifest(**raw)
-    except (ValueError, TypeError, OSError) as error:
-        raise ValueError(f"{file}: not the manifest of a datastore ({error}); build it again") from error
+    manifest = read_model(Manifest, file, "build the datastore again")
     if manifest.tokens < 1:
         raise ValueError(f"{path}: the datastore is empty; build it again from files that hold text")
     if manifest.format != _FORMAT:

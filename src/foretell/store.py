@@ -8,9 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+
+from foretell.validation import read_json, validate, validate_json
 
 HEADER, LINES, LOCK = "settings.json", "records.jsonl", ".lock"
+_DAMAGED = "remove the folder or choose another one"
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -48,7 +51,7 @@ class Store(Generic[R]):
         if not path.is_file():
             path.write_text(json.dumps(wanted, indent=1))
             return
-        found = _header(path)
+        found = read_json(path, _DAMAGED)
         for key in {**wanted, **found}:
             if found.get(key) != wanted.get(key):
                 raise ValueError(
@@ -83,14 +86,6 @@ class Store(Generic[R]):
         self.close()
 
 
-def _header(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); remove the folder or choose another one") from error
-    return found if isinstance(found, dict) else {}
-
-
 def settings(folder: Path, kind: type[R]) -> R:
     """The settings that a folder was filled with.
 
@@ -100,10 +95,7 @@ def settings(folder: Path, kind: type[R]) -> R:
     path = folder / HEADER
     if not path.is_file():
         raise ValueError(f"{folder}: no {HEADER} here, so this folder holds no run")
-    try:
-        return kind.model_validate(_header(path))
-    except ValidationError as error:
-        raise ValueError(f"{path}: these are not the settings of such a run ({error.errors()[0]['msg']})") from error
+    return validate(kind, read_json(path, _DAMAGED), f"{path}: not the settings of such a run")
 
 
 def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
@@ -121,12 +113,9 @@ def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            yield kind.model_validate_json(line)
-        except ValidationError as error:
-            raise ValueError(
-                f"{path}, line {number}: a damaged record ({error.errors()[0]['msg']}); delete that line to measure it again"
-            ) from error
+        yield validate_json(
+            kind, line, f"{path}, line {number}: a damaged record", "delete that line to measure it again"
+        )
 
 
 def write_through(path: Path, data: bytes) -> None:

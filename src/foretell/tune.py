@@ -17,7 +17,7 @@ from foretell.method import AnyMethod, Method
 from foretell.model.decoder import Skip
 from foretell.model.influence import influence
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.skip import SkipFile, SkipTrial, default_skip, fingerprint, kept_share
+from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share
 from foretell.shape import Chain, Root
 from foretell.tree import root
 
@@ -134,6 +134,7 @@ def tokens_per_second(network: Network, skip: Skip, samples: Sequence[Sample], d
 
 def tune_skip(
     network: Network,
+    model: str,
     samples: Sequence[Sample],
     out: Path,
     trials: int = 100,
@@ -144,13 +145,15 @@ def tune_skip(
 ) -> SkipFile:
     """Search until `out` holds `trials` trials, going on where an earlier search stopped; every trial is saved at once.
 
+    `model` is the fingerprint of the network (`Source.fingerprint`).
+
     Starts from the default and the least influential sub-layers, then follows a tree-structured Parzen estimator.
 
     Raises:
         ValueError: optuna is missing, or `out` holds a search on another model, other prompts or another objective.
     """
-    found = _resume(network, samples, out, objective, drafting)
     layers = network.config.layers
+    found = _resume(model, layers, samples, out, objective, drafting)
     study = _study(found, layers, seed)
     for skip in _starts(network, samples):
         if skip not in [t.skip for t in found.trials]:
@@ -170,13 +173,13 @@ def tune_skip(
 
 
 def _resume(
-    network: Network, samples: Sequence[Sample], out: Path, objective: Objective, drafting: Drafting
+    model: str, layers: int, samples: Sequence[Sample], out: Path, objective: Objective, drafting: Drafting
 ) -> SkipFile:
     workload = hashlib.sha256(repr((tuple(samples), drafting)).encode()).hexdigest()[:16]
-    fresh = SkipFile(fingerprint(network), network.config.layers, objective, workload)
+    fresh = SkipFile(model, layers, objective, workload)
     if not out.exists():
         return fresh
-    found = SkipFile.read(out, network)
+    found = SkipFile.read(out, model, layers)
     if (found.objective, found.workload) != (objective, workload):
         raise ValueError(
             f"{out}: holds a search for {found.objective} on other prompts or settings, whose values do not compare with this one "

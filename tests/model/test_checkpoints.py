@@ -1,7 +1,7 @@
 """Reading checkpoints: GGUF files of several precisions against transformers, and one sentence for whatever is damaged or refused."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from foretell.load import resolve
+from foretell.load import load, resolve
 from foretell.model.config import from_gguf, from_hf
 from foretell.model.decoder import Decoder
 from foretell.model.gguf import GGUF
 from foretell.model.runner import DecoderRunner
-from foretell.model.weights import GGUFWeights, SafetensorsWeights, build
+from foretell.model.weights import GGUFWeights, SafetensorsWeights, build, gguf_config
+from foretell.testing import letter_codec
 from helpers import LLAMA3, all_logits, chain_tree, random_tokens
 
 SIZES: dict[str, Any] = {
@@ -99,8 +100,7 @@ def write_gguf(path: Path, oracle: Any, kind: Kind = Kind.F32, scaling: Mapping[
 
 def read_gguf(path: Path) -> Decoder:
     file = GGUF(path)
-    divisors = file.load("rope_freqs.weight").tolist() if "rope_freqs.weight" in file.tensors else ()
-    config = from_gguf(file.meta, str(path), divisors)
+    config = gguf_config(file)
     return build(config, GGUFWeights(file, config), torch.float32, torch.device("cpu"))
 
 
@@ -235,12 +235,112 @@ def test_a_directory_without_weights_is_refused(checkpoint: Path) -> None:
     one_sentence(error, "no model.safetensors")
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"a": "gone.safetensors"}}'])
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{", "[]", "[" * 10**5, '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../gone.safetensors"}}',
+        '{"weight_map": {"a": "gone.safetensors"}}',
+    ],
+)  # fmt: skip
 def test_a_damaged_index_is_refused(checkpoint: Path, index: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError) as error:
         read_directory(checkpoint)
     one_sentence(error, "download it again")
+
+
+def test_an_untied_checkpoint_without_a_head_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "lm_head.weight")
+
+
+def test_a_gguf_file_without_a_head_is_tied(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", oracle_of("LlamaConfig", tie_word_embeddings=True))
+    assert not gguf_config(GGUF(tmp_path / "model.gguf")).tied
+    oracle = oracle_of("LlamaConfig")
+    del oracle.lm_head
+    write_gguf(tmp_path / "tied.gguf", oracle)
+    decoder = read_gguf(tmp_path / "tied.gguf")
+    assert decoder.config.tied and torch.equal(decoder.head.weight, decoder.embedding)
+
+
+def fp8(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name + "_scale"] = torch.ones(1)
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def no_scales(tensors: dict[str, torch.Tensor]) -> None:
+    fp8(tensors)
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale"]
+
+
+def int8(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = (tensors[name] * 100).to(torch.int8)
+    tensors[name + "_scale"] = torch.full((64, 1), 0.01)
+
+
+def gptq(tensors: dict[str, torch.Tensor]) -> None:
+    at = "model.layers.0.mlp.down_proj."
+    del tensors[at + "weight"]
+    tensors |= {at + "qweight": torch.zeros(8, 32, dtype=torch.int32), at + "scales": torch.ones(1, 32)}
+
+
+def bitsandbytes(tensors: dict[str, torch.Tensor]) -> None:
+    at = "model.layers.0.mlp.down_proj.weight"
+    tensors |= {at: torch.zeros(1024, 1, dtype=torch.uint8), at + ".absmax": torch.ones(32)}
+
+
+def leftover(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize("change", [fp8, no_scales, int8, gptq, bitsandbytes, leftover], ids=lambda f: f.__name__)
+def test_quantised_tensors_are_refused_by_name(
+    change: Callable[[dict[str, torch.Tensor]], None], checkpoint: Path
+) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as error:
+        load(str(checkpoint), "float32")
+    one_sentence(error, "model.safetensors", "quantised checkpoint", "proj.")
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "hqq", "mxfp4"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_quantised_checkpoints_are_refused_by_their_configuration(
+    method: str, architecture: str, checkpoint: Path
+) -> None:
+    file = checkpoint / "config.json"
+    raw = json.loads(file.read_text()) | {"model_type": architecture, "quantization_config": {"quant_method": method}}
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ValueError) as error:
+        load(str(checkpoint), "float32")
+    one_sentence(error, str(checkpoint), f"quantised with {method}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 10**5, '{"a": "\\ud800"}', "\xff", '{"eos_token_id": "</s>"}'])
+def test_a_damaged_json_file_is_named(name: str, text: str, checkpoint: Path) -> None:
+    letter_codec(26).tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError) as error:
+        load(str(checkpoint), "float32")
+    one_sentence(error, f"{name}: ")
+
+
+def test_end_tokens_are_those_of_both_files(checkpoint: Path) -> None:
+    letter_codec(26).tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert load(str(checkpoint), "float32").eos == (2, 7)
 
 
 def test_a_gguf_file_cut_anywhere_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Models of transformers that the decoder does not know, run through the same engine and methods."""
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
 import foretell
@@ -112,6 +114,29 @@ def test_a_model_in_a_directory_is_loaded_and_proven(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ValueError, match="transformers cannot load this model"):
         load_hf(tmp_path, torch.float32, torch.device("cpu"))
+
+
+@every_model
+def test_a_missing_weight_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    model_of(name).float().save_pretrained(tmp_path)
+    load_hf(tmp_path, torch.float32, torch.device("cpu"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(key for key in tensors if "fc" in key and key.endswith("weight"))
+    save_file({key: t for key, t in tensors.items() if key != gone}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"has no {gone}.*random numbers"):
+        load_hf(tmp_path, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_head", "n_embd", "vocab_size", "n_positions"])
+def test_a_configuration_that_does_not_fit_is_one_sentence(key: str, tmp_path: Path) -> None:
+    model_of("gpt2").float().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for value in ([], "x", 0, -1, None, {"a": 1}, 3):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
+        try:
+            load_hf(tmp_path, torch.float32, torch.device("cpu"))
+        except ValueError as error:
+            assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("kind", ["BloomConfig", "MambaConfig"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
 from foretell.draft.network.medusa import Medusa, MedusaConfig
@@ -58,3 +59,15 @@ def test_half_the_bits_take_half_the_room(tmp_path: Path, heads: Medusa) -> None
     rest = room[0] - 16
     assert room[1] - rest == pytest.approx(8 + 32 / 96, abs=0.5)
     assert room[2] - rest == pytest.approx(4 + 16 / 32, abs=0.5)
+
+
+def test_numbers_without_their_scale_are_refused(tmp_path: Path, heads: Medusa) -> None:
+    save(tmp_path, heads, heads.config, 8)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = next(n for n in tensors if n.endswith("::scale"))
+    save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=r"stored as torch\.int8 without a scale"):
+        load_own(tmp_path, SOURCE.ends())
+    save_file(tensors | {name: tensors[name][:3].contiguous()}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="scales that do not fit"):
+        load_own(tmp_path, SOURCE.ends())

@@ -1,12 +1,27 @@
 """Published checkpoints: recognised, read, computing what their own projects compute; and what is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from published import CARD, D, V, authors_medusa, ends, ibm_mlp, matrix, put, vllm_medusa
+from published import (
+    CARD,
+    D,
+    V,
+    authors_medusa,
+    eagle1,
+    eagle3,
+    ends,
+    ibm_mlp,
+    matrix,
+    put,
+    speculators_eagle3,
+    vllm_medusa,
+)
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.medusa import Medusa
@@ -171,3 +186,29 @@ def test_damaged_weights_say_so(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="damaged safetensors file"):
         load(folder)
+
+
+def test_a_quantised_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    config, tensors = eagle1()
+    put(tmp_path / "a", config | {"quantization_config": {"quant_method": "gptq"}}, tensors)
+    with pytest.raises(ValueError, match="quantised with gptq"):
+        load_speculator(tmp_path / "a", CARD, ends())
+    name = "layers.0.mlp.up_proj.weight"
+    put(tmp_path / "b", config, tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(ValueError, match=rf"{name} \(F8_E4M3\) belongs to a quantised checkpoint"):
+        load_speculator(tmp_path / "b", CARD, ends())
+
+
+@pytest.mark.parametrize("make", [authors_medusa, vllm_medusa, ibm_mlp, eagle1, eagle3, speculators_eagle3])
+def test_hostile_values_in_a_configuration_are_one_sentence(
+    make: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]], tmp_path: Path
+) -> None:
+    config, tensors = make()
+    put(tmp_path, config, tensors)
+    for key in config:
+        for value in ([], {}, "x", float("inf"), -1, 0, 10**30, [None], {"a": 1}):
+            (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+            try:
+                load_speculator(tmp_path, CARD, ends())
+            except ValueError as error:
+                assert "\n" not in str(error), key

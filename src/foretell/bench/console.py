@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -14,6 +13,7 @@ from foretell.bench.chart import charts
 from foretell.bench.page import html
 from foretell.bench.report import by_category, markdown
 from foretell.bench.schema import Contender, Results
+from foretell.validation import validate_json
 
 
 @contextmanager
@@ -52,13 +52,7 @@ def read(path: Path) -> Results:
         raise ValueError(
             f"{path}: no results here; give a results.json that `foretell bench run` or `replay` wrote, or its folder"
         )
-    try:
-        return Results.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        where = ".".join(str(x) for x in error.errors()[0]["loc"])
-        raise ValueError(
-            f"{file}: not results of `foretell bench` ({where or 'file'}: {error.errors()[0]['msg']})"
-        ) from error
+    return validate_json(Results, file.read_bytes(), f"{file}: not results of `foretell bench`")
 
 
 def print_summary(results: Results) -> None:

@@ -9,8 +9,6 @@ target. Times are of the replay and mean nothing.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from foretell.bench.contender import PLAIN, Spec, Watched
 from foretell.bench.schema import Frozen, Record, Settings, Turn
 from foretell.bench.scripted import Recording, RecordingSettings, ScriptedRunner
@@ -19,6 +17,7 @@ from foretell.engine import Engine, Request
 from foretell.load import load as load_model
 from foretell.model.runner import Runner
 from foretell.store import read, settings
+from foretell.validation import validate_json
 
 
 def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
@@ -167,12 +166,9 @@ class Baseline(Frozen):
         Raises:
             ValueError: it is not one.
         """
-        try:
-            return Baseline.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise ValueError(
-                f"{path}: not a baseline that `foretell bench replay --pin` wrote ({error.errors()[0]['msg']})"
-            ) from error
+        return validate_json(
+            Baseline, path.read_bytes(), f"{path}: not a baseline that `foretell bench replay --pin` wrote"
+        )
 
     @staticmethod
     def of(records: Sequence[Record]) -> "Baseline":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.names import unknown
+from foretell.validation import parse_json
 
 BUILT_IN = "builtin"
 """Name of the questions that come with the package: original texts in Spec-Bench's six categories."""
@@ -120,10 +121,7 @@ def _text_line(line: str, number: int) -> Question:
 
 
 def _json_line(line: str, number: int) -> Question:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos + 1})") from error
+    value = parse_json(line)
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):

@@ -28,7 +28,8 @@ def layer_skip(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
 def self_speculative(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
     """Draft & Verify."""
     network = own(parts)
-    skip = read_skip(Path(config.skip_set), network) if config.skip_set else default_skip(network.config.layers)
+    layers, model = network.config.layers, parts.source.fingerprint() if parts.source else ""
+    skip = read_skip(Path(config.skip_set), model, layers) if config.skip_set else default_skip(layers)
     chain = Chain(
         8 if config.num_speculative_tokens is None else config.num_speculative_tokens,
         draw=config.draft_sample_method != "greedy",

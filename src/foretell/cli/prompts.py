@@ -1,16 +1,16 @@
 """A file of prompts: one JSON value a line, each with parameters of its own if it likes."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foretell.sampling import Sampling
 from foretell.text import Message
+from foretell.validation import parse_json, validate
 
 
 class Turn(BaseModel):
@@ -116,23 +116,12 @@ def parse(raw: bytes) -> Line:
     Raises:
         ValueError: it is not JSON, or says something else than a prompt.
     """
-    try:
-        value = json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos})") from error
+    value = parse_json(raw)
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
         raise ValueError("a JSON object with 'prompt', 'messages' or 'turns' was expected, or a string")
-    try:
-        return Line.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{where}: {message}" if where else message) from error
+    return validate(Line, value)
 
 
 def task(line: Line, defaults: Defaults) -> Task:

@@ -23,6 +23,7 @@ from foretell.train.loop import Trainer, Watcher
 from foretell.train.measure import Measured
 from foretell.train.settings import DRAFT_VOCAB, Portion, Settings, flag
 from foretell.train.task import dtype_of, features, prepare, understood
+from foretell.validation import explain
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -160,8 +161,8 @@ def _settings(**values: object) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{flag(str(first['loc'][0]))} {first['input']}: {first['msg'].lower()}") from error
+        key, _, message = explain(error).partition(": ")
+        raise ValueError(f"{flag(key)}: {message}") from error
 
 
 def _portion(text: str) -> Portion:

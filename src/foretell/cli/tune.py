@@ -1,6 +1,5 @@
 """`foretell tune`: searches whose results are saved and used again."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,9 @@ from rich.console import Console
 from foretell.load import EMBEDDED, load
 from foretell.model.skip import SkipTrial, kept_share
 from foretell.tune import Drafting, Objective, answers, tune_skip
+from foretell.validation import Fields, parse_object
 
+_EXAMPLE = 'write for example {"prompt": "Why is the sky blue?"}'
 app = typer.Typer(
     no_args_is_help=True, help="Search for settings of a method on your prompts.", pretty_exceptions_enable=False
 )
@@ -58,7 +59,15 @@ def skip(
             )
 
         found = tune_skip(
-            target.network, samples, out, trials, objective, Drafting(draft_length, confidence), seed, told
+            target.network,
+            target.source.fingerprint(),
+            samples,
+            out,
+            trials,
+            objective,
+            Drafting(draft_length, confidence),
+            seed,
+            told,
         )
     except (ValueError, OSError) as error:
         typer.echo(f"foretell tune skip: {error}", err=True)
@@ -80,11 +89,8 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _prompt(path: Path, number: int, line: str) -> str:
-    try:
-        value = json.loads(line)
-        found = value["prompt"] if "prompt" in value else value["turns"][0]
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f'{path}, line {number}: not a prompt; write for example {{"prompt": "Why is the sky blue?"}}'
-        ) from error
-    return str(found)
+    value = parse_object(line, f"{path}, line {number}", _EXAMPLE)
+    found = value.get("prompt") or next(iter(Fields(value, "").texts("turns")), "")
+    if not isinstance(found, str) or not found:
+        raise ValueError(f"{path}, line {number}: not a prompt; {_EXAMPLE}")
+    return found

@@ -6,7 +6,10 @@ from it, the roofline analyzer prices one; neither reads a Hugging Face or GGUF 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import log
 from typing import Any, Literal
+
+from foretell.validation import Fields
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
@@ -24,6 +27,8 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
+    """YaRN: whether the range of interpolated dimensions is rounded to whole ones."""
     fraction: float = 1.0
     divisors: tuple[float, ...] = ()
     """What each frequency is divided by on top (how GGUF files store Llama 3's scaling)."""
@@ -121,27 +126,6 @@ class ModelConfig:
         return self.window if layer in self.window_layers else 0
 
 
-class _Reader:
-    """Reads keys of a foreign configuration, naming the one that is missing."""
-
-    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
-        self.raw, self.source = raw, source
-
-    def need(self, *names: str) -> Any:
-        for name in names:
-            if self.raw.get(name) is not None:
-                return self.raw[name]
-        raise ValueError(
-            f"{self.source}: the configuration has no {' or '.join(repr(n) for n in names)}; is it complete?"
-        )
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        for name in names:
-            if self.raw.get(name) is not None:
-                return self.raw[name]
-        return default
-
-
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -155,196 +139,357 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 }
 """Decoder family: `model_type` to what its configuration leaves unsaid."""
 
+_QWEN: Mapping[str, Any] = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA: Mapping[str, Any] = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**_QWEN, "num_key_value_heads": 32},
+    "qwen3": {**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+    "gemma2": {
+        **_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {**_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    "mixtral": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2,
+        "num_experts": 8,
+    },
+    "qwen2_moe": {
+        **_QWEN, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
+}  # fmt: skip
+"""What transformers takes for a key that `config.json` does not have, by `model_type`, where it differs from the decoder's own default.
+
+Published Gemma files leave even sizes to these; the other types must say theirs, so that a damaged file is found.
+"""
+
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu",
 }  # fmt: skip
+_MAX_LAYERS = 10_000
+_MAX_CONTEXT = 2**24
+"""Tokens; the longest context of a published model is 10 million."""
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
+"""Layers by which llama.cpp knows Gemma's 27B models, the only ones whose attention scale is (hidden / heads) ** -0.5."""
+_GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Control tokens that end a turn in chat; llama.cpp goes by these names where a file has no `eot_token_id`."""
+_CONTROL = 3
+"""Type of a control token in GGUF."""
 
 
 def in_family(raw: Mapping[str, Any]) -> bool:
     """Whether a Hugging Face `config.json` is for `from_hf`: of the decoder family, or of no architecture at all, which `from_hf` explains."""
-    return raw.get("model_type") in (None, "gemma3", *ARCHITECTURES)
+    kind = raw.get("model_type")
+    return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
+
+
+def quantization(raw: Mapping[str, Any]) -> str | None:
+    """The name of the quantisation that a `config.json` says its checkpoint is stored in; None: it says none."""
+    text = raw.get("text_config")
+    for holder in (raw, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config", "quantization"):
+            found = holder.get(key)
+            if found:
+                values = found if isinstance(found, Mapping) else {}
+                return str(values.get("quant_method") or values.get("format") or values.get("quant_algo") or key)
+    return None
 
 
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Read a Hugging Face `config.json` of the decoder family.
+    """Read a Hugging Face `config.json` of the decoder family; what it does not say is as transformers takes it.
 
     Raises:
-        ValueError: a needed key is missing, or the architecture is not of the family.
+        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of the family.
     """
-    raw = raw["text_config"] | {"model_type": "gemma3_text"} if raw.get("model_type") == "gemma3" else raw
-    read = _Reader(raw, source)
-    kind = str(read.need("model_type"))
+    raw = _text_config(raw, source)
+    kind = Fields(raw, source).text("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"{source}: the decoder does not know model_type {kind!r}; it knows {', '.join(ARCHITECTURES)}"
         )
+    read, gemma = Fields({**DEFAULTS[kind], **raw}, source), kind.startswith("gemma")
     said = dict(ARCHITECTURES[kind])
-    hidden, heads = int(read.need("hidden_size")), int(read.need("num_attention_heads"))
-    layers, context = int(read.need("num_hidden_layers")), int(read.get("max_position_embeddings", default=2048))
+    hidden, heads = (read.integer(k, least=1) for k in ("hidden_size", "num_attention_heads"))
+    layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
+    context = read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)
     window, window_layers = _windows(read, kind, layers)
-    rope, local_rope = _ropes(read, context)
-    activation = read.get("hidden_activation", "hidden_act")
-    if activation is not None and "activation" not in said:
+    rope, local_rope = _ropes(read, kind, context)
+    activation = read.text(*(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]), default="")
+    if activation:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
         said["activation"] = _ACTIVATIONS[activation]
-    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and read.get("attention_bias", default=False):
+    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and read.flag("attention_bias", default=False):
         said |= {"qkv_bias": True, "output_bias": True}
     if kind == "qwen2_moe":
-        said["qkv_bias"] = bool(read.get("qkv_bias", default=True))
-    eos = read.get("eos_token_id", default=())
-    scalar = read.get("query_pre_attn_scalar")
-    return ModelConfig(
+        said["qkv_bias"] = read.flag("qkv_bias", default=True)
+    if gemma and read.flag("use_bidirectional_attention", default=False):
+        raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
+    scaled = gemma and read.has("query_pre_attn_scalar")
+    tied = read.flag("tie_word_embeddings", default=bool(said.pop("tied", False)))
+    return _checked(
+        source,
         architecture=kind,
-        vocab=int(read.need("vocab_size")),
+        vocab=read.integer("vocab_size", least=1),
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=int(read.get("num_key_value_heads", default=heads)),
-        head_dim=int(read.get("head_dim", default=hidden // max(heads, 1))),
-        ffn=int(read.get("intermediate_size", default=0) or read.need("moe_intermediate_size")),
+        kv_heads=read.integer("num_key_value_heads", default=heads, least=1),
+        head_dim=_head_dim(read, ("head_dim",), hidden // heads),
+        ffn=read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1),
         context=context,
-        norm_eps=float(read.get("rms_norm_eps", default=1e-6)),
+        norm_eps=read.number("rms_norm_eps", default=1e-6, least=0),
         rope=rope,
         local_rope=local_rope,
-        tied=bool(said.pop("tied", False) or read.get("tie_word_embeddings", default=False)),
-        mlp_bias=bool(read.get("mlp_bias", default=False)),
+        tied=tied,
+        mlp_bias=kind == "llama" and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=float(scalar) ** -0.5 if scalar else None,
-        attention_softcap=float(read.get("attn_logit_softcapping", default=0.0)),
-        logit_softcap=float(read.get("final_logit_softcapping", default=0.0)),
-        embedding_scale=hidden**0.5 if kind.startswith("gemma") else 1.0,
+        attention_scale=read.positive("query_pre_attn_scalar") ** -0.5 if scaled else None,
+        attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
+        logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
         experts=_experts(read, kind, layers),
-        bos=read.get("bos_token_id"),
-        eos=tuple(eos) if isinstance(eos, Sequence) else (int(eos),),
+        bos=next(iter(read.integers("bos_token_id")), None),
+        eos=end_tokens(read),
         **said,
     )
 
 
-def _windows(read: _Reader, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
-    window = int(read.get("sliding_window", default=0))
-    if kind.startswith("qwen") and not read.get("use_sliding_window", default=False):
-        window = 0
+def end_tokens(read: Fields, *names: str) -> tuple[int, ...]:
+    """Tokens that end an answer, under the keys of these names (`eos_token_id`): each a token or a list of them."""
+    return tuple(dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name)))
+
+
+def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The language model's part of a multimodal Gemma 3 configuration."""
+    if raw.get("model_type") != "gemma3":
+        return raw
+    whole = Fields(raw, source)
+    text = dict(whole.fields("text_config").raw)
+    ends = end_tokens(whole) + end_tokens(Fields(text, source))
+    text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(ends)} if ends else {})
+    return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
+
+
+def _checked(source: str, **values: Any) -> ModelConfig:
+    try:
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
+    found = read.integer(*names, default=default, least=1)
+    if found % 2:
+        raise read.wrong(names[0], "even, for rotary positions", found)
+    return found
+
+
+def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
+    """Sliding window and the layers that have it, as the classes of transformers decide it."""
+    if kind == "llama" or (kind.startswith("qwen") and not read.flag("use_sliding_window", default=False)):
+        return 0, ()
+    window = read.integer("sliding_window", default=0)
     if not window:
         return 0, ()
-    types = read.get("layer_types")
-    if types is not None:
+    types = () if kind in ("mistral", "mixtral", "qwen3_moe") else read.texts("layer_types")
+    if types:
+        if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+            raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
         return window, tuple(i for i, t in enumerate(types) if t == "sliding_attention")
     if kind == "gemma2":
         return window, tuple(range(0, layers, 2))
     if kind == "gemma3_text":
-        pattern = int(read.get("sliding_window_pattern", "_sliding_window_pattern", default=6))
+        pattern = read.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1)
         return window, tuple(i for i in range(layers) if (i + 1) % pattern)
-    if kind.startswith("qwen"):
-        return window, tuple(range(int(read.get("max_window_layers", default=layers)), layers))
-    return window, tuple(range(layers))
+    full = read.integer("max_window_layers", default=layers)
+    if kind == "qwen2_moe":
+        return window, tuple(range(0, min(full, layers), 2))
+    return window, tuple(range(full if kind in ("qwen2", "qwen3") else 0, layers))
 
 
-def _ropes(read: _Reader, context: int) -> tuple[Rope, Rope | None]:
-    parameters = read.get("rope_parameters", default={})
-    if "full_attention" in parameters:
-        full, local = (_rope(parameters[k], {}, context) for k in ("full_attention", "sliding_attention"))
-        return full, local
-    flat = {"rope_theta": read.get("rope_theta", default=10000.0)}
-    local_theta = read.get("rope_local_base_freq")
-    rope = _rope(parameters or read.get("rope_scaling", default={}), flat, context)
-    return rope, None if local_theta is None else Rope(theta=float(local_theta))
+def _ropes(read: Fields, kind: str, context: int) -> tuple[Rope, Rope | None]:
+    """Rotary embeddings of all layers, and of the windowed ones where they have their own."""
+    scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
+    theta = read.positive("rope_theta", default=10000.0)
+    _refuse_partial(read)
+    nested = [name for name, value in parameters.raw.items() if isinstance(value, Mapping)]
+    if kind != "gemma3_text":
+        if nested:
+            raise parameters.wrong(nested[0], "a number or a name", parameters.raw[nested[0]])
+        return _rope(scaling if scaling.raw else parameters, theta, context, read), None
+    if parameters.raw and not nested:
+        raise read.wrong("rope_parameters", "one object per type of layer", dict(parameters.raw))
+    full, sliding = (parameters.fields(name) for name in ("full_attention", "sliding_attention"))
+    full = Fields({**full.raw, **scaling.raw}, read.source, "rope_parameters.full_attention.")
+    local_theta = read.positive("rope_local_base_freq", default=10000.0)
+    return _rope(full, theta, context), _rope(sliding, local_theta, context)
 
 
-def _rope(scaling: Mapping[str, Any], flat: Mapping[str, Any], context: int) -> Rope:
-    values = {**flat, **scaling}
-    kind = values.get("rope_type", values.get("type", "default"))
+def _refuse_partial(read: Fields) -> None:
+    share = read.number("partial_rotary_factor", default=1.0)
+    if share != 1:
+        raise read.wrong("partial_rotary_factor", "1 for this architecture", share)
+
+
+def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None) -> Rope:
+    """The rotary embedding that an object describes; `whole` is the configuration, whose own original context goes first."""
+    kind = read.text("rope_type", "type", default="default")
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(f"rotary scaling {kind!r} is not supported; known: default, linear, llama3, yarn")
-    attention = values.get("attention_factor")
-    return Rope(
-        theta=float(values.get("rope_theta", 10000.0)),
-        kind=kind,
-        factor=float(values.get("factor", 1.0)),
-        original_context=int(values.get("original_max_position_embeddings", context)),
-        low_freq_factor=float(values.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(values.get("high_freq_factor", 4.0)),
-        beta_fast=float(values.get("beta_fast", 32.0)),
-        beta_slow=float(values.get("beta_slow", 1.0)),
-        attention_factor=None if attention is None else float(attention),
+        raise ValueError(
+            f"{read.source}: rotary scaling {kind!r} is not supported; known: default, linear, llama3, yarn"
+        )
+    _refuse_partial(read)
+    theta = read.positive("rope_theta", default=theta)
+    if kind == "default":
+        return Rope(theta=theta, original_context=context)
+    key = "original_max_position_embeddings"
+    holder = whole if whole is not None and whole.has(key) else read
+    original = holder.integer(key, default=context, least=1)
+    factor = read.positive("factor", default=context / original if kind == "yarn" else None)
+    rope = Rope(theta=theta, kind=kind, factor=factor, original_context=original)  # type: ignore[arg-type]
+    if kind == "llama3":
+        low, high = read.positive("low_freq_factor", default=1.0), read.positive("high_freq_factor", default=4.0)
+        if high <= low:
+            raise read.wrong("high_freq_factor", f"above low_freq_factor {low}", high)
+        return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return _yarn(read, rope) if kind == "yarn" else rope
+
+
+def _yarn(read: Fields, rope: Rope) -> Rope:
+    """YaRN's own keys, and the factor on the tables that follows from `mscale` and `mscale_all_dim` (DeepSeek's form)."""
+    if rope.theta <= 1:
+        raise read.wrong("rope_theta", "above 1 for yarn", rope.theta)
+    attention = read.number("attention_factor", least=0) if read.has("attention_factor") else None
+    scales = [read.number(name, default=0.0, least=0) for name in ("mscale", "mscale_all_dim")]
+    if attention is None and all(scales):
+        above, below = (0.1 * scale * log(max(rope.factor, 1)) + 1 for scale in scales)
+        attention = above / below
+    return replace(
+        rope,
+        beta_fast=read.number("beta_fast", default=32.0, least=0) or 32.0,
+        beta_slow=read.number("beta_slow", default=1.0, least=0) or 1.0,
+        attention_factor=attention,
+        truncate=read.flag("truncate", default=True),
     )
 
 
-def _experts(read: _Reader, kind: str, layers: int) -> Experts | None:
+def _experts(read: Fields, kind: str, layers: int) -> Experts | None:
+    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return None
+    count = read.integer("num_local_experts", "num_experts", least=1)
+    active = read.integer("num_experts_per_tok", least=1, most=count)
     if kind == "mixtral":
-        return Experts(
-            count=int(read.need("num_local_experts")),
-            active=int(read.need("num_experts_per_tok")),
-            ffn=int(read.need("intermediate_size")),
-            layers=tuple(range(layers)),
-        )
-    if kind in ("qwen2_moe", "qwen3_moe"):
-        step, dense = int(read.get("decoder_sparse_step", default=1)), read.get("mlp_only_layers", default=())
-        shared = int(read.get("shared_expert_intermediate_size", default=0)) if kind == "qwen2_moe" else 0
-        return Experts(
-            count=int(read.need("num_experts", "num_local_experts")),
-            active=int(read.need("num_experts_per_tok")),
-            ffn=int(read.need("moe_intermediate_size")),
-            shared_ffn=shared,
-            shared_gate=shared > 0,
-            renormalize=bool(read.get("norm_topk_prob", default=False)),
-            layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
-        )
-    return None
+        return Experts(count, active, read.integer("intermediate_size", least=1), layers=tuple(range(layers)))
+    step, dense = read.integer("decoder_sparse_step", default=1, least=1), read.integers("mlp_only_layers")
+    shared = read.integer("shared_expert_intermediate_size", default=0) if kind == "qwen2_moe" else 0
+    return Experts(
+        count=count,
+        active=active,
+        ffn=read.integer("moe_intermediate_size", least=1),
+        shared_ffn=shared,
+        shared_gate=shared > 0,
+        renormalize=read.flag("norm_topk_prob", default=False),
+        layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
+    )
 
 
-def from_gguf(meta: Mapping[str, Any], source: str = "GGUF file", divisors: Sequence[float] = ()) -> ModelConfig:
+def from_gguf(
+    meta: Mapping[str, Any], source: str = "GGUF file", divisors: Sequence[float] = (), tied: bool = False
+) -> ModelConfig:
     """Read the metadata of a GGUF file (keys as the format's specification names them, values already Python objects).
 
-    `divisors`: the file's `rope_freqs.weight`, where it has one.
+    `divisors`: the file's `rope_freqs.weight`, where it has one. `tied`: it has no `output.weight`.
 
     Raises:
-        ValueError: a needed key is missing, or the architecture is not of the family.
+        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of the family.
     """
     kinds = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
-    name = str(_Reader(meta, source).need("general.architecture"))
+    whole = Fields(meta, source)
+    name = whole.text("general.architecture")
     if name not in kinds:
         raise ValueError(f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(kinds)}")
     kind = kinds[name]
-    read = _Reader({k.removeprefix(name + "."): v for k, v in meta.items()}, source)
-    said = dict(ARCHITECTURES[kind])
-    hidden, heads, layers = (int(read.need(k)) for k in ("embedding_length", "attention.head_count", "block_count"))
-    context = int(read.need("context_length"))
-    window = int(read.get("attention.sliding_window", default=0))
+    gemma = kind.startswith("gemma")
+    read = Fields({k.removeprefix(name + "."): v for k, v in meta.items()}, source, f"{name}.")
+    if read.integer("expert_count", default=0):
+        raise ValueError(f"{source}: a mixture of experts in GGUF is not supported; take its safetensors checkpoint")
+    hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
+    layers = read.integer("block_count", least=1, most=_MAX_LAYERS)
+    context = read.integer("context_length", least=1, most=_MAX_CONTEXT)
+    head_dim = _head_dim(read, ("attention.key_length", "rope.dimension_count"), hidden // heads)
+    if read.integer("rope.dimension_count", default=head_dim) != head_dim:
+        raise read.wrong("rope.dimension_count", f"{head_dim}, all of a head", read.raw["rope.dimension_count"])
+    window = read.integer("attention.sliding_window", default=4096 if kind == "gemma2" else 0)
     pattern = {"gemma2": 2, "gemma3_text": 6}.get(kind, 1)
-    windowed = tuple(i for i in range(layers) if pattern == 1 or (i + 1) % pattern) if window else ()
-    return ModelConfig(
+    if gemma:
+        pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
+    windowed = tuple(i for i in range(layers) if not gemma or (i + 1) % pattern) if window else ()
+    caps = (50.0, 30.0) if kind == "gemma2" else (0.0, 0.0)
+    return _checked(
+        source,
         architecture=kind,
-        vocab=int(read.get("vocab_size", default=0) or len(read.need("tokenizer.ggml.tokens"))),
+        vocab=read.integer("vocab_size", default=0) or len(_listed(whole, "tokenizer.ggml.tokens")),
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=int(read.get("attention.head_count_kv", default=heads)),
-        head_dim=int(read.get("attention.key_length", "rope.dimension_count", default=hidden // max(heads, 1))),
-        ffn=int(read.need("feed_forward_length")),
+        kv_heads=read.integer("attention.head_count_kv", default=heads, least=1),
+        head_dim=head_dim,
+        ffn=read.integer("feed_forward_length", least=1),
         context=context,
-        norm_eps=float(read.get("attention.layer_norm_rms_epsilon", default=1e-6)),
+        norm_eps=read.number("attention.layer_norm_rms_epsilon", default=1e-6, least=0),
         rope=_gguf_rope(read, context, divisors),
-        local_rope=Rope(theta=10000.0) if kind == "gemma3_text" else None,
+        local_rope=Rope(theta=read.positive("rope.freq_base_swa", default=10000.0)) if kind == "gemma3_text" else None,
         window=window,
         window_layers=windowed,
-        attention_softcap=float(read.get("attn_logit_softcapping", default=0.0)),
-        logit_softcap=float(read.get("final_logit_softcapping", default=0.0)),
-        embedding_scale=hidden**0.5 if kind.startswith("gemma") else 1.0,
-        bos=read.get("tokenizer.ggml.bos_token_id"),
-        eos=tuple(int(meta[k]) for k in ("tokenizer.ggml.eos_token_id",) if k in meta),
+        attention_scale=(hidden // heads) ** -0.5 if layers == _GEMMA_27B_LAYERS.get(kind) else None,
+        attention_softcap=read.number("attn_logit_softcapping", default=caps[0], least=0),
+        logit_softcap=read.number("final_logit_softcapping", default=caps[1], least=0),
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        bos=next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
+        eos=_gguf_ends(whole),
         # llama.cpp folds Gemma's "+ 1" into the norm weights it stores.
-        **(said | {"norm_offset": 0.0}),
+        **(dict(ARCHITECTURES[kind]) | {"norm_offset": 0.0, "tied": tied or gemma}),
     )
 
 
-def _gguf_rope(read: _Reader, context: int, divisors: Sequence[float]) -> Rope:
-    kind = str(read.get("rope.scaling.type", default="none"))
+def _listed(read: Fields, name: str) -> list[Any]:
+    value = read.raw.get(name)
+    if not isinstance(value, list):
+        raise read.wrong(name, "a list", value)
+    return value
+
+
+def _gguf_ends(read: Fields) -> tuple[int, ...]:
+    """Tokens that end an answer, as llama.cpp finds them."""
+    ends = end_tokens(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_END_KEYS))
+    tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
+        return ends
+    pairs = zip(tokens, types, strict=False)
+    return tuple(dict.fromkeys((*ends, *(i for i, (t, k) in enumerate(pairs) if k == _CONTROL and t in _TURN_ENDS))))
+
+
+def _gguf_rope(read: Fields, context: int, divisors: Sequence[float]) -> Rope:
+    kind = read.text("rope.scaling.type", default="none")
+    for key, usual in (("rope.scaling.attn_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)):
+        if read.number(key, default=usual) != usual:
+            raise read.wrong(key, f"{usual:g}: no other is supported", read.raw[key])
     values = {
         "rope_type": "default" if kind == "none" else kind,
-        "rope_theta": read.get("rope.freq_base", default=10000.0),
-        "factor": read.get("rope.scaling.factor", default=1.0),
-        "original_max_position_embeddings": read.get("rope.scaling.original_context_length", default=context),
+        "factor": read.raw.get("rope.scaling.factor", 1.0),
+        "original_max_position_embeddings": read.raw.get("rope.scaling.original_context_length"),
     }
-    return replace(_rope(values, {}, context), divisors=tuple(divisors))
+    rope = _rope(
+        Fields(values, read.source, "rope scaling: "), read.positive("rope.freq_base", default=10000.0), context
+    )
+    return replace(rope, divisors=tuple(divisors))

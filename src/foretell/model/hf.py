@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool
-from safetensors import SafetensorError
 
 from foretell.context import Output
-from foretell.model.config import ModelConfig
+from foretell.model.config import ModelConfig, end_tokens
 from foretell.model.linear import widen
 from foretell.model.runner import Runner
 from foretell.tree import TokenTree, from_lists
+from foretell.validation import Fields
 
 
 def _transformers() -> Any:
@@ -158,7 +158,6 @@ def describe(model: Any) -> ModelConfig:
     config = model.config.get_text_config()
     said = config.to_dict()
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-    eos = config.eos_token_id
     return ModelConfig(
         architecture=str(config.model_type),
         vocab=int(config.vocab_size),
@@ -170,7 +169,7 @@ def describe(model: Any) -> ModelConfig:
         ffn=int(said.get("intermediate_size") or said.get("ffn_dim") or said.get("n_inner") or 4 * hidden),
         context=int(config.max_position_embeddings),
         rope=None,
-        eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        eos=end_tokens(Fields(said, "config.json")),
     )
 
 
@@ -178,19 +177,35 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The causal language model in a directory, as transformers builds it, proven to read token trees.
 
     Raises:
-        ValueError: transformers is missing or cannot build the model, there is no safetensors file, or trees come out wrong.
+        ValueError: transformers is missing or cannot build the model, there is no safetensors file, a weight is missing,
+            or trees come out wrong.
     """
     transformers = _transformers()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
+        raise ValueError(f"{path}: transformers cannot load this model ({_reason(error)})") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{path}: the checkpoint has no {missing[0]}{more}, which transformers would fill with random numbers; is it complete?"
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: transformers cannot load this model ({reason})") from error
-    model = model.to(device)
-    _prove(HFRunner(model))
+    try:
+        _prove(HFRunner(model.to(device)))
+    except ValueError:
+        raise
+    except Exception as error:  # As above.
+        raise ValueError(f"{path}: transformers cannot run this model ({_reason(error)})") from error
     return model
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what it says, or its name."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def _prove(runner: HFRunner) -> None:

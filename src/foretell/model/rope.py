@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 
 from foretell.model.config import Rope
 
+_EMPTY_RANGE = 0.001
+"""Width in dimensions that YaRN's range has where it is empty, so that nothing is divided by zero (as in transformers)."""
 Tables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
 
 
@@ -47,9 +49,11 @@ def _yarn(
     def dimension(rotations: float) -> float:
         return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    ramp = ((torch.arange(len(frequency), dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(len(frequency), dtype=torch.float64) - low) / ((high - low) or _EMPTY_RANGE)).clamp(0, 1)
     factor = rope.attention_factor
     if factor is None:
         factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0

@@ -1,16 +1,13 @@
 """Which sub-layers a self-drafting target leaves out: a sensible default, and the tuning file of one model."""
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip
-from foretell.model.runner import Network
+from foretell.validation import Fields, read_json
 
 _KIND = "foretell skip set"
 
@@ -22,14 +19,6 @@ def default_skip(layers: int) -> Skip:
     """
     edge = layers // 5
     return Skip(attention=frozenset(range(edge, layers - edge, 2)))
-
-
-def fingerprint(network: Network) -> str:
-    """A name of the weights that is the same in every precision: the configuration and the signs of up to 512 embeddings."""
-    vocab = network.config.vocab
-    tokens = torch.arange(0, vocab, max(1, vocab // 512))
-    signs = (network.embed(tokens) > 0).cpu().numpy().tobytes()
-    return hashlib.sha256(repr(network.config).encode() + signs).hexdigest()[:16]
 
 
 def kept_share(config: ModelConfig, skip: Skip) -> float:
@@ -67,7 +56,7 @@ class SkipTrial:
 
 @dataclass(frozen=True)
 class SkipFile:
-    """All trials of a search on one model; `workload` names the prompts and `objective` what was maximised."""
+    """All trials of a search on one model (its `Source.fingerprint`); `workload` names the prompts and `objective` what was maximised."""
 
     model: str
     layers: int
@@ -92,39 +81,32 @@ class SkipFile:
         part.replace(path)
 
     @staticmethod
-    def read(path: Path, network: Network) -> "SkipFile":
-        """Read a file that was tuned on this model.
+    def read(path: Path, model: str, layers: int) -> "SkipFile":
+        """Read a file that was tuned on the model of this fingerprint (empty where its checkpoint is not at hand: the layers decide).
 
         Raises:
             ValueError: no such file, not a skip set, or one of another model.
         """
-        try:
-            raw = json.loads(path.read_text())
-        except OSError as error:
-            raise ValueError(
-                f"{path}: cannot read the skip set ({error.strerror}); make one with `foretell tune skip`"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{path}: not a skip set ({error}); make one with `foretell tune skip`") from error
-        if not isinstance(raw, dict) or raw.get("kind") != _KIND:
+        raw = read_json(path, "make one with `foretell tune skip`")
+        if raw.get("kind") != _KIND:
             raise ValueError(f"{path}: not a skip set; make one with `foretell tune skip`")
         found = _parse(raw, path)
-        if found.model != fingerprint(network):
+        if found.layers != layers or (model and found.model != model):
             raise ValueError(
                 f"{path}: this skip set was tuned on another model ({found.layers} layers, fingerprint {found.model}; this one has "
-                f"{network.config.layers} layers and {fingerprint(network)}); run `foretell tune skip` for this model"
+                f"{layers} layers and {model or 'none'}); run `foretell tune skip` for this model"
             )
         return found
 
 
 def _parse(raw: dict[str, Any], path: Path) -> SkipFile:
-    try:
-        trials = tuple(SkipTrial(tuple(t["attention"]), tuple(t["mlp"]), float(t["value"])) for t in raw["trials"])
-        found = SkipFile(str(raw["model"]), int(raw["layers"]), str(raw["objective"]), str(raw["workload"]), trials)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: damaged skip set ({error!r}); delete it and run `foretell tune skip` again"
-        ) from error
+    read = Fields(raw, f"{path}: damaged skip set")
+    trials = tuple(
+        SkipTrial(t.integers("attention"), t.integers("mlp"), t.number("value")) for t in read.objects("trials")
+    )
+    found = SkipFile(
+        read.text("model"), read.integer("layers", least=1), read.text("objective"), read.text("workload"), trials
+    )
     if any(not 0 <= i < found.layers for t in trials for i in (*t.attention, *t.mlp)):
         raise ValueError(
             f"{path}: damaged skip set: it names a layer outside 0..{found.layers - 1}; delete it and tune again"
@@ -132,13 +114,13 @@ def _parse(raw: dict[str, Any], path: Path) -> SkipFile:
     return found
 
 
-def read_skip(path: Path, network: Network) -> Skip:
-    """The best skip set of a tuning file.
+def read_skip(path: Path, model: str, layers: int) -> Skip:
+    """The best skip set of a tuning file; see `SkipFile.read`.
 
     Raises:
         ValueError: the file is not a skip set of this model, or holds no trial yet.
     """
-    found = SkipFile.read(path, network)
+    found = SkipFile.read(path, model, layers)
     if not found.trials:
         raise ValueError(f"{path}: the search was stopped before its first trial; run `foretell tune skip` again")
     return found.best.skip

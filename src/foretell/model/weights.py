@@ -1,6 +1,6 @@
 """From checkpoints to a decoder: where each format keeps which matrix. Safetensors and GGUF only; nothing is unpickled."""
 
-import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +10,27 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.config import ModelConfig
+from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Block, Decoder, FeedForward, Norm
 from foretell.model.gguf import GGUF
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
+from foretell.validation import read_json
 
 Tensor = torch.Tensor
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Names in safetensors of the types that weights are read from."""
+_QUANTIZED = re.compile(
+    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*|weight_(scale|packed|zero_point|shape|format).*"
+    r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
+)
+"""Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and MLX."""
+
+
+UNQUANTIZED = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
+"""What to do about a quantised checkpoint."""
+_HEAD = "lm_head.weight"
+_AGAIN = "download it again"
 
 
 class Weights(ABC):
@@ -37,6 +51,18 @@ class Weights(ABC):
         found = self.find(name)
         if found is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
+        return self._checked(name, found, shape)
+
+    def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
+        """The output matrix of a model that is not tied; None: there is none, and the embedding serves.
+
+        Raises:
+            ValueError: it is of another shape, or missing in a format that always has it.
+        """
+        found = self.find(_HEAD)
+        return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
+
+    def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
             raise ValueError(
                 f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}"
@@ -70,9 +96,9 @@ class SafetensorsWeights(Weights):
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
         self._where: dict[str, Callable[[str], Tensor]] = {}
-        self._open()
+        self._open(fresh=True)
 
-    def _open(self) -> None:
+    def _open(self, fresh: bool = False) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -83,6 +109,8 @@ class SafetensorsWeights(Weights):
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._where[key] = handle.get_tensor
+                if fresh:
+                    refuse_quantized(path / name, key, handle.get_slice(key).get_dtype())
 
     def find(self, name: str) -> Tensor | None:
         """The tensor, or None if the checkpoint has none of this name."""
@@ -91,16 +119,39 @@ class SafetensorsWeights(Weights):
                 return self._where[candidate](candidate)
         return None
 
+    def head(self, vocab: int, hidden: int) -> Tensor:
+        """The output matrix, which must be there: transformers would draw it at random.
+
+        Raises:
+            ValueError: it is missing, or of another shape.
+        """
+        return self.need(_HEAD, vocab, hidden)
+
     def release(self) -> None:
         """Close and reopen: a mapping ends with the last tensor that uses it."""
         self._open()
 
 
 def _shards(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: damaged index of the checkpoint's files ({error}); download it again") from error
+    files = read_json(index, _AGAIN).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: weight_map should name a file for every tensor; {_AGAIN}")
+    outside = next((name for name in files.values() if Path(name).name != name), None)
+    if outside is not None:
+        raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
+    return sorted(set(files.values()))
+
+
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor that only a quantised checkpoint has, or weights that are no floats of 16 bits or more (`dtype` as safetensors says it).
+
+    Raises:
+        ValueError: it is one.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {UNQUANTIZED}"
+        )
 
 
 _GGUF_NAMES = {
@@ -126,6 +177,16 @@ _GGUF_GEMMA_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+
+
+def gguf_config(file: GGUF) -> ModelConfig:
+    """The configuration of the model in a GGUF file.
+
+    Raises:
+        ValueError: see `from_gguf`.
+    """
+    divisors = file.load("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
+    return from_gguf(file.meta, str(file.path), divisors, tied="output.weight" not in file.tensors)
 
 
 class GGUFWeights(Weights):
@@ -175,7 +236,7 @@ def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, devic
     """A decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
     norm = _norm(config, weights, "model.norm", config.hidden, device)
-    head = None if config.tied else weights.find("lm_head.weight")
+    head = None if config.tied else weights.head(config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
 
 

@@ -1,6 +1,5 @@
 """Reading what a user asks for: devices on the spot, parts to offload, acceptance profiles."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,9 @@ from foretell.roofline.names import look_up
 from foretell.roofline.plan import by_batch, drafts, paying_batches
 from foretell.roofline.setting import FUSIONS, STAGES, Setting, Stage
 from foretell.roofline.speculate import Method, catalogue, with_acceptance
+from foretell.validation import Fields, read_json
+
+_PROFILE = '{"eagle-2": {"ranks": [0.7, 0.1]}}'
 
 
 def stage(name: str) -> Stage:
@@ -66,17 +68,16 @@ def methods(names: Sequence[str] | None, accept: float | None, file: Path | None
         return {n: with_acceptance(m, profile(accept, "given", m.shape == "chain"), "given") for n, m in chosen.items()}
     if file is None:
         return chosen
-    try:
-        for name, entry in json.loads(file.read_text("utf-8")).items():
-            method = speculate.method(name)
-            ranks, decay = tuple(map(float, entry["ranks"])), float(entry.get("decay", 1))
-            measured = Acceptance(ranks, str(entry.get("source", file)), decay)
-            if method.name in chosen:
-                chosen[method.name] = with_acceptance(method, measured, "measured")
-    except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f'{file} is no acceptance profile ({error!r}); expected {{"eagle-2": {{"ranks": [0.7, 0.1]}}}}'
-        ) from None
+    profiles = Fields(
+        read_json(file, f"an acceptance profile looks like {_PROFILE}"), f"{file} is no acceptance profile"
+    )
+    for name in profiles.raw:
+        method, entry = speculate.method(name), profiles.fields(name)
+        measured = Acceptance(
+            entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0)
+        )
+        if method.name in chosen:
+            chosen[method.name] = with_acceptance(method, measured, "measured")
     return chosen
 
 

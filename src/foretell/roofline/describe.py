@@ -4,7 +4,6 @@ The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The
 (OPT, GPT-J, DeepSeek with latent attention); their readers live here, so that loading a model can never mistake one for runnable.
 """
 
-import json
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 
 from foretell.model.config import ARCHITECTURES, Experts, LatentAttention, ModelConfig, Rope, from_gguf, from_hf
 from foretell.roofline.names import look_up
+from foretell.validation import Fields, read_json
 
 ANALYSED = ("opt", "gptj", "deepseek_v2", "deepseek_v3")
 """Architectures that can be priced and not run."""
@@ -50,13 +50,7 @@ def find(name: str) -> tuple[str, ModelConfig]:
 def _from_file(path: Path) -> ModelConfig:
     if path.suffix == ".gguf":
         return from_gguf(gguf_metadata(path), str(path))
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds no JSON object; a config.json starts with {{")
-    return describe(raw, str(path))
+    return describe(read_json(path, "a config.json holds one object"), str(path))
 
 
 def gguf_metadata(path: Path) -> dict[str, Any]:
@@ -81,63 +75,61 @@ def describe(raw: Mapping[str, Any], source: str) -> ModelConfig:
     Raises:
         ValueError: a key is missing (named), a value is no number, or the architecture is unknown.
     """
-    kind = raw.get("model_type")
-    try:
-        if kind == "opt":
-            return _opt(raw, source)
-        if kind == "gptj":
-            return _gptj(raw, source)
-        if kind in ("deepseek_v2", "deepseek_v3"):
-            return _deepseek(raw, source)
-        if kind is not None and kind not in ARCHITECTURES and kind != "gemma3":
-            table = {k: k for k in (*ARCHITECTURES, *ANALYSED)}
-            look_up(table, str(kind), f"architecture (model_type in {source})")
-        return from_hf(raw, source)
-    except TypeError as error:
-        raise ValueError(f"{source}: a value has the wrong type ({error})") from None
+    read = Fields(raw, source)
+    kind = read.text("model_type", default="")
+    if kind == "opt":
+        return _opt(read)
+    if kind == "gptj":
+        return _gptj(read)
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        return _deepseek(read, kind)
+    if kind and kind not in ARCHITECTURES and kind != "gemma3":
+        table = {k: k for k in (*ARCHITECTURES, *ANALYSED)}
+        look_up(table, kind, f"architecture (model_type in {source})")
+    return from_hf(raw, source)
 
 
-def _need(raw: Mapping[str, Any], source: str, *keys: str) -> tuple[int, ...]:
-    missing = [k for k in keys if raw.get(k) is None]
-    if missing:
-        raise ValueError(f"{source}: the configuration has no {', '.join(map(repr, missing))}; is it complete?")
-    return tuple(int(raw[k]) for k in keys)
+def _need(read: Fields, *keys: str) -> tuple[int, ...]:
+    read.require(*keys)
+    return tuple(read.integer(key, least=1) for key in keys)
 
 
-def _opt(raw: Mapping[str, Any], source: str) -> ModelConfig:
+def _opt(read: Fields) -> ModelConfig:
     h, layers, heads, ffn, vocab = _need(
-        raw, source, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size"
+        read, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size"
     )
     return ModelConfig(
-        "opt", vocab, h, layers, heads, heads, h // heads, ffn, int(raw.get("max_position_embeddings", 2048)),
-        rope=None, activation="relu", gated=False, tied=bool(raw.get("tie_word_embeddings", True)), qkv_bias=True,
+        "opt", vocab, h, layers, heads, heads, h // heads, ffn, read.integer("max_position_embeddings", default=2048),
+        rope=None, activation="relu", gated=False, tied=read.flag("tie_word_embeddings", default=True), qkv_bias=True,
         output_bias=True, mlp_bias=True, learned_positions=True,
     )  # fmt: skip
 
 
-def _gptj(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    h, layers, heads, vocab = _need(raw, source, "n_embd", "n_layer", "n_head", "vocab_size")
+def _gptj(read: Fields) -> ModelConfig:
+    h, layers, heads, vocab = _need(read, "n_embd", "n_layer", "n_head", "vocab_size")
     d = h // heads
+    if d < 1:
+        raise read.wrong("n_head", f"at most n_embd, {h}", heads)
     return ModelConfig(
-        "gptj", vocab, h, layers, heads, heads, d, int(raw.get("n_inner") or 4 * h), int(raw.get("n_positions", 2048)),
-        rope=Rope(fraction=int(raw.get("rotary_dim") or d) / d), activation="gelu_tanh", gated=False, mlp_bias=True,
-        tied=bool(raw.get("tie_word_embeddings", False)), parallel_blocks=True,
+        "gptj", vocab, h, layers, heads, heads, d, read.integer("n_inner", default=0) or 4 * h,
+        read.integer("n_positions", default=2048), rope=Rope(fraction=(read.integer("rotary_dim", default=0) or d) / d),
+        activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False), parallel_blocks=True,
     )  # fmt: skip
 
 
-def _deepseek(raw: Mapping[str, Any], source: str) -> ModelConfig:
+def _deepseek(read: Fields, kind: str) -> ModelConfig:
     h, layers, heads, ffn, vocab, kv_rank, nope, rope, value = _need(
-        raw, source, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+        read, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
         "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     experts = None
-    if raw.get("n_routed_experts"):
-        count, active, width = _need(raw, source, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-        shared = int(raw.get("n_shared_experts") or 0) * width
-        sparse = tuple(range(int(raw.get("first_k_dense_replace", 0)), layers))
+    if read.integer("n_routed_experts", default=0):
+        count, active, width = _need(read, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+        shared = read.integer("n_shared_experts", default=0) * width
+        sparse = tuple(range(read.integer("first_k_dense_replace", default=0), layers))
         experts = Experts(count, active, width, shared, layers=sparse)
     return ModelConfig(
-        str(raw["model_type"]), vocab, h, layers, heads, heads, nope + rope, ffn,
-        int(raw.get("max_position_embeddings", 4096)), tied=bool(raw.get("tie_word_embeddings", False)), experts=experts,
-        latent=LatentAttention(int(raw.get("q_lora_rank") or 0), kv_rank, nope, rope, value),
+        kind, vocab, h, layers, heads, heads, nope + rope, ffn, read.integer("max_position_embeddings", default=4096),
+        tied=read.flag("tie_word_embeddings", default=False), experts=experts,
+        latent=LatentAttention(read.integer("q_lora_rank", default=0), kv_rank, nope, rope, value),
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """Our own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a card, written whole or not at all."""
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -8,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator, SpeculatorConfig
 from foretell.model.ends import Ends
+from foretell.validation import read_json, validate
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SCALE = "::scale"
@@ -24,6 +23,7 @@ _GROUP = 32
 _CUTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 """Shares of a group's largest number that the largest of four bits may stand for; the best is taken."""
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Bits = Literal[16, 8, 4]
 
 
@@ -59,15 +59,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    try:
-        found = json.loads((folder / CONFIG).read_text("utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: no {CONFIG} here, so this is no speculator") from None
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: not valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder / CONFIG}: a JSON object was expected")
-    return found
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder}: no {CONFIG} here, so this is no speculator")
+    return read_json(folder / CONFIG)
 
 
 def load_own(folder: Path, ends: Ends) -> Speculator:
@@ -81,22 +75,18 @@ def load_own(folder: Path, ends: Ends) -> Speculator:
     if kind not in NETWORKS:
         raise ValueError(f"{folder}: speculators of kind {kind!r} are not known here; known: {', '.join(NETWORKS)}")
     config_type, network_type = NETWORKS[kind]
-    try:
-        config = config_type.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(
-            f"{folder / CONFIG}: {'.'.join(str(p) for p in first['loc'])}: {first['msg'].lower()}"
-        ) from error
-    network = network_type(config, ends)
+    network = network_type(validate(config_type, values, str(folder / CONFIG)), ends)
     tensors = _tensors(folder / WEIGHTS)
     if network.token_of is not None and "token_of" in tensors:
         network.choose(tensors["token_of"])
-    wanted = set(network.state_dict())
-    if wanted != set(tensors):
-        missing, surplus = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
+    wanted = network.state_dict()
+    if set(wanted) != set(tensors):
+        missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
         what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which this kind does not have"
         raise ValueError(f"{folder / WEIGHTS}: the checkpoint {what}; is it complete?")
+    for name, tensor in tensors.items():
+        if wanted[name].is_floating_point() != (tensor.dtype in _FLOATS):
+            raise ValueError(f"{folder / WEIGHTS}: {name} is stored as {tensor.dtype} without a scale; is it damaged?")
     try:
         network.load_state_dict(tensors)
     except RuntimeError as error:
@@ -134,7 +124,10 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: missing or damaged safetensors file ({error})") from error
     scales = {k.removesuffix(_SCALE): raw.pop(k) for k in [k for k in raw if k.endswith(_SCALE)]}
-    return {k: _unpacked(t, scales[k]) if k in scales else t for k, t in raw.items()}
+    try:
+        return {k: _unpacked(t, scales[k]) if k in scales else t for k, t in raw.items()}
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"{file}: scales that do not fit their matrix ({str(error).splitlines()[0]})") from error
 
 
 def _unpacked(tensor: torch.Tensor, scale: torch.Tensor) -> Float[torch.Tensor, "r c"]:

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator, TargetCard
 from foretell.model.ends import Ends
-from foretell.speculator.checkpoint import load_own, read_config
+from foretell.speculator.checkpoint import CONFIG, load_own, read_config
 from foretell.speculator.formats import recognised
 from foretell.speculator.formats.base import Reading
 from foretell.speculator.formats.files import absent
+from foretell.validation import explain, validate
 
 
 def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
@@ -38,7 +41,10 @@ def read_published(folder: Path, target: TargetCard, ends: Ends) -> Reading:
     format_, found = known
     if not found.names:
         raise ValueError(absent(folder))
-    return format_.read(found, target, ends)
+    try:
+        return format_.read(found, target, ends)
+    except ValidationError as error:
+        raise ValueError(f"{folder / CONFIG}: {explain(error)}") from error
 
 
 def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:
@@ -73,7 +79,7 @@ def check_target(folder: Path, trained_for: object, target: TargetCard) -> None:
     """
     if not isinstance(trained_for, dict):
         raise ValueError(f"{folder}: its config.json does not say which target it was trained for")
-    card = TargetCard.model_validate(trained_for)
+    card = validate(TargetCard, trained_for, f"{folder / CONFIG}: target")
     sizes = (card.hidden, card.vocab, card.layers) == (target.hidden, target.vocab, target.layers)
     prints = not card.fingerprint or not target.fingerprint or card.fingerprint == target.fingerprint
     if not (sizes and prints):

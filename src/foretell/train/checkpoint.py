@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from foretell.store import write_through
 from foretell.train.curve import Row
 from foretell.train.settings import Settings, flag
+from foretell.validation import read_model
 
 FOLDER = "checkpoint"
 _STATE = "state.json"
@@ -73,10 +74,7 @@ class Store:
         folder = self.newest()
         if folder is None:
             return None
-        try:
-            return Stand.model_validate_json((folder / _STATE).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{folder / _STATE}: damaged ({str(error).splitlines()[0]}); delete {folder}") from error
+        return read_model(Stand, folder / _STATE, f"delete {folder}")
 
     def tensors(self) -> Tensors:
         """Weights, optimizer and average of this process.

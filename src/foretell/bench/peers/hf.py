@@ -9,9 +9,9 @@ import torch
 from foretell.bench.arrivals import Arrivals, Clock
 from foretell.bench.peers.base import Peer, Stepper
 from foretell.load import resolve
-from foretell.model.config import ModelConfig, from_gguf
+from foretell.model.config import ModelConfig
 from foretell.model.gguf import GGUF
-from foretell.model.weights import GGUFWeights
+from foretell.model.weights import GGUFWeights, gguf_config
 
 Mode = Literal["plain", "lookup", "assisted"]
 
@@ -47,7 +47,7 @@ def load(reference: str, dtype: torch.dtype) -> Any:
 def _from_gguf(package: Any, path: Path, dtype: torch.dtype) -> Any:
     """Built from our own reading of the file: transformers' own takes many times as long."""
     file = GGUF(path)
-    config = from_gguf(file.meta, str(path))
+    config = gguf_config(file)
     if config.architecture != "llama" or config.rope is None or config.rope.kind != "default":
         raise ValueError(
             f"{path.name}: for the peer transformers only GGUF files of plain Llama models are converted, this one is {config.architecture}; "

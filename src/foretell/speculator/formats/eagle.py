@@ -1,6 +1,6 @@
 """EAGLE's layers as SafeAILab publishes them, and EAGLE-3 as the `speculators` library does."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,8 +10,10 @@ from foretell.draft.network.base import TargetCard
 from foretell.draft.network.eagle import EagleConfig
 from foretell.model.config import ModelConfig, Rope, from_hf
 from foretell.model.ends import Ends
+from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import Format, Reading, card, same
 from foretell.speculator.formats.files import Published
+from foretell.validation import Fields
 
 _SIDE = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
 """Beginnings or endings of tensors that are read apart, or hold nothing of their own."""
@@ -87,9 +89,8 @@ def _read_eagle1(found: Published, target: TargetCard, ends: Ends) -> Reading:
 
 def _read_eagle3(found: Published, target: TargetCard, ends: Ends) -> Reading:
     found = _midlayer(found.without("model."))
-    nested = found.config.get("eagle_config") or {}
     # Counted from a layer's output there, from the next one's input here and in the configurations of vLLM.
-    taps = [i + 1 for i in nested.get("eagle_aux_hidden_state_layer_ids") or ()]
+    taps = [i + 1 for i in found.fields.fields("eagle_config").integers("eagle_aux_hidden_state_layer_ids")]
     return _read(found, found.config, "eagle3", _flags(found, taps), target, ends)
 
 
@@ -113,10 +114,12 @@ def _midlayer(found: Published) -> Published:
     return replace(found, names=renamed)
 
 
-def _flags(found: Published, taps: Any) -> dict[str, Any]:
+def _flags(found: Published, taps: Sequence[int]) -> dict[str, Any]:
     """What EAGLE-3's two layouts say alike."""
-    taps = found.config.get("eagle_aux_hidden_state_layer_ids") or taps
-    return {"taps": tuple(taps), **{name: found.flag(name) for name in FLAGS}}
+    return {
+        "taps": found.fields.integers("eagle_aux_hidden_state_layer_ids") or tuple(taps),
+        **{name: found.flag(name) for name in FLAGS},
+    }
 
 
 def _read(
@@ -130,7 +133,8 @@ def _read(
 ) -> Reading:
     shape = _shape(found, raw, target.vocab)
     said = found.find("t2d")
-    vocab = int(raw.get("vocab_size") or target.vocab) if said is None else len(said)
+    where = Fields(raw, str(found.folder / CONFIG))
+    vocab = where.integer("vocab_size", default=target.vocab, least=1) if said is None else len(said)
     trained_for = card(found, target, shape.hidden, vocab, name)
     tokens = _tokens(found, target.vocab)
     own_embedding = _own_embedding(found, target, ends)

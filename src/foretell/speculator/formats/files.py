@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from foretell.speculator.checkpoint import read_config
+from foretell.model.config import quantization
+from foretell.model.weights import UNQUANTIZED, refuse_quantized
+from foretell.speculator.checkpoint import CONFIG, read_config
+from foretell.validation import Fields
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -60,10 +63,7 @@ class Published:
         Raises:
             ValueError: it is missing, or something else.
         """
-        value = self.config.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{self.folder / 'config.json'}: {key} should be an integer, found {value!r}")
-        return value
+        return self.fields.integer(key, default=default)
 
     def real(self, key: str, default: float) -> float:
         """A number of the configuration.
@@ -71,10 +71,7 @@ class Published:
         Raises:
             ValueError: it is something else.
         """
-        value = self.config.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"{self.folder / 'config.json'}: {key} should be a number, found {value!r}")
-        return float(value)
+        return self.fields.number(key, default=default)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A truth value of the configuration.
@@ -82,26 +79,31 @@ class Published:
         Raises:
             ValueError: it is something else.
         """
-        value = self.config.get(key, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.folder / 'config.json'}: {key} should be true or false, found {value!r}")
-        return value
+        return self.fields.flag(key, default=default)
+
+    @property
+    def fields(self) -> Fields:
+        """The configuration with typed access."""
+        return Fields(self.config, str(self.folder / CONFIG))
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Names of network classes, which some publishers write as a string and most as a list."""
-        said = self.config.get("architectures") or ()
-        return (said,) if isinstance(said, str) else tuple(said)
+        said = self.config.get("architectures")
+        return (said,) if isinstance(said, str) else self.fields.texts("architectures")
 
 
 def published(folder: Path) -> Published:
     """Look into a directory, reading the headers of its tensors only; a directory of pickles has none.
 
     Raises:
-        ValueError: there is no configuration, or a file is damaged.
+        ValueError: there is no configuration, a file is damaged, or the checkpoint is quantised.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    return Published(folder, read_config(folder), {name: (file, name) for file in files for name in _names(file)})
+    files, config = sorted(folder.glob("*.safetensors")), read_config(folder)
+    kind = quantization(config)
+    if kind is not None:
+        raise ValueError(f"{folder}: a checkpoint quantised with {kind}, which is not supported; {UNQUANTIZED}")
+    return Published(folder, config, {name: (file, name) for file in files for name in _names(file)})
 
 
 def check_shape(found: Published, name: str, tensor: torch.Tensor, *shape: int) -> None:
@@ -132,7 +134,9 @@ def absent(folder: Path) -> str:
 def _names(file: Path) -> Iterator[str]:
     try:
         with safe_open(file, framework="pt") as handle:
-            yield from handle.keys()
+            for name in handle.keys():  # noqa: SIM118 (not a dict)
+                refuse_quantized(file, name, handle.get_slice(name).get_dtype())
+                yield name
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: damaged safetensors file ({error}); download it again") from error
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Self, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import nn
 
 from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
@@ -21,6 +21,7 @@ from foretell.names import unknown
 from foretell.speculator.checkpoint import save
 from foretell.text import TextCodec
 from foretell.train.batch import Batch
+from foretell.validation import validate
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -57,12 +58,7 @@ class Setup:
         for key in self.options:
             if key not in kind.model_fields:
                 raise unknown("option of --set", key, kind.model_fields)
-        try:
-            return kind.model_validate(dict(self.options))
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(p) for p in first["loc"]) or "options"
-            raise ValueError(f"--set {key}={self.options.get(key, '')}: {first['msg'].lower()}") from error
+        return validate(kind, dict(self.options), "--set")
 
 
 @dataclass(frozen=True)

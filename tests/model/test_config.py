@@ -1,0 +1,315 @@
+"""Configurations: what transformers takes for what a file leaves out, GGUF metadata as llama.cpp reads it, and hostile values."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from foretell.model.config import ARCHITECTURES, ModelConfig, from_gguf, from_hf, quantization
+from foretell.model.rope import tables
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 32,
+}  # fmt: skip
+GEMMA3_4B: Mapping[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}  # fmt: skip
+"""As google/gemma-3-4b-it was published, keys of the vision part apart."""
+
+
+def oracle_of(raw: Mapping[str, Any]) -> Any:
+    values = json.loads(json.dumps(raw))
+    return AutoConfig.for_model(values.pop("model_type"), **values).get_text_config()
+
+
+def windowed(theirs: Any) -> tuple[int, ...]:
+    """Layers that have a window in transformers: by type where the class says types, else all."""
+    window, layers = getattr(theirs, "sliding_window", None), theirs.num_hidden_layers
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(i for i in range(layers) if window and types[i] == "sliding_attention")
+
+
+def agree(ours: ModelConfig, theirs: Any) -> None:
+    """Every size and number of both is the same."""
+    said = theirs.to_dict()
+    head_dim = said.get("head_dim") or theirs.hidden_size // theirs.num_attention_heads
+    assert (ours.vocab, ours.hidden, ours.layers, ours.heads, ours.kv_heads, ours.head_dim, ours.context) == (
+        theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads,
+        theirs.num_key_value_heads, head_dim, theirs.max_position_embeddings,
+    )  # fmt: skip
+    assert (ours.ffn, ours.norm_eps, ours.tied) == (
+        theirs.intermediate_size,
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
+    assert ours.scale == pytest.approx((said.get("query_pre_attn_scalar") or head_dim) ** -0.5)
+    assert (ours.attention_softcap, ours.logit_softcap) == (
+        said.get("attn_logit_softcapping") or 0,
+        said.get("final_logit_softcapping") or 0,
+    )
+    assert ours.window_layers == windowed(theirs)
+    assert not ours.window_layers or ours.window == theirs.sliding_window
+    ropes = theirs.rope_parameters
+    for rope, name in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
+        wanted = ropes.get(name, ropes)
+        assert rope is None or (rope.theta, rope.kind, rope.factor) == (
+            wanted["rope_theta"], wanted["rope_type"], wanted.get("factor", 1.0),
+        )  # fmt: skip
+    if ours.experts is not None:
+        e, count = ours.experts, said.get("num_local_experts") or said["num_experts"]
+        assert (e.count, e.active) == (count, theirs.num_experts_per_tok)
+        assert e.ffn == said.get("moe_intermediate_size", theirs.intermediate_size)
+        assert e.shared_ffn == said.get("shared_expert_intermediate_size", 0)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
+def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
+    raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
+    agree(from_hf(raw), oracle_of(raw))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_gemma_leaves_out_even_sizes(kind: str) -> None:
+    agree(from_hf({"model_type": kind}), oracle_of({"model_type": kind}))
+
+
+def test_gemma_3_as_published() -> None:
+    ours = from_hf(GEMMA3_4B)
+    agree(ours, oracle_of(GEMMA3_4B))
+    assert (ours.head_dim, ours.context, ours.vocab, ours.eos) == (256, 131072, 262208, (1, 106))
+    assert ours.rope is not None and (ours.rope.theta, ours.rope.factor) == (1e6, 8.0)
+    assert ours.local_rope is not None and (ours.local_rope.theta, ours.local_rope.kind) == (1e4, "default")
+    assert len(ours.window_layers) == 29 and ours.window == 1024
+
+
+def test_gemma_3_27b_has_its_own_attention_scale() -> None:
+    text = {**GEMMA3_4B["text_config"], "num_attention_heads": 32, "head_dim": 128, "query_pre_attn_scalar": 168}
+    assert from_hf({**GEMMA3_4B, "text_config": text}).scale == 168**-0.5
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ROPES: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "legacy": {"type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    },
+    "yarn": YARN,
+    "yarn betas": {**YARN, "beta_fast": 16, "beta_slow": 2},
+    "yarn not truncated": {**YARN, "truncate": False},
+    "yarn mscale": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn two mscales": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2},
+    "yarn one mscale": {**YARN, "mscale": 0.707},
+    "yarn attention": {**YARN, "attention_factor": 0.8, "mscale": 2.0, "mscale_all_dim": 1.0},
+    "yarn empty range": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "yarn without a factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
+    "yarn of this context": {"rope_type": "yarn", "factor": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_tables_are_those_of_transformers(name: str, key: str) -> None:
+    raw = {
+        "model_type": "llama",
+        **SIZES,
+        "head_dim": 64,
+        "rope_theta": 5e4,
+        "max_position_embeddings": 256,
+        key: ROPES[name],
+    }
+    theirs = oracle_of(raw)
+    kind = theirs.rope_parameters["rope_type"]
+    frequency, factor = 5e4 ** -(torch.arange(0, 64, 2).double() / 64), 1.0
+    if kind != "default":
+        frequency, factor = ROPE_INIT_FUNCTIONS[kind](theirs)
+    rope = from_hf(raw).rope
+    assert rope is not None
+    angle = torch.arange(40).double()[:, None] * frequency.double()
+    cos, sin = tables(rope, 64, 40)
+    torch.testing.assert_close(cos, (angle.cos() * factor).float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(sin, (angle.sin() * factor).float(), rtol=0, atol=2e-5)
+
+
+def test_an_original_context_beside_the_scaling_goes_first() -> None:
+    raw = {"model_type": "llama", **SIZES, "original_max_position_embeddings": 64, "rope_scaling": dict(YARN)}
+    rope, theirs = from_hf(raw).rope, oracle_of(raw)
+    ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    assert rope is not None
+    assert rope.original_context == theirs.rope_parameters["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {"rope_scaling": {"rope_type": "linear"}},
+        {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    ],
+    ids=str,
+)
+def test_rotary_embeddings_that_are_not_computed_are_refused_by_name(values: Mapping[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"dynamic|longrope|proportional|mrope|factor|full_attention") as error:
+        from_hf({"model_type": "llama", **SIZES, **values})
+    assert "\n" not in str(error.value)
+
+
+HOSTILE = ([], {}, "x", math.inf, math.nan, -1, 0, True, 0.5, 10**30, 10**400, {"a": 1}, [None], None)
+
+
+def keys_of(raw: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in raw.items():
+        yield (*at, key)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*at, key))
+
+
+def replaced(raw: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
+    out = dict(raw)
+    out[path[0]] = value if len(path) == 1 else replaced(raw[path[0]], path[1:], value)
+    return out
+
+
+WHOLE: Mapping[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_act": "silu", "hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False, "qkv_bias": True, "sliding_window": 8,
+    "use_sliding_window": True, "max_window_layers": 2, "layer_types": ["full_attention"] * 8, "bos_token_id": 1, "eos_token_id": [1, 2],
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True, "sliding_window_pattern": 6, "rope_local_base_freq": 1e4,
+    "use_bidirectional_attention": False, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe", "gemma3"])
+def test_hostile_values_are_read_or_refused_by_file_and_key(kind: str) -> None:
+    scaling = {
+        **YARN,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "truncate": True,
+        "attention_factor": 1.0,
+    }
+    raw: dict[str, Any] = {"model_type": kind, **WHOLE, "rope_scaling": scaling}
+    if kind == "gemma3":
+        raw = {
+            "model_type": kind,
+            "text_config": {**WHOLE, "rope_scaling": scaling},
+            "eos_token_id": 1,
+            "tie_word_embeddings": True,
+        }
+    from_hf(raw)
+    for path in keys_of(raw):
+        for value in HOSTILE:
+            try:
+                from_hf(replaced(raw, path, value), "dir/config.json")
+            except ValueError as error:
+                assert str(error).startswith("dir/config.json: ") and "\n" not in str(error) and len(str(error)) < 400
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"hidden_size": []}, r"c.json: hidden_size should be an integer, found \[\]"),
+        ({"hidden_size": 0}, "c.json: hidden_size should be at least 1, found 0"),
+        ({"vocab_size": 1.5}, "c.json: vocab_size should be an integer, found 1.5"),
+        ({"num_hidden_layers": 10**12}, "c.json: num_hidden_layers should be at most 10000"),
+        ({"rms_norm_eps": math.inf}, "c.json: rms_norm_eps should be a finite number, found inf"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "c.json: rope_scaling.factor should be a finite number, found '2'"),
+        ({"eos_token_id": ["</s>"]}, "c.json: eos_token_id should be an integer or a list of integers"),
+        ({"tie_word_embeddings": "yes"}, "c.json: tie_word_embeddings should be true or false, found 'yes'"),
+        ({"head_dim": 5}, "c.json: head_dim should be even"),
+        ({"num_key_value_heads": 5}, "c.json: .*32 query heads cannot share 5"),
+        ({"model_type": ["llama"]}, "c.json: model_type should be a string"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_sentence_names_file_key_and_what_was_found(values: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        from_hf({"model_type": "llama", **SIZES, **values}, "c.json")
+
+
+def gguf_meta(name: str = "llama", **more: Any) -> dict[str, Any]:
+    sizes = {
+        "embedding_length": 128, "block_count": 4, "attention.head_count": 4, "context_length": 64, "feed_forward_length": 32,
+    }  # fmt: skip
+    return {
+        "general.architecture": name,
+        **{f"{name}.{k}": v for k, v in sizes.items()},
+        "tokenizer.ggml.tokens": ["a", "<|eot_id|>", "b", "<end_of_turn>"],
+        **more,
+    }
+
+
+def test_gguf_end_tokens_are_those_of_llama_cpp() -> None:
+    at = "tokenizer.ggml."
+    assert from_gguf(gguf_meta()).eos == ()
+    assert from_gguf(gguf_meta(**{at + "eos_token_id": 2})).eos == (2,)
+    both = {at + "eos_token_id": 1, at + "eot_token_id": 106, at + "eom_token_id": 3, at + "eos_token_ids": [1, 5]}
+    assert from_gguf(gguf_meta(**both)).eos == (1, 106, 3, 5)
+    # Without eot_token_id, control tokens of these names end a turn; others of these names do not.
+    types = {at + "eos_token_id": 2, at + "token_type": [1, 3, 1, 1]}
+    assert from_gguf(gguf_meta(**types)).eos == (2, 1)
+    assert from_gguf(gguf_meta(**types, **{at + "eot_token_id": 2})).eos == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "heads", "head_dim", "divisor"),
+    [
+        ("gemma2", 46, 4608, 32, 128, 144), ("gemma2", 42, 3584, 16, 256, 256),
+        ("gemma3", 62, 5376, 32, 128, 168), ("gemma3", 48, 3840, 16, 256, 256),
+    ],
+)  # fmt: skip
+def test_gemma_27b_in_gguf_divides_by_width_per_head(
+    name: str, layers: int, width: int, heads: int, head_dim: int, divisor: int
+) -> None:
+    values = {
+        "block_count": layers,
+        "embedding_length": width,
+        "attention.head_count": heads,
+        "attention.key_length": head_dim,
+    }
+    config = from_gguf(gguf_meta(name, **{f"{name}.{k}": v for k, v in values.items()}))
+    assert config.scale == divisor**-0.5
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_hostile_gguf_metadata_is_read_or_refused(name: str) -> None:
+    more = {f"{name}.rope.scaling.type": "yarn", f"{name}.rope.scaling.factor": 2.0, f"{name}.rope.dimension_count": 32}
+    raw = gguf_meta(name, **more, **{"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.token_type": [1, 1, 1, 1]})
+    from_gguf(raw)
+    for key in raw:
+        for value in HOSTILE:
+            try:
+                from_gguf({**raw, key: value}, "m.gguf")
+            except ValueError as error:
+                assert str(error).startswith("m.gguf: ") and "\n" not in str(error)
+
+
+def test_quantisations_are_known_by_name() -> None:
+    assert quantization({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
+    assert quantization({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
+    assert quantization({"quantization": {"bits": 4}}) == "quantization"
+    assert quantization({"quantization_config": None}) is None
+    assert quantization({}) is None
