@@ -14,10 +14,10 @@ from foretell.api import Model
 from foretell.datastore import fingerprint
 from foretell.engine import Request
 from foretell.load import load
-from foretell.train.dataset import Collection, Manifest, Record
-from foretell.train.loop import Trainer, Watcher
-from foretell.train.settings import Portion, Settings
-from foretell.train.task import Task, dtype_of, features, prepare, understood
+from foretell.train.data.dataset import Collection, Manifest, Record
+from foretell.train.loop.settings import Portion, Settings
+from foretell.train.loop.task import Task, dtype_of, features, prepare, understood
+from foretell.train.loop.trainer import Trainer, Watcher
 from helpers import unchecked
 
 

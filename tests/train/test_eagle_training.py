@@ -19,12 +19,12 @@ from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, Root
 from foretell.speculator.checkpoint import load_own
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, some
-from foretell.train.start import start
+from foretell.train.recipe.start import start
 from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64, layers=3)

@@ -9,7 +9,7 @@ import torch
 
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.features import Cached, Features, Piece, Shelf, Streamed, padded, read
+from foretell.train.data.features import Cached, Features, Piece, Shelf, Streamed, padded, read
 from helpers import chain_tree, random_tokens
 
 TAPS = (0, 1, 2, 3)

@@ -18,9 +18,9 @@ from rich.console import Console
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
 from foretell.cli.train import Bar, Lines
 from foretell.speculator.checkpoint import read_config
-from foretell.train import task
-from foretell.train.curve import Row
-from foretell.train.measure import Measured
+from foretell.train.loop import task
+from foretell.train.loop.curve import Row
+from foretell.train.loop.measure import Measured
 
 SMALL = (
     "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3", "--measure-tokens", "8",

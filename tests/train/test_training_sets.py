@@ -16,10 +16,10 @@ from foretell.model.decoder import Decoder
 from foretell.sampling import Sampling
 from foretell.store import LINES
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.train import dataset
-from foretell.train.dataset import Collection, Dataset, Manifest, Record
-from foretell.train.features import Shelf, read
-from foretell.train.generate import Prompts, answers, pieces
+from foretell.train.data import dataset
+from foretell.train.data.dataset import Collection, Dataset, Manifest, Record
+from foretell.train.data.features import Shelf, read
+from foretell.train.data.generate import Prompts, answers, pieces
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))

@@ -20,9 +20,9 @@ from foretell.corpus import files_of, texts_of
 from foretell.datastore import fingerprint
 from foretell.load import EMBEDDED, load
 from foretell.sampling import Sampling
-from foretell.train.dataset import Collection, Dataset, Manifest
-from foretell.train.features import Shelf, taps_of
-from foretell.train.generate import Prompts, answers, pieces
+from foretell.train.data.dataset import Collection, Dataset, Manifest
+from foretell.train.data.features import Shelf, taps_of
+from foretell.train.data.generate import Prompts, answers, pieces
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -17,12 +17,12 @@ from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import LINE_SECONDS
 from foretell.load import load
-from foretell.train import card, curve
-from foretell.train.curve import Row
-from foretell.train.loop import Trainer, Watcher
-from foretell.train.measure import Measured
-from foretell.train.settings import DRAFT_VOCAB, Portion, Settings, flag
-from foretell.train.task import dtype_of, features, prepare, understood
+from foretell.train.loop import card, curve
+from foretell.train.loop.curve import Row
+from foretell.train.loop.measure import Measured
+from foretell.train.loop.settings import DRAFT_VOCAB, Portion, Settings, flag
+from foretell.train.loop.task import dtype_of, features, prepare, understood
+from foretell.train.loop.trainer import Trainer, Watcher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

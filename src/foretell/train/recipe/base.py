@@ -20,7 +20,7 @@ from foretell.model.source import Source
 from foretell.names import unknown
 from foretell.speculator.checkpoint import save
 from foretell.text import TextCodec
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 
 Options = TypeVar("Options", bound=BaseModel)
 

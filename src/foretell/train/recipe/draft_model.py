@@ -20,11 +20,11 @@ from foretell.model.compress import unchanged
 from foretell.model.influence import influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
+from foretell.train.data.rewrite import Rewriter, Writer
 from foretell.train.objective.candidates import candidates
 from foretell.train.objective.divergence import Distilled, distil
 from foretell.train.recipe.base import Loss, Recipe, Setup
-from foretell.train.rewrite import Rewriter, Writer
 
 _CHUNK = 1024
 """Positions scored at once: logits over the vocabulary are what takes the memory."""

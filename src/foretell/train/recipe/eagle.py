@@ -16,12 +16,12 @@ from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.method import AnyMethod
 from foretell.model.config import Rope
-from foretell.train.batch import Batch
-from foretell.train.features import taps_of
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import taps_of
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
-from foretell.train.start import start
+from foretell.train.recipe.start import start
 
 
 class EagleOptions(BaseModel):

@@ -19,10 +19,10 @@ from foretell.method import AnyMethod
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
-from foretell.train.tuned import Tuned
+from foretell.train.recipe.tuned import Tuned
 
 _NOTED = 8
 """Batches from one note of the tree to the next."""

@@ -13,7 +13,7 @@ from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddin
 from foretell.method import AnyMethod
 from foretell.model.branches import run_branches
 from foretell.model.decoder import Decoder
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import cross_entropies, ranks, weights
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
 from foretell.train.recipe.base import Loss, Recipe, Setup

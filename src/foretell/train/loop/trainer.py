@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from foretell.train import curve
-from foretell.train.average import Average
-from foretell.train.batch import Batch
-from foretell.train.checkpoint import Stand, Store, Tensors, belongs
-from foretell.train.curve import Row
-from foretell.train.features import Features, Piece, padded, width
-from foretell.train.measure import Measured, measure
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import Features, Piece, padded, width
+from foretell.train.loop import curve
+from foretell.train.loop.average import Average
+from foretell.train.loop.checkpoint import Stand, Store, Tensors, belongs
+from foretell.train.loop.curve import Row
+from foretell.train.loop.measure import Measured, measure
+from foretell.train.loop.settings import Settings
+from foretell.train.loop.spread import local, spread
+from foretell.train.loop.task import Task, dtype_of
 from foretell.train.recipe.base import Loss
-from foretell.train.settings import Settings
-from foretell.train.spread import local, spread
-from foretell.train.task import Task, dtype_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -13,8 +13,8 @@ from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Sampling
 from foretell.shape import Root
-from foretell.train.batch import Batch
-from foretell.train.features import padded, read, width
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import padded, read, width
 
 
 @dataclass

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from foretell.store import write_through
-from foretell.train.curve import Row
-from foretell.train.settings import Settings, flag
+from foretell.train.loop.curve import Row
+from foretell.train.loop.settings import Settings, flag
 
 FOLDER = "checkpoint"
 _STATE = "state.json"

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.train.dataset import Dataset
-from foretell.train.loop import Trainer
+from foretell.train.data.dataset import Dataset
+from foretell.train.loop.trainer import Trainer
 
 CARD = "README.md"
 

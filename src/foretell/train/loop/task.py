@@ -16,13 +16,13 @@ from foretell.model.decoder import Decoder
 from foretell.names import unknown
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.shipped import find_shipped
-from foretell.train.dataset import Dataset
-from foretell.train.features import Cached, Features, Shelf, Streamed
-from foretell.train.measure import prompts_of
+from foretell.train.data.dataset import Dataset
+from foretell.train.data.features import Cached, Features, Shelf, Streamed
+from foretell.train.data.schedule import Order, Pieces, Schedule, pieces
+from foretell.train.loop.measure import prompts_of
+from foretell.train.loop.settings import DRAFT_VOCAB, Settings
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Recipe, Setup
-from foretell.train.schedule import Order, Pieces, Schedule, pieces
-from foretell.train.settings import DRAFT_VOCAB, Settings
 
 PRECISIONS = ("bf16", "no")
 SCHEDULES = ("cosine", "constant")
