@@ -169,3 +169,6 @@ def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -
     assert two[-1]["tokens_per_pass"] == one[-1]["tokens_per_pass"]
     parts = {p.name for p in (tmp_path / "out" / "checkpoint" / "step-000000004").glob("tensors-*")}
     assert parts == ({"tensors-0.safetensors", "tensors-1.safetensors"} if sharded else {"tensors-0.safetensors"})
+    if not sharded:
+        again = foretell(*arguments(tmp_path / "out", data=data))
+        assert again.exit_code == 0, "one process reads the checkpoint of two copies"

@@ -92,6 +92,13 @@ class Store:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete {folder}") from error
 
+    def damaged(self, tensor: str) -> ValueError:
+        """The error of a checkpoint that lacks a tensor, or holds another one under its name."""
+        return ValueError(
+            f"{self.newest()}: damaged, or written by another version ({tensor} is missing or does not fit); "
+            "delete it, and the training begins anew"
+        )
+
     def write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lay down the tensors of this process for the checkpoint of `step`; it does not count before `finish`.
 

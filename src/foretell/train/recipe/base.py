@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
@@ -23,6 +23,8 @@ from foretell.text import TextCodec
 from foretell.train.data.batch import Batch
 
 Options = TypeVar("Options", bound=BaseModel)
+
+State = dict[str, Shaped[torch.Tensor, "*shape"]]
 
 
 TREE = 12
@@ -119,6 +121,14 @@ class Recipe(ABC):
     def groups(self) -> Sequence[dict[str, object]]:
         """Parameter groups of the optimizer with learning rates relative to the trainer's (`lr_scale`)."""
         return [{"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}]
+
+    def state(self) -> State:
+        """What the next batches depend on beside weights, buffers, optimizer and the number of the step: training checkpoints keep it."""
+        return {}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave; the weights may be loaded before or after."""
+        return
 
     def stage(self, progress: float) -> None:
         """Told before every step how much of the training is done (0 to 1); recipes of several stages switch here."""

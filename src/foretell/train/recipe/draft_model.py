@@ -24,7 +24,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.data.rewrite import Rewriter, Writer
 from foretell.train.objective.candidates import candidates
 from foretell.train.objective.divergence import Distilled, distil
-from foretell.train.recipe.base import Loss, Recipe, Setup
+from foretell.train.recipe.base import Loss, Recipe, Setup, State
 
 _CHUNK = 1024
 """Positions scored at once: logits over the vocabulary are what takes the memory."""
@@ -147,6 +147,15 @@ class DraftModelRecipe(Recipe):
             where &= missed(self._earlier, self.network, batch, where, self.options.unit)
         return where
 
+    def state(self) -> State:
+        """The writer's."""
+        return {} if self._rewriter is None else self._rewriter.writer.state()
+
+    def load_state(self, state: State) -> None:
+        """Go on writing with the same copy."""
+        if self._rewriter is not None:
+            self._rewriter.writer.load_state(state)
+
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the catalogue's length."""
         assert isinstance(network, DraftNetwork)
@@ -227,8 +236,8 @@ def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter
     if setup.source is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
     target = setup.source.decoder(setup.ends.head.dtype)
-    author = Writer(network.network, options.refresh)
+    author = Writer(network.network, network, options.refresh)
     if options.writer == "target":
         source = setup.source
-        author = Writer(lambda: source.copy(unchanged), 0)
+        author = Writer(lambda: source.copy(unchanged))
     return Rewriter(author, target, network.taps, options.share, options.written, options.temperature, setup.config.eos)

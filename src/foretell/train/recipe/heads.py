@@ -21,7 +21,7 @@ from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
-from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
+from foretell.train.recipe.base import TREE, Loss, Recipe, Setup, State
 from foretell.train.recipe.tuned import Tuned
 
 _NOTED = 8
@@ -85,6 +85,16 @@ class HeadsRecipe(Recipe):
         if self._tuned is None:
             return [heads]
         return [heads, {"params": list(self._tuned.changes.parameters()), "lr_scale": 0.25}]
+
+    def state(self) -> State:
+        """Which paths came true so far, and after how many batches."""
+        counts = {name: torch.from_numpy(array) for name, array in self._counts.state().items()}
+        return counts | {"batches": torch.tensor(self._batches)}
+
+    def load_state(self, state: State) -> None:
+        """Go on counting."""
+        self._batches = int(state["batches"])
+        self._counts.load_state({name: state[name].numpy() for name in ("paths", "counts", "total")})
 
     def stage(self, progress: float) -> None:
         """First the heads alone, then both."""
