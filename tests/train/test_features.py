@@ -31,7 +31,8 @@ class Counting(Streamed):
 
 
 def streamed(taps: tuple[int, ...] = TAPS) -> Counting:
-    return Counting(tiny_decoder(dtype=torch.bfloat16), taps)
+    decoder = tiny_decoder(dtype=torch.bfloat16)
+    return Counting(lambda: decoder, taps)
 
 
 def cached(
@@ -39,7 +40,8 @@ def cached(
 ) -> tuple[Cached, Counting]:
     source = streamed(taps)
     lengths = [len(p.text) for p in chosen]
-    return Cached(source, [Shelf(folder, "abc", taps, lengths, TINY.hidden, room)]), source
+    shelf = Shelf(folder, "abc", taps, lengths, TINY.hidden, room)
+    return Cached(source, [shelf], TINY, torch.bfloat16), source
 
 
 def same(a: Features, b: Features, chosen: Sequence[Piece], wide: int = 32) -> None:

@@ -21,7 +21,7 @@ from foretell.train.loop import card, curve
 from foretell.train.loop.curve import Row
 from foretell.train.loop.measure import Measured
 from foretell.train.loop.settings import DRAFT_VOCAB, Portion, Settings, flag
-from foretell.train.loop.task import dtype_of, features, prepare, understood
+from foretell.train.loop.task import features, prepare, understood
 from foretell.train.loop.trainer import Trainer, Watcher
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def run(settings: Settings, command: str) -> None:
     quiet = not on.is_main_process
     model = load(settings.model, "bfloat16" if settings.precision == "bf16" else "float32", str(on.device))
     task = prepare(settings, model, kind)
-    states = features(task, model.source.decoder(dtype_of(settings)))
+    states = features(task)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     watcher = _watcher(quiet)
     with Interrupt() as interrupt, watcher if isinstance(watcher, Bar) else _Nothing():

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -14,8 +15,10 @@ from torch import nn
 from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
-from foretell.model.runner import Runner
+from foretell.model.graph import GraphedDecoder
+from foretell.model.runner import Network, Runner
 from foretell.model.source import Source
 from foretell.names import unknown
 from foretell.speculator.checkpoint import save
@@ -31,6 +34,12 @@ TREE = 12
 """Nodes of the trees by confidence that speculators are measured with while they learn."""
 
 
+def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
+    """The decoder in plain torch that a network runs, if it is one of this dtype; None: CPU kernels run it, or it has another dtype."""
+    decoder = network.decoder if isinstance(network, GraphedDecoder) else network
+    return decoder if isinstance(decoder, Decoder) and decoder.embedding.dtype == dtype else None
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a recipe is built from: the target, and what the user asked for."""
@@ -41,7 +50,7 @@ class Setup:
     ends: Ends
     """Of the target, in the dtype that it trains with (bfloat16 or float32)."""
     source: Source | None = None
-    """The target's checkpoint, for copies of its blocks in torch (`source.decoder(torch.float32)`); None in some tests."""
+    """The target's checkpoint, for copies that training changes; None in some tests."""
     kept: Int[torch.Tensor, " n"] | None = None
     """Tokens to draft (ascending), the most frequent ones of the training answers; None: all. For `config.draft_vocab` and `choose`."""
     seed: int = 0
@@ -49,6 +58,22 @@ class Setup:
     """Sizes and weights as the user wrote them: `--set inner=1024` is `{"inner": "1024"}`."""
     codec: TextCodec | None = None
     """Of the target, for recipes that write a target of their own."""
+    network: Network | None = None
+    """The target as it decodes; None: in plain torch."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The target in plain torch, in the dtype of `ends`: one for all who read with it, loaded at first use. It must not be changed.
+
+        Raises:
+            ValueError: its checkpoint is not at hand.
+        """
+        found = None if self.network is None else plain_decoder(self.network, self.ends.embedding.dtype)
+        if found is not None:
+            return found
+        if self.source is None:
+            raise ValueError("this training needs the target's checkpoint, and there is none")
+        return self.source.decoder(self.ends.embedding.dtype)
 
     def parse(self, kind: type[Options]) -> Options:
         """The options as the recipe's own model, whose fields have defaults.

@@ -77,7 +77,8 @@ class EagleRecipe(Recipe):
         self._candidates = options.candidates
         if setup.kept is not None:
             network.choose(setup.kept)
-        start(network, setup.source.decoder(torch.float32) if setup.source else None, setup.seed)
+        blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
+        start(network, setup.source.decoder(torch.float32, blocks) if setup.source else None, setup.seed)
 
     @property
     def taps(self) -> tuple[int, ...]:

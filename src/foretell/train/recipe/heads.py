@@ -189,7 +189,7 @@ def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
     llama_config(setup.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
-        return Tuned(network, setup.source.decoder(torch.float32), rank)
+        return Tuned(network, setup.decoder, rank)
 
 
 def _numbers(setup: Setup) -> Int[torch.Tensor, " v"] | None:

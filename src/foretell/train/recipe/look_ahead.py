@@ -48,7 +48,7 @@ class LookAheadRecipe(Recipe):
             raise ValueError("look-ahead embeddings learn through the whole target, whose checkpoint is not at hand")
         self.network, self.config, self._options = network, config, options
         # Not a module of its own, so that no trainer wraps or saves it.
-        self._target: Decoder = setup.source.decoder(setup.ends.head.dtype).eval()
+        self._target: Decoder = setup.decoder
         self._weights = torch.tensor(weights(options.ahead, options.decay))
         self._number = None
         if setup.kept is not None:
