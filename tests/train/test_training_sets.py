@@ -183,6 +183,9 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
     for states in ("2,x", "99"):
         said = refused("data", "generate", *prompts, "--tokens", "10", "--out", out, "--states", states)
         assert f"--states={states}" in said
+    if not torch.cuda.is_available():
+        asked = (*prompts, "--tokens", "10", "--out", out, "--device", "cuda")
+        assert "finds no CUDA GPU here" in refused("data", "generate", *asked)
     plain = ("--text", tmp_path / "p.jsonl", "--model", tiny(), "--states", "1")
     assert "plain text is not read" in refused("data", "generate", *plain, "--tokens", "10", "--out", out)
 
