@@ -86,7 +86,7 @@ class Store(Generic[R]):
 def _header(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged ({error}); remove the folder or choose another one") from error
     return found if isinstance(found, dict) else {}
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toy import TinySource, card_of
 
 from foretell.draft.network.medusa import Medusa, MedusaConfig
-from foretell.speculator.checkpoint import WEIGHTS, Bits, load_own, save
+from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, put_weights, save
 from foretell.testing import TINY
 
 SOURCE = TinySource(replace(TINY, hidden=96))
@@ -58,3 +59,19 @@ def test_half_the_bits_take_half_the_room(tmp_path: Path, heads: Medusa) -> None
     rest = room[0] - 16
     assert room[1] - rest == pytest.approx(8 + 32 / 96, abs=0.5)
     assert room[2] - rest == pytest.approx(4 + 16 / 32, abs=0.5)
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, 99], [-1, 1, 2], [1, 0, 2], [1, 1, 2], [0, 1], [0.0, 1.0, 2.0]])
+def test_drafted_tokens_that_the_target_lacks_are_refused_in_a_sentence(tmp_path: Path, tokens: list[float]) -> None:
+    network = Medusa(MedusaConfig(target=card_of(SOURCE), heads=2, draft_vocab=3), SOURCE.ends())
+    save(tmp_path, network, network.config)
+    put_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
+    with pytest.raises(ValueError, match=r"damaged: token_of is no ascending list of 3 of the target's \d+ tokens"):
+        load_own(tmp_path, SOURCE.ends())
+
+
+def test_a_configuration_nested_without_end_is_refused_in_a_sentence(tmp_path: Path, heads: Medusa) -> None:
+    save(tmp_path, heads, heads.config)
+    (tmp_path / CONFIG).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+        load_own(tmp_path, SOURCE.ends())

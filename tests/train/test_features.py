@@ -112,3 +112,13 @@ def test_rows_without_their_mark_do_not_count(tmp_path: Path) -> None:
     store, source = cached(tmp_path, chosen)
     same(store, streamed(), chosen)
     assert source.texts == 1
+
+
+def test_documents_that_a_cut_file_lost_are_read_anew(tmp_path: Path) -> None:
+    chosen = pieces([9, 20])
+    same(cached(tmp_path, chosen)[0], streamed(), chosen)
+    with (tmp_path / "abc-2.bf16").open("r+b") as file:
+        file.truncate(12 * TINY.hidden * 2)
+    store, source = cached(tmp_path, chosen)
+    same(store, streamed(), chosen)
+    assert source.texts == 1

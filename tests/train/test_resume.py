@@ -1,5 +1,6 @@
 """Every recipe resumes exactly: stopped after some steps and started again, a training ends with the weights of one that never stopped."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,4 +71,23 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_in_a_sentence(lost: str, tm
     gone = next(name for name in kept if name.startswith(lost))
     save_file({name: tensor for name, tensor in kept.items() if name != gone}, file)
     with pytest.raises(ValueError, match=r"step-000000001: damaged, or written by another version \(.* delete it"):
+        trained(wanted)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("curve", [], "the curve is not that of 1 steps"),
+        ("best", "high", "best: Input should be a valid number"),
+        ("step", 10**9, "the curve is not that of"),
+    ],
+)
+def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words: str, tmp_path: Path) -> None:
+    wanted = settings(tmp_path, steps=2, measure_every=0)
+    done = trainer(wanted)
+    with unchecked(), pytest.raises(KeyboardInterrupt):
+        done.run(lambda: True)
+    file = next(tmp_path.glob("checkpoint/step-*/state.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=f"state.json: damaged .*{words}.* delete"):
         trained(wanted)

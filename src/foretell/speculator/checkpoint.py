@@ -63,7 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / CONFIG).read_text("utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder}: no {CONFIG} here, so this is no speculator") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG}: not valid JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{folder / CONFIG}: a JSON object was expected")
@@ -85,13 +85,12 @@ def load_own(folder: Path, ends: Ends) -> Speculator:
         config = config_type.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"{folder / CONFIG}: {'.'.join(str(p) for p in first['loc'])}: {first['msg'].lower()}"
-        ) from error
+        where = "".join(f"{part}: " for part in (".".join(map(str, first["loc"])),) if part)
+        raise ValueError(f"{folder / CONFIG}: {where}{first['msg'].lower()}") from error
     network = network_type(config, ends)
     tensors = _tensors(folder / WEIGHTS)
     if network.token_of is not None and "token_of" in tensors:
-        network.choose(tensors["token_of"])
+        network.choose(_drafted(tensors["token_of"], network, folder))
     wanted = set(network.state_dict())
     if wanted != set(tensors):
         missing, surplus = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
@@ -102,6 +101,17 @@ def load_own(folder: Path, ends: Ends) -> Speculator:
     except RuntimeError as error:
         raise ValueError(f"{folder / WEIGHTS}: {str(error).splitlines()[-1].strip()}") from error
     return network
+
+
+def _drafted(tokens: torch.Tensor, network: Speculator, folder: Path) -> torch.Tensor:
+    """The drafted tokens of a checkpoint, which are ascending tokens of the target."""
+    count, vocab = network.config.draft_vocab, network.card.vocab
+    whole = tokens.dtype == torch.int64 and tokens.shape == (count,) and len(tokens) > 0
+    if not whole or bool((tokens.diff() <= 0).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
+        raise ValueError(
+            f"{folder / WEIGHTS}: damaged: token_of is no ascending list of {count} of the target's {vocab} tokens"
+        )
+    return tokens
 
 
 def _packed(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tensor]:

@@ -176,7 +176,7 @@ class Shelf:
         if room is not None:
             self._documents = bisect(self._offset, room // (2 * hidden * max(len(taps), 1))) - 1
         size = self._offset[self._documents] * 2 * hidden
-        self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, len(lengths)) for t in taps]
+        self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, self._offset[1:]) for t in taps]
 
     def takes(self, document: int) -> bool:
         """Whether there is room for a document."""
@@ -213,21 +213,29 @@ class Shelf:
 
 
 class _TapFile:
-    """The rows of one tap, and the marks of the documents that are in it. Written with plain writes: a full disk is an error, not a signal."""
+    """The rows of one tap, and the marks of the documents that are in it. Written with plain writes: a full disk is an error, not a signal.
 
-    def __init__(self, path: Path, size: int, hidden: int, documents: int) -> None:
-        self._hidden, self._path = hidden, path.with_suffix(".bf16")
+    `ends`: the row after the last one of every document; documents that the file is too short for have no mark, whatever was noted.
+    """
+
+    _data = _notes = -1
+
+    def __init__(self, path: Path, size: int, hidden: int, ends: Sequence[int]) -> None:
+        self._hidden, self._path, documents = hidden, path.with_suffix(".bf16"), len(ends)
         self._data = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         self._notes = os.open(path.with_suffix(".done"), os.O_RDWR | os.O_CREAT, 0o644)
+        there = os.fstat(self._data).st_size // (2 * hidden)
         for descriptor, least in ((self._data, size), (self._notes, 4 * documents)):
             if os.fstat(descriptor).st_size < least:
                 os.ftruncate(descriptor, least)
         self.marks = np.frombuffer(os.pread(self._notes, 4 * documents, 0), np.uint32).copy()
+        self.marks[np.array(ends, np.int64) > there] = 0
         self._map = np.zeros((0, hidden), np.int16)
 
     def __del__(self) -> None:
-        os.close(self._data)
-        os.close(self._notes)
+        for descriptor in (self._data, self._notes):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def lengthen(self, documents: int) -> None:
         self.marks = np.concatenate([self.marks, np.zeros(documents, np.uint32)])

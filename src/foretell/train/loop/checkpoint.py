@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Shaped
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
@@ -47,6 +47,12 @@ class Stand(BaseModel):
     """It is over, whatever the settings say of steps."""
     curve: tuple[Row, ...]
 
+    @model_validator(mode="after")
+    def _whole(self) -> "Stand":
+        if len(self.curve) != self.step or any(row.step != i for i, row in enumerate(self.curve, 1)):
+            raise ValueError(f"the curve is not that of {self.step} steps")
+        return self
+
 
 @dataclass(frozen=True)
 class Store:
@@ -61,7 +67,7 @@ class Store:
 
     def newest(self) -> Path | None:
         """Folder of the newest complete checkpoint."""
-        found = sorted(self._folder.glob("step-*[0-9]"))
+        found = sorted(f for f in self._folder.glob("step-*") if f.name[5:].isdecimal())
         return found[-1] if found else None
 
     def stand(self) -> Stand | None:
@@ -75,8 +81,10 @@ class Store:
             return None
         try:
             return Stand.model_validate_json((folder / _STATE).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{folder / _STATE}: damaged ({str(error).splitlines()[0]}); delete {folder}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the whole"
+            raise ValueError(f"{folder / _STATE}: damaged ({where}: {first['msg']}); delete {folder}") from error
 
     def tensors(self) -> Tensors:
         """Weights, optimizer and average of this process.
