@@ -23,7 +23,10 @@ ORDER = [
     ("engine", "catalogue"),
     ("api",),
     ("load", "testing", "tune", "corpus"),
-    ("train",),
+    ("train", "train.data"),
+    ("train.objective",),
+    ("train.recipe",),
+    ("train.loop",),
     ("verify", "bench", "roofline"),
     ("cli",),
 ]

@@ -3,14 +3,15 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+import torch
 
+from command import foretell, refused, tiny
 from foretell.accept import Match
 from foretell.catalogue import Parts, build
-from foretell.cli.tune import app, read_prompts
 from foretell.config import SpeculativeConfig
 from foretell.draft import DraftModel
 from foretell.engine import Engine, Request
@@ -141,19 +142,44 @@ def test_missing_and_empty_searches_are_refused(tmp_path: Path) -> None:
         answers(model(), [], 4)
 
 
+def tuned(prompts: Path, out: Path, *more: str) -> dict[str, Any]:
+    """What a search of one trial on the tiny model writes."""
+    result = foretell("tune", "skip", "--prompts", prompts, "--out", out, "--model", tiny(), "--trials", "1", *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "best of 1:" in result.stdout
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
 def test_prompts_are_lines_or_json_lines(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("one\n\ntwo\n")
     lines.write_text(json.dumps({"prompt": "one"}) + "\n" + json.dumps({"turns": ["two", "more"]}) + "\n")
-    assert read_prompts(text) == read_prompts(lines) == ["one", "two"]
-    lines.write_text('{"prompt": "one"}\n{"other": 1}\n')
-    with pytest.raises(ValueError, match="line 2: not a prompt"):
-        read_prompts(lines)
-    text.write_text("\n")
-    with pytest.raises(ValueError, match="no prompts here"):
-        read_prompts(text)
+    short = ("--new-tokens", "4", "--device", "cpu")
+    assert tuned(text, tmp_path / "a.json", *short) == tuned(lines, tmp_path / "b.json", *short)
 
 
-def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["skip", "--prompts", str(tmp_path / "none"), "--out", str(tmp_path / "o")])
-    assert result.exit_code == 1 and "No such file" in result.stderr and "Traceback" not in result.output
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "one"}\n{"other": 1}\n', "line 2: give one of 'prompt', 'messages' and 'turns'"),
+        ("a.jsonl", b"\n", "no prompts here"),
+        ("a.txt", b"\n", "no prompts here"),
+        ("a.txt", b"\xff\n", "not UTF-8 text"),
+    ],
+)
+def test_files_without_prompts_are_refused_in_a_sentence(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert message in refused("tune", "skip", "--prompts", tmp_path / name, "--out", tmp_path / "o", "--model", tiny())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so asking for one is no mistake")
+def test_a_device_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    assert "none.jsonl: no such file" in refused(
+        "tune", "skip", "--prompts", tmp_path / "none.jsonl", "--out", tmp_path
+    )
+    (tmp_path / "a.txt").write_text("one\n")
+    asked = ("--prompts", tmp_path / "a.txt", "--out", tmp_path / "o", "--model", tiny(), "--device", "cuda")
+    assert "finds no CUDA GPU here" in refused("tune", "skip", *asked)

@@ -11,7 +11,7 @@ import typer
 
 import foretell
 from foretell.speculator.checkpoint import load_own, save
-from foretell.train.card import CARD
+from foretell.train.loop.card import CARD
 
 
 def main(

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from foretell.load import EMBEDDED, load
-from foretell.train.dataset import Dataset
+from foretell.train.data.dataset import Dataset
 
 PERSON, PLACE, EVENT, THING = "18", "15", "11", "06"
 """Lexicographer files of WordNet's nouns."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foretell.model import strips
-from foretell.model.strips import Pair, attend_in_strips
+from foretell.model.strips import Pair, attend_in_strips, causal_attention
 
 SCALE = 0.25
 
@@ -43,3 +43,13 @@ def test_strips_are_the_whole(
     slopes = [torch.autograd.grad(out, parts, slope.to(out.dtype)) for out in (expected, found)]
     for mine, right in zip(slopes[1], slopes[0], strict=True):
         torch.testing.assert_close(mine, right, atol=near * 2, rtol=0)
+
+
+@pytest.mark.parametrize("absent", [0, 6])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_torchs_kernel_gives_what_strips_give(steps: int, absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strips, "_has_fast_kernel", lambda device: True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((6, 9), (3, 9 + absent), (3, 9 + absent)))
+    own = [(k[:, :, -9:] + i, v[:, :, -9:] - i) for i in range(steps)]
+    torch.testing.assert_close(causal_attention(q, k, v, SCALE, own), attend_in_strips(q, k, v, SCALE, own))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
 from foretell.draft.network.medusa import Medusa, MedusaConfig
-from foretell.speculator.checkpoint import WEIGHTS, Bits, load_own, save
+from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, put_weights, save
 from foretell.testing import TINY
 
 SOURCE = TinySource(replace(TINY, hidden=96))
@@ -70,4 +70,20 @@ def test_numbers_without_their_scale_are_refused(tmp_path: Path, heads: Medusa) 
         load_own(tmp_path, SOURCE.ends())
     save_file(tensors | {name: tensors[name][:3].contiguous()}, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match="scales that do not fit"):
+        load_own(tmp_path, SOURCE.ends())
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, 99], [-1, 1, 2], [1, 0, 2], [1, 1, 2], [0, 1], [0.0, 1.0, 2.0]])
+def test_drafted_tokens_that_the_target_lacks_are_refused_in_a_sentence(tmp_path: Path, tokens: list[float]) -> None:
+    network = Medusa(MedusaConfig(target=card_of(SOURCE), heads=2, draft_vocab=3), SOURCE.ends())
+    save(tmp_path, network, network.config)
+    put_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
+    with pytest.raises(ValueError, match=r"damaged: token_of is no ascending list of 3 of the target's \d+ tokens"):
+        load_own(tmp_path, SOURCE.ends())
+
+
+def test_a_configuration_nested_without_end_is_refused_in_a_sentence(tmp_path: Path, heads: Medusa) -> None:
+    save(tmp_path, heads, heads.config)
+    (tmp_path / CONFIG).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json"):
         load_own(tmp_path, SOURCE.ends())

@@ -14,10 +14,10 @@ from foretell.api import Model
 from foretell.datastore import fingerprint
 from foretell.engine import Request
 from foretell.load import load
-from foretell.train.dataset import Collection, Manifest, Record
-from foretell.train.loop import Trainer, Watcher
-from foretell.train.settings import Portion, Settings
-from foretell.train.task import Task, dtype_of, features, prepare, understood
+from foretell.train.data.dataset import Collection, Manifest, Record
+from foretell.train.loop.settings import Portion, Settings
+from foretell.train.loop.task import Task, features, prepare, understood
+from foretell.train.loop.trainer import Trainer, Watcher
 from helpers import unchecked
 
 
@@ -82,7 +82,7 @@ def trainer(wanted: Settings | Task) -> Trainer:
     """A training in this process."""
     ready = wanted if isinstance(wanted, Task) else task(wanted)
     Path(ready.settings.out).mkdir(parents=True, exist_ok=True)
-    states = features(ready, ready.model.source.decoder(dtype_of(ready.settings)))
+    states = features(ready)
     return Trainer(ready, Accelerator(cpu=True, mixed_precision="no"), states, Watcher())
 
 

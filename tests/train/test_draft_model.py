@@ -19,8 +19,8 @@ from foretell.model.source import Source
 from foretell.shape import Chain, Root
 from foretell.speculator.load import load_speculator
 from foretell.testing import TINY, RandomWeights
-from foretell.train.batch import Batch
-from foretell.train.features import padded, read
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import padded, read
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.draft_model import DraftModelRecipe, missed, spaced
 from helpers import all_logits, random_tokens, unchecked

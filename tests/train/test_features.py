@@ -9,7 +9,7 @@ import torch
 
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.features import Cached, Features, Piece, Shelf, Streamed, padded, read
+from foretell.train.data.features import Cached, Features, Piece, Shelf, Streamed, padded, read
 from helpers import chain_tree, random_tokens
 
 TAPS = (0, 1, 2, 3)
@@ -31,7 +31,8 @@ class Counting(Streamed):
 
 
 def streamed(taps: tuple[int, ...] = TAPS) -> Counting:
-    return Counting(tiny_decoder(dtype=torch.bfloat16), taps)
+    decoder = tiny_decoder(dtype=torch.bfloat16)
+    return Counting(lambda: decoder, taps)
 
 
 def cached(
@@ -39,7 +40,8 @@ def cached(
 ) -> tuple[Cached, Counting]:
     source = streamed(taps)
     lengths = [len(p.text) for p in chosen]
-    return Cached(source, [Shelf(folder, "abc", taps, lengths, TINY.hidden, room)]), source
+    shelf = Shelf(folder, "abc", taps, lengths, TINY.hidden, room)
+    return Cached(source, [shelf], TINY, torch.bfloat16), source
 
 
 def same(a: Features, b: Features, chosen: Sequence[Piece], wide: int = 32) -> None:
@@ -107,6 +109,16 @@ def test_rows_without_their_mark_do_not_count(tmp_path: Path) -> None:
     with (tmp_path / "abc-2.bf16").open("r+b") as file:
         file.seek(12 * TINY.hidden * 2)
         file.write(b"\xff" * 100)
+    store, source = cached(tmp_path, chosen)
+    same(store, streamed(), chosen)
+    assert source.texts == 1
+
+
+def test_documents_that_a_cut_file_lost_are_read_anew(tmp_path: Path) -> None:
+    chosen = pieces([9, 20])
+    same(cached(tmp_path, chosen)[0], streamed(), chosen)
+    with (tmp_path / "abc-2.bf16").open("r+b") as file:
+        file.truncate(12 * TINY.hidden * 2)
     store, source = cached(tmp_path, chosen)
     same(store, streamed(), chosen)
     assert source.texts == 1

@@ -21,8 +21,8 @@ from foretell.sampling import Sampling
 from foretell.shape import Fixed, PathCounts
 from foretell.speculator.checkpoint import load_own
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.batch import Batch
-from foretell.train.features import read
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import read
 from foretell.train.objective.heads import cross_entropies, ranks, soft_cross_entropies, targets, weights
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Setup

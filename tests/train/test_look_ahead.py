@@ -20,7 +20,7 @@ from foretell.model.source import Source
 from foretell.shape import Root
 from foretell.statistics import Statistics
 from foretell.testing import TINY, RandomWeights
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.look_ahead import LookAheadRecipe

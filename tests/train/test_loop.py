@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
 from foretell.store import write_through
-from foretell.train import checkpoint, loop
-from foretell.train.card import card, write
-from foretell.train.measure import Measured
+from foretell.train.loop import checkpoint
+from foretell.train.loop import trainer as loop
+from foretell.train.loop.card import card, write
+from foretell.train.loop.measure import Measured
+from foretell.train.loop.settings import Settings
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
-from foretell.train.settings import Settings
 
 
 def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
 
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
-    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from foretell.train.settings import Settings; "
+    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from foretell.train.loop.settings import Settings; "
                "import torch; torch.set_num_threads(1); run(Settings.model_validate_json(sys.argv[1]), '')"]  # fmt: skip
     process = subprocess.Popen(
         [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE

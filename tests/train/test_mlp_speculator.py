@@ -16,7 +16,7 @@ from foretell.model.ends import Ends
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Root
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.stages import Teacher, cross_entropy, lesson, stage_losses
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe

@@ -8,7 +8,7 @@ from pathlib import Path
 from foretell.cli.prompts import parse
 from foretell.datastore import fingerprint
 from foretell.load import EMBEDDED, load
-from foretell.train.dataset import Collection, Manifest, Record
+from foretell.train.data.dataset import Collection, Manifest, Record
 
 TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"
 FILES = (

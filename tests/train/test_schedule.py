@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from foretell.train.dataset import Document
-from foretell.train.schedule import Order, Pieces, Schedule, cut, pieces
+from foretell.train.data.dataset import Document
+from foretell.train.data.schedule import Order, Pieces, Schedule, cut, pieces
 
 Texts = list[Document]
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
 from foretell.cli.train import Bar, Lines
 from foretell.speculator.checkpoint import read_config
-from foretell.train import task
-from foretell.train.curve import Row
-from foretell.train.measure import Measured
+from foretell.train.loop import task
+from foretell.train.loop.curve import Row
+from foretell.train.loop.measure import Measured
 
 SMALL = (
     "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3", "--measure-tokens", "8",
@@ -169,3 +169,6 @@ def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -
     assert two[-1]["tokens_per_pass"] == one[-1]["tokens_per_pass"]
     parts = {p.name for p in (tmp_path / "out" / "checkpoint" / "step-000000004").glob("tensors-*")}
     assert parts == ({"tensors-0.safetensors", "tensors-1.safetensors"} if sharded else {"tensors-0.safetensors"})
+    if not sharded:
+        again = foretell(*arguments(tmp_path / "out", data=data))
+        assert again.exit_code == 0, "one process reads the checkpoint of two copies"

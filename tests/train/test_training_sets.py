@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from command import foretell, refused, tiny
 from foretell.api import Model
 from foretell.cli import data
 from foretell.model.decoder import Decoder
 from foretell.sampling import Sampling
-from foretell.store import LINES
+from foretell.store import HEADER, LINES
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.train import dataset
-from foretell.train.dataset import Collection, Dataset, Manifest, Record
-from foretell.train.features import Shelf, read
-from foretell.train.generate import Prompts, answers, pieces
+from foretell.train.data import dataset
+from foretell.train.data.dataset import Collection, Dataset, Manifest, Record
+from foretell.train.data.features import Shelf, read
+from foretell.train.data.generate import Prompts, answers, pieces
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
@@ -183,6 +184,9 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
     for states in ("2,x", "99"):
         said = refused("data", "generate", *prompts, "--tokens", "10", "--out", out, "--states", states)
         assert f"--states={states}" in said
+    if not torch.cuda.is_available():
+        asked = (*prompts, "--tokens", "10", "--out", out, "--device", "cuda")
+        assert "finds no CUDA GPU here" in refused("data", "generate", *asked)
     plain = ("--text", tmp_path / "p.jsonl", "--model", tiny(), "--states", "1")
     assert "plain text is not read" in refused("data", "generate", *plain, "--tokens", "10", "--out", out)
 
@@ -210,3 +214,68 @@ def test_another_setting_does_not_mix_into_a_set(tmp_path: Path) -> None:
         collection.add(Record(number=0, tokens=[1, 2], start=1))
     with pytest.raises(ValueError, match="another seed"):
         Collection(tmp_path, MANIFEST.model_copy(update={"seed": 3}))
+
+
+def small_set(folder: Path) -> Path:
+    """Two texts in a shard, another in the journal."""
+    with Collection(folder, MANIFEST) as collection:
+        for number in range(2):
+            collection.add(Record(number=number, tokens=[1, 2, 3], start=1))
+        collection.seal()
+        collection.add(Record(number=2, tokens=[4, 5], start=1))
+    return folder
+
+
+SHARD_DAMAGES: dict[str, dict[str, np.ndarray | None]] = {
+    "'start' is missing": {"start": None},
+    "'end' is missing or no list of integers": {"end": np.array([3.0, 6.0])},
+    "'tokens' is missing or no list": {"tokens": np.zeros((2, 3), np.int32)},
+    "differ in length": {"number": np.array([0])},
+    "do not make up its tokens": {"end": np.array([3, 7])},
+    "beginning is out of range": {"start": np.array([1, 4])},
+    "a token or a": {"tokens": np.array([1, 2, -3, 1, 2, 3], np.int32)},
+    "holds token 26, and its model has 26": {"tokens": np.array([1, 2, 26, 1, 2, 3], np.int32)},
+}
+
+
+@pytest.mark.parametrize("words", SHARD_DAMAGES)
+def test_a_damaged_shard_is_refused_in_a_sentence(words: str, tmp_path: Path) -> None:
+    shard = small_set(tmp_path) / "00000.safetensors"
+    arrays = {name: a for name, a in (load_file(shard) | SHARD_DAMAGES[words]).items() if a is not None}
+    save_file(arrays, shard)
+    with pytest.raises(ValueError, match=words):
+        Dataset.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"number": 3, "tokens": [1, 99999999999999999999], "start": 1}',
+        '{"number": 3, "tokens": [1, -2], "start": 1}',
+        '{"number": 3, "tokens": [1, 2], "start": 3}',
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_line_of_the_journal_is_refused_in_a_sentence(line: str, tmp_path: Path) -> None:
+    with (small_set(tmp_path) / LINES).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"records.jsonl, line 2: a damaged record"):
+        Dataset.open(tmp_path)
+
+
+def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (small_set(tmp_path) / HEADER).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"settings.json: damaged"):
+        Dataset.open(tmp_path)
+
+
+def test_a_new_shard_replaces_none_when_an_earlier_one_was_deleted(tmp_path: Path) -> None:
+    with Collection(tmp_path, MANIFEST) as collection:
+        for number in range(2):
+            collection.add(Record(number=number, tokens=[number + 1, 9], start=1))
+            collection.seal()
+    (tmp_path / "00000.safetensors").unlink()
+    with Collection(tmp_path, MANIFEST) as collection:
+        collection.add(Record(number=0, tokens=[1, 9], start=1))
+        collection.seal()
+    assert sorted(d.tokens.tolist() for d in Dataset.open(tmp_path)) == [[1, 9], [2, 9]]

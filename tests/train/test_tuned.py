@@ -19,12 +19,12 @@ from foretell.model.runner import DecoderRunner, Network
 from foretell.model.source import Source
 from foretell.speculator.checkpoint import load_own
 from foretell.testing import TINY, RandomWeights, letter_codec
-from foretell.train.batch import Batch
-from foretell.train.features import read
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import read
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.heads import HeadsRecipe
-from foretell.train.tuned import Tuned
+from foretell.train.recipe.tuned import Tuned
 from helpers import all_logits, random_tokens, run, tokens_of
 
 WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)

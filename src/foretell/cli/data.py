@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretell.api import Model
-from foretell.cli.options import Dtype
+from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
-from foretell.cli.prompts import BadLine, Defaults, read_prompts
+from foretell.cli.prompts import BadLine, Defaults, Task, read_prompts
 from foretell.cli.show import LINE_SECONDS
 from foretell.corpus import files_of, texts_of
 from foretell.datastore import fingerprint
 from foretell.load import EMBEDDED, load
 from foretell.sampling import Sampling
-from foretell.train.dataset import Collection, Dataset, Manifest
-from foretell.train.features import Shelf, taps_of
-from foretell.train.generate import Prompts, answers, pieces
+from foretell.train.data.dataset import Collection, Dataset, Manifest
+from foretell.train.data.features import Shelf, taps_of
+from foretell.train.data.generate import Prompts, answers, pieces
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,6 +49,7 @@ def generate(
         list[Path] | None, typer.Option(help="Plain text to learn as it is: files or directories; repeatable.")
     ] = None,
     dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
     rows: Annotated[int, typer.Option(min=1, help="Texts written together.")] = 32,
     greedy_share: Annotated[
         float, typer.Option(min=0, max=1, help="Answers that are greedy; the others are sampled.")
@@ -75,7 +76,7 @@ def generate(
             "--states: plain text is not read by the model; the states of --self and --prompts can be kept"
         )
     console = Console(file=sys.stderr)
-    target = load(model, dtype)
+    target = load(model, dtype, device)
     taps = taps_of(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else files_of(text or ())
     manifest = Manifest(
@@ -96,7 +97,7 @@ def generate(
         if text:
             work = pieces(target, (t for f in sources for t in texts_of(f)), collection, max_answer, tokens)
         else:
-            given = None if prompts is None else _given(prompts, target)
+            given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in tasks_of(prompts)]
             asked = Prompts(target, manifest, given)
             if given is None and collection.numbers:
                 asked.recall(d.tokens[: d.start].tolist() for d in Dataset.open(out))
@@ -126,13 +127,17 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:12]
 
 
-def _given(path: Path, model: Model) -> list[Sequence[int]]:
-    """The prompts of a file as tokens."""
-    out = list[Sequence[int]]()
+def tasks_of(path: Path) -> list[Task]:
+    """The prompts of a file of JSON lines; of a conversation, its first turn.
+
+    Raises:
+        ValueError: a line that is no prompt, or no prompts at all.
+    """
+    out = list[Task]()
     for number, task in read_prompts(path, Defaults(Sampling(), 1, (), False, None)):
         if isinstance(task, BadLine):
             raise ValueError(f"{path}, line {number}: {task.reason}")
-        out.append(model.tokens(task.prompt, task.raw))
+        out.append(task)
     if not out:
         raise ValueError(f"{path}: no prompts here; write one JSON object with 'prompt' per line")
     return out

@@ -17,12 +17,12 @@ from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import LINE_SECONDS
 from foretell.load import load
-from foretell.train import card, curve
-from foretell.train.curve import Row
-from foretell.train.loop import Trainer, Watcher
-from foretell.train.measure import Measured
-from foretell.train.settings import DRAFT_VOCAB, Portion, Settings, flag
-from foretell.train.task import dtype_of, features, prepare, understood
+from foretell.train.loop import card, curve
+from foretell.train.loop.curve import Row
+from foretell.train.loop.measure import Measured
+from foretell.train.loop.settings import DRAFT_VOCAB, Portion, Settings, flag
+from foretell.train.loop.task import features, prepare, understood
+from foretell.train.loop.trainer import Trainer, Watcher
 from foretell.validation import explain
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def run(settings: Settings, command: str) -> None:
     quiet = not on.is_main_process
     model = load(settings.model, "bfloat16" if settings.precision == "bf16" else "float32", str(on.device))
     task = prepare(settings, model, kind)
-    states = features(task, model.source.decoder(dtype_of(settings)))
+    states = features(task)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     watcher = _watcher(quiet)
     with Interrupt() as interrupt, watcher if isinstance(watcher, Bar) else _Nothing():

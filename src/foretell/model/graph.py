@@ -48,6 +48,11 @@ class GraphedDecoder:
         self._passes: dict[_Shape, _Pass] = {}
 
     @property
+    def decoder(self) -> Decoder:
+        """The network whose passes are captured."""
+        return self._decoder
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._decoder.device

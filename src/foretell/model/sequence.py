@@ -11,7 +11,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Block, Decoder
 from foretell.model.linear import widen
 from foretell.model.rope import Tables, rotate
-from foretell.model.strips import attend_in_strips
+from foretell.model.strips import causal_attention
 
 
 def run_blocks(
@@ -50,27 +50,19 @@ def _attention(block: Block, config: ModelConfig, rope: Tables, window: int, x: 
     position = torch.arange(s, device=x.device).repeat(b)
     q, k = rotate(q, position, rope), rotate(k, position, rope)
     q, k, v = (part.reshape(b, s, -1, c.head_dim).transpose(1, 2) for part in (q, k, v))
-    if x.device.type == "cpu" and not (window or c.attention_softcap):
-        out = attend_in_strips(q, k, v, c.scale)
-    else:
-        # Repeated heads, because the kernels that need no table of all pairs of positions want as many keys as queries.
+    if c.attention_softcap or 0 < window < s:
         k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
-        out = _attend(q, k, v, window, c.scale, c.attention_softcap)
+        out = masked_attention(q, k, v, _within(s, window, x.device), c.scale, c.attention_softcap)
+    else:
+        out = causal_attention(q, k, v, c.scale)
     done: torch.Tensor = block.output(out.transpose(1, 2).reshape(b, s, -1))
     return done
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float
-) -> torch.Tensor:
-    """Causal attention of [b, h, s, d] over itself, within a sliding window (0: none), its scores bounded by a soft cap (0: not)."""
-    s = q.shape[2]
-    if not softcap and (not window or window >= s):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    age = torch.arange(s, device=q.device)[:, None] - torch.arange(s, device=q.device)
-    seen = (age >= 0) & ((age < window) if window else True)
-    out: torch.Tensor = masked_attention(q, k, v, seen, scale, softcap)
-    return out
+def _within(s: int, window: int, device: torch.device) -> Bool[torch.Tensor, "s s"]:
+    """Which of `s` positions each sees: those up to it, within a sliding window (0: none)."""
+    age = torch.arange(s, device=device)[:, None] - torch.arange(s, device=device)
+    return (age >= 0) & (age < (window or s))
 
 
 def split_heads(block: Block, config: ModelConfig, x: Float[torch.Tensor, "b s d"]) -> tuple[torch.Tensor, ...]:

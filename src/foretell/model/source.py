@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,7 +12,13 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
 from foretell.model.runner import Network
-from foretell.model.weights import Weights, build, build_shell
+from foretell.model.weights import Weights, build, build_block, build_shell
+
+
+def ends_of(decoder: Decoder) -> Ends:
+    """Embedding and head of a decoder, sharing its weights."""
+    c = decoder.config
+    return Ends(decoder.embedding.detach(), decoder.head.weight.detach(), c.embedding_scale, c.logit_softcap)
 
 
 class Source(ABC):
@@ -29,16 +36,17 @@ class Source(ABC):
         """What the model runs in, quantisation of its matrices apart."""
         return torch.bfloat16
 
-    def decoder(self, dtype: torch.dtype) -> Decoder:
-        """The network in plain torch, which training can differentiate through."""
-        return build(self.config, self._weights, dtype, self._device)
+    def decoder(self, dtype: torch.dtype, blocks: Sequence[int] | None = None) -> Decoder:
+        """The network in plain torch, which training can differentiate through, with all of its blocks or some."""
+        if blocks is None:
+            return build(self.config, self._weights, dtype, self._device)
+        shell = build_shell(self.config, self._weights, dtype, self._device)
+        chosen = [build_block(self.config, i, self._weights, dtype, self._device) for i in blocks]
+        return Decoder(self.config, shell.embedding.data, chosen, shell.norm, shell.head)
 
     def ends(self, dtype: torch.dtype = torch.bfloat16) -> Ends:
         """Embedding and head."""
-        shell = build_shell(self.config, self._weights, dtype, self._device)
-        return Ends(
-            shell.embedding.detach(), shell.head.weight.detach(), self.config.embedding_scale, self.config.logit_softcap
-        )
+        return ends_of(build_shell(self.config, self._weights, dtype, self._device))
 
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that tell models apart, and are the same for every quantisation of one: a hash of its norms."""

@@ -1,14 +1,34 @@
-"""Causal attention a few queries at a time: what training runs on processors, whose own kernel is slow on the way back."""
+"""Causal attention of whole texts, as training runs it: torch's kernel, or on processors, where its way back is slow, a few queries at a time."""
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 
 _STRIP = 128
 """Queries at once."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def causal_attention(
+    q: Float[torch.Tensor, "b h n e"],
+    k: Float[torch.Tensor, "b g s e"],
+    v: Float[torch.Tensor, "b g s e"],
+    scale: float,
+    own: Sequence[Pair] = (),
+) -> Float[torch.Tensor, "b h n e"]:
+    """Attention of the last `n` of `s` positions over the positions up to them and their `own`, as `attend_in_strips`, by the faster way here."""
+    if own or q.shape[2] != k.shape[2] or not _has_fast_kernel(q.device):
+        return attend_in_strips(q, k, v, scale, own)
+    # Repeated heads, because the kernels that need no table of all pairs of positions want as many keys as queries.
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def _has_fast_kernel(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def attend_in_strips(

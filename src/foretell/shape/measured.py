@@ -1,5 +1,7 @@
 """Trees from what was seen: how often each rank path was right as a whole, and the best tree of any size by that."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -34,3 +36,17 @@ class PathCounts:
         """The paths that came true most often, each after its beginnings, and how often: a share of all positions."""
         order = sorted(self._counts, key=lambda p: (-self._counts[p], len(p), p))[:most]
         return tuple(order), tuple(round(self._counts[p] / self._total, 4) for p in order)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All counts as arrays: `paths` `[n, k]`, padded with -1, their `counts` `[n]`, and the `total` of positions."""
+        paths = np.full((len(self._counts), max(map(len, self._counts), default=0)), -1, np.int64)
+        for row, path in zip(paths, self._counts, strict=True):
+            row[: len(path)] = path
+        counts = np.array(list(self._counts.values()), np.float64)
+        return {"paths": paths, "counts": counts, "total": np.array(self._total)}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from what `state` gave."""
+        paths = [tuple(r for r in path if r >= 0) for path in state["paths"].tolist()]
+        self._counts = dict(zip(paths, state["counts"].tolist(), strict=True))
+        self._total = float(state["total"])

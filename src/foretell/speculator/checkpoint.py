@@ -78,7 +78,7 @@ def load_own(folder: Path, ends: Ends) -> Speculator:
     network = network_type(validate(config_type, values, str(folder / CONFIG)), ends)
     tensors = _tensors(folder / WEIGHTS)
     if network.token_of is not None and "token_of" in tensors:
-        network.choose(tensors["token_of"])
+        network.choose(_drafted(tensors["token_of"], network, folder))
     wanted = network.state_dict()
     if set(wanted) != set(tensors):
         missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
@@ -92,6 +92,17 @@ def load_own(folder: Path, ends: Ends) -> Speculator:
     except RuntimeError as error:
         raise ValueError(f"{folder / WEIGHTS}: {str(error).splitlines()[-1].strip()}") from error
     return network
+
+
+def _drafted(tokens: torch.Tensor, network: Speculator, folder: Path) -> torch.Tensor:
+    """The drafted tokens of a checkpoint, which are ascending tokens of the target."""
+    count, vocab = network.config.draft_vocab, network.card.vocab
+    whole = tokens.dtype == torch.int64 and tokens.shape == (count,) and len(tokens) > 0
+    if not whole or bool((tokens.diff() <= 0).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
+        raise ValueError(
+            f"{folder / WEIGHTS}: damaged: token_of is no ascending list of {count} of the target's {vocab} tokens"
+        )
+    return tokens
 
 
 def _packed(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Training of speculators: data from the target itself, features, losses, one loop for all."""
+"""Training of speculators: `data` (texts and the target's hidden states), `objective` (losses), `recipe` (one per kind), `loop` (the trainer)."""

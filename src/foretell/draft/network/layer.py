@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.linear import widen
-from foretell.model.strips import Pair, attend_in_strips
+from foretell.model.strips import Pair, causal_attention
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
@@ -171,11 +171,7 @@ class Unrolled(Sight):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         past = self._past.setdefault(layer, [])
         past.append((k, v))
-        first, n = past[0], q.shape[2]
-        if len(past) == 1 and q.device.type != "cpu":
-            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in first)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            own = [(key[:, :, -n:], value[:, :, -n:]) for key, value in past[1:]]
-            out = attend_in_strips(q, *first, q.shape[-1] ** -0.5, own)
+        n = q.shape[2]
+        own = [(key[:, :, -n:], value[:, :, -n:]) for key, value in past[1:]]
+        out = causal_attention(q, *past[0], q.shape[-1] ** -0.5, own)
         return out.transpose(1, 2).flatten(2)

@@ -3,31 +3,42 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from pydantic import BaseModel
 from torch import nn
 
 from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
-from foretell.model.runner import Runner
+from foretell.model.graph import GraphedDecoder
+from foretell.model.runner import Network, Runner
 from foretell.model.source import Source
 from foretell.names import unknown
 from foretell.speculator.checkpoint import save
 from foretell.text import TextCodec
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.validation import validate
 
 Options = TypeVar("Options", bound=BaseModel)
 
+State = dict[str, Shaped[torch.Tensor, "*shape"]]
+
 
 TREE = 12
 """Nodes of the trees by confidence that speculators are measured with while they learn."""
+
+
+def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
+    """The decoder in plain torch that a network runs, if it is one of this dtype; None: CPU kernels run it, or it has another dtype."""
+    decoder = network.decoder if isinstance(network, GraphedDecoder) else network
+    return decoder if isinstance(decoder, Decoder) and decoder.embedding.dtype == dtype else None
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Setup:
     ends: Ends
     """Of the target, in the dtype that it trains with (bfloat16 or float32)."""
     source: Source | None = None
-    """The target's checkpoint, for copies of its blocks in torch (`source.decoder(torch.float32)`); None in some tests."""
+    """The target's checkpoint, for copies that training changes; None in some tests."""
     kept: Int[torch.Tensor, " n"] | None = None
     """Tokens to draft (ascending), the most frequent ones of the training answers; None: all. For `config.draft_vocab` and `choose`."""
     seed: int = 0
@@ -48,6 +59,22 @@ class Setup:
     """Sizes and weights as the user wrote them: `--set inner=1024` is `{"inner": "1024"}`."""
     codec: TextCodec | None = None
     """Of the target, for recipes that write a target of their own."""
+    network: Network | None = None
+    """The target as it decodes; None: in plain torch."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The target in plain torch, in the dtype of `ends`: one for all who read with it, loaded at first use. It must not be changed.
+
+        Raises:
+            ValueError: its checkpoint is not at hand.
+        """
+        found = None if self.network is None else plain_decoder(self.network, self.ends.embedding.dtype)
+        if found is not None:
+            return found
+        if self.source is None:
+            raise ValueError("this training needs the target's checkpoint, and there is none")
+        return self.source.decoder(self.ends.embedding.dtype)
 
     def parse(self, kind: type[Options]) -> Options:
         """The options as the recipe's own model, whose fields have defaults.
@@ -115,6 +142,14 @@ class Recipe(ABC):
     def groups(self) -> Sequence[dict[str, object]]:
         """Parameter groups of the optimizer with learning rates relative to the trainer's (`lr_scale`)."""
         return [{"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}]
+
+    def state(self) -> State:
+        """What the next batches depend on beside weights, buffers, optimizer and the number of the step: training checkpoints keep it."""
+        return {}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave; the weights may be loaded before or after."""
+        return
 
     def stage(self, progress: float) -> None:
         """Told before every step how much of the training is done (0 to 1); recipes of several stages switch here."""

@@ -16,15 +16,14 @@ from foretell.draft import DraftModel
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
 from foretell.method import AnyMethod, Method
-from foretell.model.compress import unchanged
 from foretell.model.influence import influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
+from foretell.train.data.rewrite import Rewriter, Writer
 from foretell.train.objective.candidates import candidates
 from foretell.train.objective.divergence import Distilled, distil
-from foretell.train.recipe.base import Loss, Recipe, Setup
-from foretell.train.rewrite import Rewriter, Writer
+from foretell.train.recipe.base import Loss, Recipe, Setup, State
 
 _CHUNK = 1024
 """Positions scored at once: logits over the vocabulary are what takes the memory."""
@@ -97,7 +96,7 @@ class DraftModelRecipe(Recipe):
         if setup.kept is not None:
             network.choose(setup.kept)
         if setup.source is not None:
-            network.start_from(setup.source.decoder(torch.float32), blocks)
+            network.start_from(setup.source.decoder(torch.float32, blocks), range(len(blocks)))
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(setup.seed)
@@ -146,6 +145,15 @@ class DraftModelRecipe(Recipe):
         if len(self._earlier):
             where &= missed(self._earlier, self.network, batch, where, self.options.unit)
         return where
+
+    def state(self) -> State:
+        """The writer's."""
+        return {} if self._rewriter is None else self._rewriter.writer.state()
+
+    def load_state(self, state: State) -> None:
+        """Go on writing with the same copy."""
+        if self._rewriter is not None:
+            self._rewriter.writer.load_state(state)
 
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the catalogue's length."""
@@ -204,7 +212,7 @@ def _influential(count: int, setup: Setup) -> tuple[int, ...]:
     some = torch.arange(setup.config.vocab) if setup.kept is None else setup.kept
     generator = torch.Generator().manual_seed(setup.seed)
     text = some[torch.randint(0, len(some), (min(256, setup.config.context),), generator=generator)].tolist()
-    turns = influence(setup.source.copy(unchanged), text).block
+    turns = influence(setup.decoder, text).block
     inner = sorted(range(1, setup.config.layers - 1), key=lambda i: -turns[i])[: count - 2]
     return (0, *sorted(inner), setup.config.layers - 1)
 
@@ -226,9 +234,9 @@ def _frozen(network: Speculator, folder: Path) -> DraftNetwork:
 def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter:
     if setup.source is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
-    target = setup.source.decoder(setup.ends.head.dtype)
-    author = Writer(network.network, options.refresh)
+    author = Writer(network.network, network, options.refresh)
     if options.writer == "target":
-        source = setup.source
-        author = Writer(lambda: source.copy(unchanged), 0)
-    return Rewriter(author, target, network.taps, options.share, options.written, options.temperature, setup.config.eos)
+        author = Writer(lambda: setup.network or setup.decoder)
+    return Rewriter(
+        author, setup.decoder, network.taps, options.share, options.written, options.temperature, setup.config.eos
+    )

@@ -16,12 +16,12 @@ from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.method import AnyMethod
 from foretell.model.config import Rope
-from foretell.train.batch import Batch
-from foretell.train.features import taps_of
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import taps_of
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
-from foretell.train.start import start
+from foretell.train.recipe.start import start
 
 
 class EagleOptions(BaseModel):
@@ -75,10 +75,10 @@ class EagleRecipe(Recipe):
         self.network, self.config, self._ends = network, network.config, setup.ends
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
         self._candidates = options.candidates
-        self._generator = torch.Generator().manual_seed(setup.seed)
         if setup.kept is not None:
             network.choose(setup.kept)
-        start(network, setup.source.decoder(torch.float32) if setup.source else None, setup.seed)
+        blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
+        start(network, setup.source.decoder(torch.float32, blocks) if setup.source else None, setup.seed)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class EagleRecipe(Recipe):
         device = batch.token.device
         if self._ends.head.device != device:
             self._ends = replace(self._ends, head=self._ends.head.to(device))
-        answer = some(batch.answer, self._positions, self._generator)
+        answer = some(batch.answer, self._positions)
         known = labels(self.seen(batch), batch.token, answer, self._ends, self.network.token_of)
         return self.judge(network, batch, answer, known.narrowed(self._candidates))
 
@@ -189,12 +189,12 @@ def sizes_of(setup: Setup, kind: str, options: EagleOptions, more: dict[str, Any
     return EagleConfig.model_validate(values | more)
 
 
-def some(answer: Bool[torch.Tensor, "b s"], most: int, generator: torch.Generator) -> Bool[torch.Tensor, "b s"]:
-    """At most so many of the marked places, drawn at random."""
+def some(answer: Bool[torch.Tensor, "b s"], most: int) -> Bool[torch.Tensor, "b s"]:
+    """At most so many of the marked places, drawn from torch's own generator, which is seeded anew at every step."""
     places = answer.flatten().nonzero()[:, 0]
     if len(places) <= most:
         return answer
-    drawn = torch.randperm(len(places), generator=generator)[:most].to(places.device)
+    drawn = torch.randperm(len(places))[:most].to(places.device)
     out = torch.zeros_like(answer)
     out.view(-1)[places[drawn]] = True
     return out

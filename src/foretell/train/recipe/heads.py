@@ -19,10 +19,10 @@ from foretell.method import AnyMethod
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
-from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
-from foretell.train.tuned import Tuned
+from foretell.train.recipe.base import TREE, Loss, Recipe, Setup, State
+from foretell.train.recipe.tuned import Tuned
 
 _NOTED = 8
 """Batches from one note of the tree to the next."""
@@ -85,6 +85,16 @@ class HeadsRecipe(Recipe):
         if self._tuned is None:
             return [heads]
         return [heads, {"params": list(self._tuned.changes.parameters()), "lr_scale": 0.25}]
+
+    def state(self) -> State:
+        """Which paths came true so far, and after how many batches."""
+        counts = {name: torch.from_numpy(array) for name, array in self._counts.state().items()}
+        return counts | {"batches": torch.tensor(self._batches)}
+
+    def load_state(self, state: State) -> None:
+        """Go on counting."""
+        self._batches = int(state["batches"])
+        self._counts.load_state({name: state[name].numpy() for name in ("paths", "counts", "total")})
 
     def stage(self, progress: float) -> None:
         """First the heads alone, then both."""
@@ -179,7 +189,7 @@ def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
     llama_config(setup.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
-        return Tuned(network, setup.source.decoder(torch.float32), rank)
+        return Tuned(network, setup.decoder, rank)
 
 
 def _numbers(setup: Setup) -> Int[torch.Tensor, " v"] | None:

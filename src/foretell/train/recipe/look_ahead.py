@@ -13,7 +13,7 @@ from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddin
 from foretell.method import AnyMethod
 from foretell.model.branches import run_branches
 from foretell.model.decoder import Decoder
-from foretell.train.batch import Batch
+from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import cross_entropies, ranks, weights
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
 from foretell.train.recipe.base import Loss, Recipe, Setup
@@ -48,7 +48,7 @@ class LookAheadRecipe(Recipe):
             raise ValueError("look-ahead embeddings learn through the whole target, whose checkpoint is not at hand")
         self.network, self.config, self._options = network, config, options
         # Not a module of its own, so that no trainer wraps or saves it.
-        self._target: Decoder = setup.source.decoder(setup.ends.head.dtype).eval()
+        self._target: Decoder = setup.decoder
         self._weights = torch.tensor(weights(options.ahead, options.decay))
         self._number = None
         if setup.kept is not None:

@@ -15,8 +15,8 @@ from foretell.draft.network.base import Speculator
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.method import AnyMethod
 from foretell.model.ends import Ends
-from foretell.train.batch import Batch
-from foretell.train.features import taps_of
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import taps_of
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
 from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
 

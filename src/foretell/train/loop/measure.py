@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod
 from foretell.model.runner import Runner
-from foretell.train.schedule import Text
+from foretell.train.data.schedule import Text
 
 _OPENING = 48
 """Tokens of a plain text that serve as its prompt."""

@@ -12,10 +12,10 @@ from foretell.engine import Engine, Request
 from foretell.method import Method
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Root
-from foretell.train.dataset import Collection, Manifest, Record
-from foretell.train.features import Shelf
-from foretell.train.listen import Listener
-from foretell.train.openings import OPENINGS
+from foretell.train.data.dataset import Collection, Manifest, Record
+from foretell.train.data.features import Shelf
+from foretell.train.data.listen import Listener
+from foretell.train.data.openings import OPENINGS
 
 MIN_P = 0.05
 """Of sampled questions and answers: at temperature 1 a small model's tail is mostly noise."""

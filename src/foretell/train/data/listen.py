@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from foretell.context import Step, Text
 from foretell.draft.base import Nothing
-from foretell.train.features import Shelf
+from foretell.train.data.features import Shelf
 
 
 class Listener(Nothing):

@@ -1,7 +1,6 @@
 """A moving average of weights."""
 
 import torch
-from jaxtyping import Float
 from torch import nn
 
 
@@ -26,12 +25,6 @@ class Average:
             held = parameter.detach().clone()
             parameter.copy_(self.values[name])
             self.values[name].copy_(held)
-
-    @torch.no_grad()
-    def load(self, values: dict[str, Float[torch.Tensor, "*shape"]]) -> None:
-        """Take over saved values."""
-        for name, value in self.values.items():
-            value.copy_(values[name])
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

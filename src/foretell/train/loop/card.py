@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.train.dataset import Dataset
-from foretell.train.loop import Trainer
+from foretell.train.data.dataset import Dataset
+from foretell.train.loop.trainer import Trainer
 
 CARD = "README.md"
 
@@ -53,7 +53,7 @@ def _before(origin: Path | None) -> list[str]:
     """What the card of the speculator that the training began from says of how that one was made."""
     if origin is None or not (path := origin / CARD).is_file():
         return []
-    sections = re.split(r"^(?=## )", path.read_text("utf-8"), flags=re.MULTILINE)
+    sections = re.split(r"^(?=## )", path.read_text("utf-8", errors="replace"), flags=re.MULTILINE)
     kept = "".join(s for s in sections if s.startswith(("## Command", "## Data", "## Course", "## Begun from")))
     # Its curve is not here.
     text = re.sub(r"^!\[.*\n+", "", kept, flags=re.MULTILINE)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
@@ -48,11 +48,17 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    number: int
-    tokens: list[int]
-    start: int
+    number: int = Field(ge=0, lt=1 << 63)
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    start: int = Field(ge=0)
     """Tokens from here on are to be learned."""
     greedy: bool = True
+
+    @model_validator(mode="after")
+    def _within(self) -> "Record":
+        if self.start > len(self.tokens):
+            raise ValueError(f"its answer starts at token {self.start} of {len(self.tokens)}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,10 @@ class Collection:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._store = Store(folder, manifest, Record)
         self.folder = folder
-        sealed = [_read_shard(f) for f in _shards(folder)]
-        self._next_shard = len(sealed)
+        shards = _shards(folder)
+        sealed = [_read_shard(f) for f in shards]
+        # Not their count: a damaged one may have been deleted from among them.
+        self._next_shard = int(shards[-1].stem) + 1 if shards else 0
         self.numbers = {n for s in sealed for n in s["number"].tolist()}
         """Of all texts that are finished or thrown away."""
         # A kill between sealing a shard and clearing the journal leaves texts in both.
@@ -122,7 +130,7 @@ class Collection:
 
 
 def _shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("[0-9]*.safetensors"))
+    return sorted(f for f in folder.glob("*.safetensors") if f.stem.isdecimal())
 
 
 def _write_shard(path: Path, records: Sequence[Record]) -> None:
@@ -141,9 +149,30 @@ def _write_shard(path: Path, records: Sequence[Record]) -> None:
 
 def _read_shard(path: Path) -> dict[str, np.ndarray]:
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        shard = load_file(path)
+        _check_shard(shard)
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path}: damaged shard ({error}); delete it, and its texts are made again") from error
+    return shard
+
+
+def _check_shard(shard: dict[str, np.ndarray]) -> None:
+    """Check that the arrays of a shard belong together.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for name in ("number", "tokens", "end", "start", "greedy"):
+        if name not in shard or shard[name].ndim != 1 or shard[name].dtype.kind not in "iu":
+            raise ValueError(f"{name!r} is missing or no list of integers")
+    end, start, tokens = shard["end"], shard["start"], shard["tokens"]
+    if not len(shard["number"]) == len(end) == len(start) == len(shard["greedy"]):
+        raise ValueError("its lists differ in length")
+    length = np.diff(end, prepend=0)
+    if (length < 0).any() or (end[-1] if len(end) else 0) != len(tokens):
+        raise ValueError("its texts do not make up its tokens")
+    if (start < 0).any() or (start > length).any() or (tokens < 0).any():
+        raise ValueError("a token or a beginning is out of range")
 
 
 class Dataset(Sequence[Document]):
@@ -171,6 +200,12 @@ class Dataset(Sequence[Document]):
                 documents.append(Document(np.array(record.tokens, np.int32), record.start, record.greedy))
         if not documents:
             raise ValueError(f"{folder}: the training set holds no text yet")
+        highest = max(int(d.tokens.max()) for d in documents)
+        if highest >= manifest.vocab:
+            raise ValueError(
+                f"{folder}: damaged: it holds token {highest}, and its model has {manifest.vocab}; "
+                "make the set again in another folder"
+            )
         return Dataset(folder, manifest, documents)
 
     def __len__(self) -> int:

@@ -12,17 +12,17 @@ from foretell.api import Model
 from foretell.datastore import fingerprint as tokenizer_of
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import TargetCard
-from foretell.model.decoder import Decoder
+from foretell.model.source import ends_of
 from foretell.names import unknown
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
-from foretell.train.dataset import Dataset
-from foretell.train.features import Cached, Features, Shelf, Streamed
-from foretell.train.measure import prompts_of
+from foretell.train.data.dataset import Dataset
+from foretell.train.data.features import Cached, Features, Shelf, Streamed
+from foretell.train.data.schedule import Order, Pieces, Schedule, pieces
+from foretell.train.loop.measure import prompts_of
+from foretell.train.loop.settings import DRAFT_VOCAB, Settings
 from foretell.train.recipe import RECIPES
-from foretell.train.recipe.base import Recipe, Setup
-from foretell.train.schedule import Order, Pieces, Schedule, pieces
-from foretell.train.settings import DRAFT_VOCAB, Settings
+from foretell.train.recipe.base import Recipe, Setup, plain_decoder
 
 PRECISIONS = ("bf16", "no")
 SCHEDULES = ("cosine", "constant")
@@ -36,7 +36,7 @@ class Task:
     settings: Settings
     model: Model
     data: tuple[Dataset, ...]
-    fingerprint: str
+    setup: Setup
     recipe: Recipe
     shadow: Recipe
     """The same again, plain: what is measured and saved, however the first one is wrapped."""
@@ -45,6 +45,11 @@ class Task:
     prompts: Sequence[Sequence[int]]
     origin: Path | None
     """Where the speculator lies that it begins from."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The target's."""
+        return self.setup.card.fingerprint
 
     @property
     def documents(self) -> int:
@@ -98,7 +103,7 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
     ours, shadow = _begun(recipe, setup, origin), _begun(recipe, setup, origin)
     steps = settings.steps or schedule.steps(settings.epochs)
     prompts = prompts_of(held, settings.measure_prompts)
-    return Task(settings, model, data, fingerprint, ours, shadow, schedule, steps, prompts, origin)
+    return Task(settings, model, data, setup, ours, shadow, schedule, steps, prompts, origin)
 
 
 def _origin(settings: Settings, fingerprint: str) -> Path | None:
@@ -155,13 +160,14 @@ def _setup(
     settings: Settings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: Pieces, origin: Path | None
 ) -> Setup:
     c, dtype = model.config, dtype_of(settings)
-    ends = model.source.ends(dtype)
+    decoder = plain_decoder(model.network, dtype)
+    ends = model.source.ends(dtype) if decoder is None else ends_of(decoder)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if origin is not None and settings.draft_vocab is None:
         kept = load_own(origin, ends).token_of
     else:
         kept = frequent(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
-    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec)
+    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec, model.network)
 
 
 def dtype_of(settings: Settings) -> torch.dtype:
@@ -224,14 +230,14 @@ def _equal(some: torch.Tensor | None, others: torch.Tensor | None) -> bool:
     return some is others if some is None or others is None else torch.equal(some, others)
 
 
-def features(task: Task, decoder: Decoder) -> Features:
+def features(task: Task) -> Features:
     """Where the target's states come from: files beside the data where `--features` and `--cache-gib` have room.
 
     Raises:
         ValueError: `--features cache` was asked for, and they do not fit.
     """
     settings, taps = task.settings, tuple(task.recipe.taps)
-    streamed = Streamed(decoder, taps)
+    streamed = Streamed(lambda: task.setup.decoder, taps)
     if settings.features == "stream" or not taps:
         return streamed
     hidden = task.model.config.hidden
@@ -247,4 +253,4 @@ def features(task: Task, decoder: Decoder) -> Features:
         lengths = [len(document.tokens) for document in one]
         share = int(room * one.tokens / sum(d.tokens for d in task.data))
         shelves.append(Shelf(one.folder / "features", task.fingerprint, taps, lengths, hidden, share))
-    return Cached(streamed, shelves)
+    return Cached(streamed, shelves, task.model.config, task.setup.ends.embedding.dtype)

@@ -1,9 +1,11 @@
 """Batches whose answers are written anew, by the draft itself (on policy) or by the target."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Shaped
+from torch import nn
 
 from foretell.accept import Match
 from foretell.draft import Nothing
@@ -13,26 +15,35 @@ from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Sampling
 from foretell.shape import Root
-from foretell.train.batch import Batch
-from foretell.train.features import padded, read, width
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import padded, read, width
 
 
-@dataclass
 class Writer:
-    """A model that continues texts; `make` copies its weights as they are now, again after every `refresh` batches (0: never)."""
+    """A model that continues prompts: the target, or a copy of a draft that is being trained.
 
-    make: Callable[[], Network]
-    refresh: int
-    _network: Network | None = field(default=None, init=False)
-    _batches: int = field(default=0, init=False)
+    `make` gives its network, once; of a `draft` again after every `refresh` batches, with the weights that the draft has then.
+    """
+
+    def __init__(self, make: Callable[[], Network], draft: nn.Module | None = None, refresh: int = 1) -> None:
+        self._make, self._draft, self._refresh = make, draft, refresh
+        self._network: Network | None = None
+        self._batches = 0
+        self._weights: dict[str, Float[torch.Tensor, "*shape"]] = {}
+
+    def next_batch(self) -> None:
+        """A batch begins, whether it is rewritten or not; in every process the draft is copied before the same batches."""
+        if self._draft is not None and self._batches % self._refresh == 0:
+            self._weights = {n: p.detach().clone() for n, p in self._draft.named_parameters()}
+            self._network = self._make()
+        self._batches += 1
 
     def continued(
         self, prompts: Sequence[Sequence[int]], most: int, temperature: float, eos: tuple[int, ...], seed: int
     ) -> list[list[int]]:
         """The prompts, each with up to `most` sampled tokens more; `seed` decides them."""
-        if self._network is None or (self.refresh and self._batches % self.refresh == 0):
-            self._network = self.make()
-        self._batches += 1
+        if self._network is None:
+            self._network = self._make()
         engine = Engine(DecoderRunner(self._network), Method(Nothing(), Root(), Match()), rows=len(prompts))
         texts = {}
         for i, prompt in enumerate(prompts):
@@ -42,13 +53,35 @@ class Writer:
             texts[update.request] += update.tokens
         return list(texts.values())
 
+    def state(self) -> dict[str, Shaped[torch.Tensor, "*shape"]]:
+        """Batches so far, and the weights that the copy of the draft was made with."""
+        return {"batches": torch.tensor(self._batches)} | {"weight/" + n: w for n, w in self._weights.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Shaped[torch.Tensor, "*shape"]]) -> None:
+        """Go on from what `state` gave; the draft keeps its weights."""
+        self._batches = int(state["batches"])
+        if self._draft is None or not self._batches:
+            return
+        held = dict(self._draft.named_parameters())
+        now = {n: p.clone() for n, p in held.items()}
+        self._weights = {n: state["weight/" + n].to(p.device) for n, p in held.items()}
+        _copy(self._weights, held)
+        self._network = self._make()
+        _copy(now, held)
+
+
+def _copy(values: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
 
 @dataclass(frozen=True)
 class Rewriter:
     """Gives a share of all batches other answers: each text is cut at random within its answer and continued.
 
-    What is written is learned with the target's states over it. Which batches, and where they are cut, is drawn from torch's own generator, whose
-    state checkpoints keep.
+    What is written is learned with the target's states over it. Which batches, and where they are cut, is drawn from torch's own generator, which is
+    seeded anew at every step.
     """
 
     writer: Writer
@@ -62,6 +95,7 @@ class Rewriter:
     @torch.no_grad()
     def batch(self, batch: Batch) -> Batch:
         """The batch, or another one made from its prompts."""
+        self.writer.next_batch()
         if float(torch.rand(())) >= self.share:
             return batch
         cuts = [self._cut(answer) for answer in batch.answer.cpu()]

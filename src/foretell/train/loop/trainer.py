@@ -2,30 +2,34 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from foretell.train import curve
-from foretell.train.average import Average
-from foretell.train.batch import Batch
-from foretell.train.checkpoint import Stand, Store, Tensors, belongs
-from foretell.train.curve import Row
-from foretell.train.features import Features, Piece, padded, width
-from foretell.train.measure import Measured, measure
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import Features, Piece, padded, width
+from foretell.train.loop import curve
+from foretell.train.loop.average import Average
+from foretell.train.loop.checkpoint import Stand, Store, Tensors, belongs
+from foretell.train.loop.curve import Row
+from foretell.train.loop.measure import Measured, measure
+from foretell.train.loop.settings import Settings
+from foretell.train.loop.spread import local, spread
+from foretell.train.loop.task import Task, dtype_of
 from foretell.train.recipe.base import Loss
-from foretell.train.settings import Settings
-from foretell.train.spread import local, spread
-from foretell.train.task import Task, dtype_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+T = TypeVar("T")
+
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW remembers of every parameter that ever had a gradient."""
 _FLOOR = 0.1
 """Of the learning rate, at the end of a cosine."""
 
@@ -275,36 +279,54 @@ class Trainer:
         self.rows = list(stand.curve)
 
     def _tensors(self) -> Tensors:
-        out: Tensors = {}
+        out = {f"recipe/{name}": value for name, value in self.task.recipe.state().items()}
         for name, parameter in self._parameters().items():
-            out["weight/" + name] = local(parameter.detach())
             for part, value in self._state(parameter).items():
                 out[f"optimizer/{part}/{name}"] = local(value)
-        if self._average:
-            out |= {"average/" + n: local(v) for n, v in self._average.values.items()}
-        return out
+        return out | self._held()
 
     @torch.no_grad()
     def _load(self, tensors: Tensors) -> None:
+        for key, held in self._held().items():
+            held.copy_(self._found(tensors, key, held.shape))
         for name, parameter in self._parameters().items():
-            local(parameter.detach()).copy_(tensors["weight/" + name])
-            parts = {
-                k.split("/")[1]: v for k, v in tensors.items() if k.startswith("optimizer/") and k.endswith("/" + name)
-            }
             state = self._state(parameter)
-            for part, value in parts.items():
-                state[part] = value.clone() if part == "step" else torch.zeros_like(parameter)
-                local(state[part]).copy_(value)
+            keys = {part: f"optimizer/{part}/{name}" for part in _ADAM}
+            for part, key in keys.items() if any(key in tensors for key in keys.values()) else ():
+                state[part] = (
+                    torch.zeros((), device=parameter.device) if part == "step" else torch.zeros_like(parameter)
+                )
+                local(state[part]).copy_(self._found(tensors, key, local(state[part]).shape))
+        try:
+            self.task.recipe.load_state({k[7:]: v for k, v in tensors.items() if k.startswith("recipe/")})
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise self._store.damaged(f"recipe/{error}") from error
+
+    def _held(self) -> Tensors:
+        """What a checkpoint keeps of the module, as it lies in memory: weights, buffers that are saved with them, and the moving average."""
+        kept = self.task.shadow.trained.state_dict()
+        out: Tensors = {"weight/" + n: local(p.detach()) for n, p in self._parameters().items()}
+        out |= {"buffer/" + n: b for n, b in _plain(self._module.named_buffers()).items() if n in kept}
         if self._average:
-            for name, held in self._average.values.items():
-                local(held).copy_(tensors["average/" + name])
+            out |= {"average/" + n: local(v) for n, v in _plain(self._average.values.items()).items()}
+        return out
+
+    def _found(self, tensors: Tensors, key: str, shape: torch.Size) -> torch.Tensor:
+        if key not in tensors or tensors[key].shape != shape:
+            raise self._store.damaged(key)
+        return tensors[key]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        return {n: p for n, p in _plain(self._module.named_parameters()).items() if p.requires_grad}
 
     def _state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._optimizer.optimizer.state[parameter]
         return state
+
+
+def _plain(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Without the wrapper of copies that exchange gradients, so that one process reads what several wrote."""
+    return {name.removeprefix("module."): value for name, value in named}
 
 
 def _optimizer(task: Task) -> torch.optim.Optimizer:

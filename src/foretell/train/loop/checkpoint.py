@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Shaped
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from foretell.store import write_through
-from foretell.train.curve import Row
-from foretell.train.settings import Settings, flag
+from foretell.train.loop.curve import Row
+from foretell.train.loop.settings import Settings, flag
 from foretell.validation import read_model
 
 FOLDER = "checkpoint"
@@ -48,6 +48,12 @@ class Stand(BaseModel):
     """It is over, whatever the settings say of steps."""
     curve: tuple[Row, ...]
 
+    @model_validator(mode="after")
+    def _whole(self) -> "Stand":
+        if len(self.curve) != self.step or any(row.step != i for i, row in enumerate(self.curve, 1)):
+            raise ValueError(f"the curve is not that of {self.step} steps")
+        return self
+
 
 @dataclass(frozen=True)
 class Store:
@@ -62,7 +68,7 @@ class Store:
 
     def newest(self) -> Path | None:
         """Folder of the newest complete checkpoint."""
-        found = sorted(self._folder.glob("step-*[0-9]"))
+        found = sorted(f for f in self._folder.glob("step-*") if f.name[5:].isdecimal())
         return found[-1] if found else None
 
     def stand(self) -> Stand | None:
@@ -89,6 +95,13 @@ class Store:
             return load_file(path)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete {folder}") from error
+
+    def damaged(self, tensor: str) -> ValueError:
+        """The error of a checkpoint that lacks a tensor, or holds another one under its name."""
+        return ValueError(
+            f"{self.newest()}: damaged, or written by another version ({tensor} is missing or does not fit); "
+            "delete it, and the training begins anew"
+        )
 
     def write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lay down the tensors of this process for the checkpoint of `step`; it does not count before `finish`.

@@ -1,6 +1,8 @@
 """A target that learns together with its heads: low-rank changes to its matrices, which can be added to them afterwards."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +35,13 @@ class LowRank(nn.Module):
         return 2 * F.linear(F.linear(x, self.down), self.up)
 
 
-class _Changed(nn.Module):
-    """A layer of the target and its change."""
-
-    def __init__(self, linear: Linear, change: LowRank) -> None:
-        super().__init__()
-        self.linear, self.change = linear, change
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both together."""
-        out: torch.Tensor = self.linear(x) + self.change(x)
-        return out
-
-
 class Tuned(nn.Module):
     """Heads and the changes to their target, which is itself no part of the module: what is trained, averaged and checkpointed stays small."""
 
     def __init__(self, network: HeadsNetwork, decoder: Decoder, rank: int) -> None:
         super().__init__()
         self.network = network
-        self.changes = nn.ModuleList(LowRank(linear, rank) for _, _, linear in _linears(decoder))
-        for change, (module, name, linear) in zip(self.changes, list(_linears(decoder)), strict=True):
-            assert isinstance(change, LowRank)
-            setattr(module, name, _Changed(linear, change))
+        self.changes = nn.ModuleList(LowRank(linear, rank) for linear in _linears(decoder))
         self._decoder = [decoder]
 
     def forward(
@@ -76,15 +62,29 @@ class Tuned(nn.Module):
             # Processes that train together expect every parameter to take part.
             idle = sum(p.sum() for p in self.changes.parameters()) * 0
             return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.card.vocab)
-        decoder = self._decoder[0].to(token.device)
-        x = run_blocks(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
+        decoder = self._decoder[0]
+        with self._applied(decoder):
+            x = run_blocks(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
         states = decoder.final(x[row, place])
         return self.network(states, among), decoder.logits(states[few])
+
+    @contextmanager
+    def _applied(self, decoder: Decoder) -> Iterator[None]:
+        """The decoder computes with the changes for the length of a block; others share it."""
+        hooks = [
+            linear.register_forward_hook(partial(_add, change))
+            for linear, change in zip(_linears(decoder), self.changes, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @torch.no_grad()
     def added(self, decoder: Decoder) -> Decoder:
         """Another decoder of the same weights, changed for good."""
-        for change, (_, _, linear) in zip(self.changes, list(_linears(decoder)), strict=True):
+        for change, linear in zip(self.changes, _linears(decoder), strict=True):
             assert isinstance(change, LowRank)
             linear.weight.data = (linear.weight.float() + change.change.to(linear.weight.device)).to(
                 linear.weight.dtype
@@ -92,13 +92,16 @@ class Tuned(nn.Module):
         return decoder
 
 
-def _linears(decoder: Decoder) -> Iterator[tuple[nn.Module, str, Linear]]:
-    """Every matrix of the blocks, with the module that holds it and its name there."""
+def _add(change: nn.Module, linear: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """A forward hook: the layer's output and its change's part."""
+    out: torch.Tensor = output + change(inputs[0])
+    return out
+
+
+def _linears(decoder: Decoder) -> Iterator[Linear]:
+    """Every matrix of the blocks."""
     for block in decoder.blocks:
         assert isinstance(block, Block)
         if not isinstance(block.mlp, FeedForward):
             raise ValueError("a target with experts cannot be tuned here; train its heads alone")
-        yield block, "qkv", block.qkv
-        yield block, "output", block.output
-        yield block.mlp, "gate_up", block.mlp.gate_up
-        yield block.mlp, "down", block.mlp.down
+        yield from (block.qkv, block.output, block.mlp.gate_up, block.mlp.down)

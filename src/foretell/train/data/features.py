@@ -4,7 +4,7 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.sequence import run_blocks
 
@@ -88,10 +89,13 @@ class Features(ABC):
 
 
 class Streamed(Features):
-    """The target reads every batch; each piece on its own, as if its document began there."""
+    """The target reads every batch; each piece on its own, as if its document began there.
 
-    def __init__(self, decoder: Decoder, taps: tuple[int, ...]) -> None:
-        self.decoder, self.taps = decoder, taps
+    `decoder` gives the target, and is called when something has to be read.
+    """
+
+    def __init__(self, decoder: Callable[[], Decoder], taps: tuple[int, ...]) -> None:
+        self._decoder, self.taps = decoder, taps
 
     def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Read the pieces."""
@@ -99,25 +103,29 @@ class Streamed(Features):
 
     def read(self, texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Read texts."""
-        return read(self.decoder, padded(texts, wide).to(self.decoder.device), self.taps)
+        if not self.taps:
+            return ()
+        decoder = self._decoder()
+        return read(decoder, padded(texts, wide).to(decoder.device), self.taps)
 
 
 class Cached(Features):
     """The target reads every document once, whole; the states are kept in files beside the data set, shared by all trainings that tap the same.
 
-    `shelves`: one per data set. A document that its shelf has no room for is read again every time, as `Streamed` does.
+    `shelves`: one per data set. A document that its shelf has no room for, or the target no context, is read again every time, as `Streamed` does.
+    `config` and `dtype` are the target's.
     """
 
-    def __init__(self, streamed: Streamed, shelves: Sequence["Shelf"]) -> None:
+    def __init__(self, streamed: Streamed, shelves: Sequence["Shelf"], config: ModelConfig, dtype: torch.dtype) -> None:
         self.taps, self._streamed, self._shelves = streamed.taps, streamed, tuple(shelves)
+        self._config, self._dtype = config, dtype
 
     def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Look the pieces up; what is missing is read and kept."""
         self._fill([p for p in chosen if self._takes(p) and not self._shelves[p.source].has(p.document, p.text)])
         kept = [i for i, p in enumerate(chosen) if self._takes(p)]
         rest = [i for i in range(len(chosen)) if i not in set(kept)]
-        decoder = self._streamed.decoder
-        shape = (len(chosen), wide, decoder.config.hidden)
+        shape = (len(chosen), wide, self._config.hidden)
         out = [torch.zeros(shape, dtype=torch.bfloat16) for _ in self.taps]
         for i in kept:
             p = chosen[i]
@@ -126,10 +134,10 @@ class Cached(Features):
         if rest:
             for to, part in zip(out, self._streamed.of([chosen[i] for i in rest], wide), strict=True):
                 to[rest] = part.to("cpu", torch.bfloat16)
-        return tuple(t.to(decoder.device, decoder.embedding.dtype) for t in out)
+        return tuple(t.to(self._dtype) for t in out)
 
     def _takes(self, piece: Piece) -> bool:
-        fits = len(piece.text) <= self._streamed.decoder.config.context
+        fits = len(piece.text) <= self._config.context
         return fits and self._shelves[piece.source].takes(piece.document)
 
     def _fill(self, missing: Sequence[Piece]) -> None:
@@ -168,7 +176,7 @@ class Shelf:
         if room is not None:
             self._documents = bisect(self._offset, room // (2 * hidden * max(len(taps), 1))) - 1
         size = self._offset[self._documents] * 2 * hidden
-        self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, len(lengths)) for t in taps]
+        self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, self._offset[1:]) for t in taps]
 
     def takes(self, document: int) -> bool:
         """Whether there is room for a document."""
@@ -205,21 +213,29 @@ class Shelf:
 
 
 class _TapFile:
-    """The rows of one tap, and the marks of the documents that are in it. Written with plain writes: a full disk is an error, not a signal."""
+    """The rows of one tap, and the marks of the documents that are in it. Written with plain writes: a full disk is an error, not a signal.
 
-    def __init__(self, path: Path, size: int, hidden: int, documents: int) -> None:
-        self._hidden, self._path = hidden, path.with_suffix(".bf16")
+    `ends`: the row after the last one of every document; documents that the file is too short for have no mark, whatever was noted.
+    """
+
+    _data = _notes = -1
+
+    def __init__(self, path: Path, size: int, hidden: int, ends: Sequence[int]) -> None:
+        self._hidden, self._path, documents = hidden, path.with_suffix(".bf16"), len(ends)
         self._data = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         self._notes = os.open(path.with_suffix(".done"), os.O_RDWR | os.O_CREAT, 0o644)
+        there = os.fstat(self._data).st_size // (2 * hidden)
         for descriptor, least in ((self._data, size), (self._notes, 4 * documents)):
             if os.fstat(descriptor).st_size < least:
                 os.ftruncate(descriptor, least)
         self.marks = np.frombuffer(os.pread(self._notes, 4 * documents, 0), np.uint32).copy()
+        self.marks[np.array(ends, np.int64) > there] = 0
         self._map = np.zeros((0, hidden), np.int16)
 
     def __del__(self) -> None:
-        os.close(self._data)
-        os.close(self._notes)
+        for descriptor in (self._data, self._notes):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def lengthen(self, documents: int) -> None:
         self.marks = np.concatenate([self.marks, np.zeros(documents, np.uint32)])

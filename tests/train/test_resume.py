@@ -1,0 +1,93 @@
+"""Every recipe resumes exactly: stopped after some steps and started again, a training ends with the weights of one that never stopped."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from learner import settings, trained, trainer
+from safetensors.torch import load_file, save_file
+
+from foretell.train.loop.settings import Settings
+from foretell.train.recipe import RECIPES
+from helpers import unchecked
+
+STEPS, STOP = 12, 5
+CASES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "mlp_speculator": ("mlp_speculator", {"inner": "16"}),
+    "eagle": ("eagle", {"positions": "20"}),
+    "eagle3": ("eagle3", {"positions": "20", "steps": "2"}),
+    "medusa": ("medusa", {"heads": "2", "positions": "32"}),
+    "medusa, target tuned too": ("medusa", {"heads": "2", "tune": "self", "rank": "2", "joint_from": "0.25"}),
+    "blockwise": ("blockwise", {"heads": "2", "inner": "16", "draw": "one"}),
+    "draft_model": ("draft_model", {"layers": "1"}),
+    "draft_model, written by the draft": (
+        "draft_model",
+        {"layers": "1", "writer": "draft", "refresh": "4", "written": "6"},
+    ),
+    "draft_model, written by the target": ("draft_model", {"layers": "1", "writer": "target", "written": "6"}),
+    "pass": ("pass", {"ahead": "2", "cuts": "4"}),
+}
+
+
+def test_every_recipe_is_tried() -> None:
+    assert {recipe for recipe, _ in CASES.values()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_training_ends_with_the_same_weights(case: str, tmp_path: Path) -> None:
+    recipe, options = CASES[case]
+
+    def wanted(name: str) -> Settings:
+        return settings(
+            tmp_path / name, recipe=recipe, options=options, steps=STEPS, batch_tokens=128, measure_every=0,
+            measure_prompts=2, measure_tokens=6, features="stream",
+        )  # fmt: skip
+
+    whole = trained(wanted("whole"))
+    part = trainer(wanted("part"))
+    with unchecked(), pytest.raises(KeyboardInterrupt):
+        part.run(lambda: part.step == STOP)
+    rest = trained(wanted("part"))
+    assert [row.loss for row in rest.rows] == [row.loss for row in whole.rows]
+    ours, theirs = (done.task.recipe.trained.state_dict() for done in (rest, whole))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("part", "whole")]
+    for name in files[0]:
+        assert torch.equal(files[0][name], files[1][name]), name
+
+
+@pytest.mark.parametrize("lost", ["weight/", "buffer/tree", "optimizer/exp_avg/", "recipe/counts"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_in_a_sentence(lost: str, tmp_path: Path) -> None:
+    wanted = settings(tmp_path, recipe="medusa", options={"heads": "2"}, steps=2, measure_every=0)
+    done = trainer(wanted)
+    with unchecked(), pytest.raises(KeyboardInterrupt):
+        done.run(lambda: True)
+    file = next(tmp_path.glob("checkpoint/step-*/tensors-0.safetensors"))
+    kept = load_file(file)
+    gone = next(name for name in kept if name.startswith(lost))
+    save_file({name: tensor for name, tensor in kept.items() if name != gone}, file)
+    with pytest.raises(ValueError, match=r"step-000000001: damaged, or written by another version \(.* delete it"):
+        trained(wanted)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("curve", [], "the curve is not that of 1 steps"),
+        ("best", "high", "best: Input should be a valid number"),
+        ("step", 10**9, "the curve is not that of"),
+    ],
+)
+def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words: str, tmp_path: Path) -> None:
+    wanted = settings(tmp_path, steps=2, measure_every=0)
+    done = trainer(wanted)
+    with unchecked(), pytest.raises(KeyboardInterrupt):
+        done.run(lambda: True)
+    file = next(tmp_path.glob("checkpoint/step-*/state.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=f"state.json: damaged .*{words}.* delete"):
+        trained(wanted)

@@ -1,0 +1,59 @@
+"""A training holds its target once: what reads the hidden states, the recipe and the copy that is measured share one decoder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learner import settings, task, trained, trainer
+from test_resume import CASES
+
+from foretell.model import source
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder
+from foretell.model.weights import Weights, build
+from foretell.train.loop import task as tasks
+from foretell.train.loop.task import Task
+from helpers import unchecked
+
+
+@pytest.fixture
+def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
+    """Whole decoders that were read from the checkpoint."""
+    found = list[Decoder]()
+
+    def counted(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+        found.append(build(config, weights, dtype, device))
+        return found[-1]
+
+    monkeypatch.setattr(source, "build", counted)
+    return found
+
+
+def ready(folder: Path, case: str) -> Task:
+    recipe, options = CASES[case]
+    return task(settings(folder, recipe=recipe, options=options, steps=1, measure_every=0, features="stream"))
+
+
+# A tuned target is written to disk as a copy of its own.
+@pytest.mark.parametrize("case", [c for c in CASES if "tuned" not in c])
+def test_a_target_that_runs_in_plain_torch_is_not_read_again(
+    case: str, tmp_path: Path, decoders: list[Decoder]
+) -> None:
+    with unchecked():
+        trained(ready(tmp_path, case))
+    assert decoders == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_beside_a_target_on_kernels_there_is_at_most_one_decoder(
+    case: str, tmp_path: Path, decoders: list[Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "plain_decoder", lambda network, dtype: None)
+    real = tasks._setup
+    monkeypatch.setattr(tasks, "_setup", lambda *values: replace(real(*values), network=None))
+    one = ready(tmp_path, case)
+    with unchecked():
+        out = trainer(one)
+        out._learn(0)
+    assert decoders == [one.setup.decoder]
