@@ -31,7 +31,7 @@ class _Pass:
 
     x: Float[torch.Tensor, "t d"]
     plan: Plan
-    out: Streams
+    out: tuple[Float[torch.Tensor, "t d"], ...]
     graph: torch.cuda.CUDAGraph | None
 
 
@@ -98,10 +98,12 @@ class GraphedDecoder:
         else:
             static.graph.replay()
         places = first_places(grid, layout.tokens).to(x.device)
-        return tuple(stream[places] for stream in static.out)
+        return Streams(tuple(stream[places] for stream in static.out))
 
-    def _streams(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> Streams:
-        return self._decoder.planned(x, plan, cache, span, self._decoder.block)
+    def _streams(
+        self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span
+    ) -> tuple[Float[torch.Tensor, "t d"], ...]:
+        return self._decoder.planned(x, plan, cache, span, self._decoder.block).states
 
     def _capture(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> _Pass:
         """Record the pass on its own static tensors; warmed up on a side stream first, as CUDA graphs ask for."""

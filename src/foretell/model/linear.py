@@ -20,8 +20,9 @@ class Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
-        """Apply to the last axis."""
-        return F.linear(x, self.weight, self.bias)
+        """Apply to the last axis; a wider input is rounded to the weight's dtype first."""
+        weight = self.weight
+        return F.linear(x.to(weight.dtype) if x.dtype.itemsize > weight.dtype.itemsize else x, weight, self.bias)
 
 
 class Int8Linear(nn.Module):

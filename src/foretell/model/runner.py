@@ -144,10 +144,9 @@ class DecoderRunner(Runner):
         """Read nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
         read = tree.read if read is None else read
-        self.cache.experts_read = []
         layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
         x = self._inputs(tree.token[read], tree.inputs)
-        states = self._states(x, layout, taps)
+        states, experts = self._states(x, layout, taps)
         at, layers = index, self.network.config.layers
         seen = states.get(layers + 1, states[layers])
         if scored is not None and scored is not read:
@@ -157,7 +156,7 @@ class DecoderRunner(Runner):
         if layers + 1 not in states:
             seen = self.network.final(seen)
         logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
-        return Output(logits, at, tuple(states[t] for t in taps), index, experts=tuple(self.cache.experts_read))
+        return Output(logits, at, tuple(states[t] for t in taps), index, experts=experts)
 
     @torch.inference_mode()
     def beam(
@@ -192,14 +191,15 @@ class DecoderRunner(Runner):
 
     def _states(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
-    ) -> dict[int, Float[torch.Tensor, "t d"]]:
-        """What is tapped and the last block's output, by number of the tap."""
+    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[int, ...]]:
+        """What is tapped and the last block's output, by number of the tap; and how many experts each mixture layer read."""
         layers = self.network.config.layers
         span = Span(0, layers, tuple(t for t in sorted(set(taps)) if t < layers))
-        states = dict(zip((*span.taps, layers), self.network.run(x, layout, self.cache, span), strict=True))
+        streams = self.network.run(x, layout, self.cache, span)
+        states = dict(zip((*span.taps, layers), streams.states, strict=True))
         if layers + 1 in taps:
             states[layers + 1] = self.network.final(states[layers])
-        return states
+        return states, streams.experts
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         need = max(rows) + 1

@@ -103,7 +103,7 @@ class NativeDecoder:
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
         """The blocks of a span."""
-        return self._stack.streams(x, layout, cache, *span)
+        return Streams(self._stack.streams(x, layout, cache, *span))
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
