@@ -20,7 +20,6 @@ from foretell.model.native import (
     build,
     likeliest,
     rms_norm,
-    structures,
     topk,
     why_not,
 )
@@ -360,8 +359,7 @@ def test_portable_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     x = tokens(37, NINE)
     plain = build.build(["-DFORETELL_PORTABLE"]).library
     assert plain is not None
-    kernels = structures.declare(plain)
-    monkeypatch.setattr(structures, "library", lambda: kernels)
+    monkeypatch.setattr(build, "library", lambda: plain)
     for precision in PRECISIONS:
         stack = stack_of(NINE, precision)
         cache = cache_of(NINE, precision)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,10 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from foretell.model.attention import Cached, Plan, Sight
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import Activation, ModelConfig
-from foretell.model.linear import Linear, widen
+from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import Rotation, Tables, rotate, rotation, tables
 
@@ -182,6 +183,22 @@ class Streams(NamedTuple):
     """Distinct experts that each mixture layer read."""
 
 
+B = TypeVar("B")
+Through = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
+"""Takes the residual stream through a block, the `i`-th, and says how many distinct experts that read (0: it has none)."""
+
+
+def visit(x: Float[torch.Tensor, "t d"], span: Span, fetch: Callable[[int], B], through: Through[B]) -> Streams:
+    """The blocks of a span one by one, from where `fetch` has them."""
+    seen, experts = list[torch.Tensor](), list[int]()
+    for i in range(span.first, span.last):
+        if i in span.taps:
+            seen.append(x)
+        x, count = through(fetch(i), i, x)
+        experts += [count] if count else []
+    return Streams((*seen, x), tuple(experts))
+
+
 @dataclass(frozen=True)
 class Skip:
     """Sub-layers that a pass leaves out: the residual stream goes past them unchanged."""
@@ -199,7 +216,7 @@ class Decoder(nn.Module):
         embedding: Float[torch.Tensor, "v d"],
         blocks: list[Block],
         norm: Norm,
-        head: Linear | None = None,
+        head: Linear | Int8Linear | None = None,
         skip: Skip = Skip(),
     ) -> None:
         super().__init__()
@@ -224,6 +241,12 @@ class Decoder(nn.Module):
         """Where the weights are."""
         return self.embedding.device
 
+    @property
+    def backend(self) -> Backend:
+        """Torch in the dtype of the weights."""
+        precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
+        return Backend("torch", self.device.type, precision)
+
     def cut(self, layers: int) -> "Decoder":
         """The first `layers` blocks under the same norm and head, sharing all weights (LayerSkip's draft, arXiv 2404.16710)."""
         if not 1 <= layers <= self.config.layers:
@@ -233,6 +256,10 @@ class Decoder(nn.Module):
     def skipping(self, skip: Skip) -> "Decoder":
         """The same weights without some sub-layers (Draft & Verify, arXiv 2309.08168)."""
         return Decoder(self.config, self.embedding, self._each(), self.norm, self.head, skip)
+
+    def shell(self, config: ModelConfig, skip: Skip) -> "Decoder":
+        """The same embedding, norm and head without blocks, for blocks that are kept elsewhere."""
+        return Decoder(config, self.embedding, [], self.norm, self.head, skip)
 
     def _each(self) -> list[Block]:
         return [b for b in self.blocks if isinstance(b, Block)]
@@ -270,20 +297,23 @@ class Decoder(nn.Module):
 
         On device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured.
         """
-        c, sight, experts, seen = self.config, Cached(cache, plan, self.config), list[int](), list[torch.Tensor]()
+        return visit(x, span, fetch, self._over(plan, cache))
+
+    def over(self, layout: Layout, cache: Cache) -> Through[Block]:
+        """What takes the residual stream of a pass through a block."""
+        return self._over(Plan.of(layout, self.device), cache)
+
+    def _over(self, plan: Plan, cache: Cache) -> Through[Block]:
+        c, sight = self.config, Cached(cache, plan, self.config)
         full = rotation(self.rope, plan.position)
         local = rotation(self.local_rope, plan.position) if c.window_layers else full
-        for i in range(span.first, span.last):
-            if i in span.taps:
-                seen.append(x)
-            block = fetch(i)
+
+        def through(block: Block, i: int, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
-                angles = local if c.window_of(i) else full
-                x = block.add_attention(x, block.attention_norm(x), c, angles, i, sight)
-            if i not in self.skip.mlp:
-                x, count = block.add_mlp(x)
-                experts += [count] if count else []
-        return Streams((*seen, x), tuple(experts))
+                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, sight)
+            return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
+
+        return through
 
     def final(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """What the head sees: the last block's output after the final norm."""

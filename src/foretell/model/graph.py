@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.attention import Plan, first_places, rectangle
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, Skip, Span, Streams
@@ -51,6 +52,11 @@ class GraphedDecoder:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._decoder.device
+
+    @property
+    def backend(self) -> Backend:
+        """That of the decoder."""
+        return self._decoder.backend
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""

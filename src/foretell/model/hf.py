@@ -12,6 +12,7 @@ from jaxtyping import Bool
 from safetensors import SafetensorError
 
 from foretell.context import Output
+from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
 from foretell.model.linear import widen
 from foretell.model.runner import Runner
@@ -73,6 +74,11 @@ class HFRunner(Runner):
         self.config = describe(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
+
+    @property
+    def backend(self) -> Backend:
+        """Transformers, in the model's dtype."""
+        return Backend("transformers", self.model.device.type, str(self.model.dtype).removeprefix("torch."))
 
     def length(self, row: int) -> int:
         """How many tokens of a row have been read and kept."""

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.context import Output
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout, numbered
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
@@ -25,6 +26,10 @@ class Network(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes."""
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
@@ -72,6 +77,11 @@ class Runner(ABC):
     vocab: int
     context: int
     """Longest text the model can read, in tokens."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes; nothing may be relied on where a runner does not say."""
+        return Backend("custom", precision="")
 
     @abstractmethod
     def length(self, row: int) -> int:
@@ -126,6 +136,11 @@ class DecoderRunner(Runner):
         self.cache = network.new_cache()
         self.vocab, self.context = network.config.vocab, network.config.context
         self._length = np.zeros(0, np.int64)
+
+    @property
+    def backend(self) -> Backend:
+        """That of the network."""
+        return self.network.backend
 
     def length(self, row: int) -> int:
         """How many tokens of a row have been read and kept."""
