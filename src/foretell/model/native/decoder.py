@@ -83,7 +83,7 @@ class NativeDecoder:
         self._from_head = tied and not decoder.blocks and precision != "int8"
         """Without blocks, memory is scarce: embeddings are read from the packed head where that holds them."""
         if self._from_head:
-            self._embedding = self._embedding[:0]
+            self._embedding = self._embedding.new_empty(0, decoder.config.hidden)
         self._table, self._embedded = embedding_of(self._embedding, decoder.config.embedding_scale)
 
     @staticmethod

@@ -14,8 +14,6 @@ from foretell.model.linear import INT8_BLOCK, INT8_GROUP
 from foretell.model.native.structures import LANES, PANEL, Precision
 
 LARGE_PAGE = 2 << 20
-_ROWS_AT_ONCE = 4096
-"""Outputs that are packed at a time, which bounds the float32 copies."""
 
 
 def interleave(gate_up: Tensor) -> Tensor:
@@ -30,16 +28,12 @@ def pack(weight: Tensor, precision: Precision, kernels: ctypes.CDLL) -> Tensor:
 
     int8 weights are rotated first and carry one scale per output and group of inputs, after the group.
     """
-    parts = [_packed(part, precision, kernels) for part in torch.split(weight.detach(), _ROWS_AT_ONCE)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _packed(weight: Tensor, precision: Precision, kernels: ctypes.CDLL) -> Tensor:
-    weight = pad(weight.float(), (0, 0, 0, -weight.shape[0] % PANEL))
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    weight = pad(weight.detach().to(dtype), (0, 0, 0, -weight.shape[0] % PANEL))
     if precision == "float32":
         return _panels(weight, 1)
     if precision == "bfloat16":
-        return _panels(pad(weight, (0, weight.shape[1] % 2)).bfloat16(), 2)
+        return _panels(pad(weight, (0, weight.shape[1] % 2)), 2)
     weight = pad(weight, (0, -weight.shape[1] % INT8_BLOCK)).contiguous().clone()
     kernels.foretell_rotate(weight.data_ptr(), weight.numel())
     return torch.cat([_group(group) for group in torch.split(weight, INT8_GROUP, 1)], 1)
