@@ -12,6 +12,7 @@ from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator
 from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod
+from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.model.source import Remembered, Source
@@ -31,7 +32,18 @@ class Answer:
     method: str
     lossless: bool
     statistics: Statistics
+    backend: Backend
+    """What computed the target's passes, in which precision."""
     logprobs: tuple[float, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether drafts, batch and prompt chunks left the text bit for bit as it is without them.
+
+        False on a lossless method: a pass over several tokens rounds differently from a pass over one, so that the text is equal in
+        distribution up to rounding, and a tie may fall the other way.
+        """
+        return self.lossless and self.backend.batch_invariant
 
 
 class Model:
@@ -216,5 +228,6 @@ def collect(engine: Engine, number: int, updates: Sequence[Update]) -> Answer:
         method=engine.method.name,
         lossless=engine.method.lossless,
         statistics=engine.statistics[number],
+        backend=engine.runner.backend,
         logprobs=tuple(p for u in updates for p in u.logprobs),
     )

@@ -94,7 +94,7 @@ class _Checkpoint(Source):
     @property
     def dtype(self) -> torch.dtype:
         """What the model runs in."""
-        return torch.float32 if self._precision == "float32" else torch.bfloat16
+        return _stored(self._precision)
 
     def copy(self, change: Change, dtype: str | None = None) -> Network:
         """The network after a change."""
@@ -222,10 +222,8 @@ def _network(
     config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, change: Change = unchanged
 ) -> Network:
     """The fastest way this machine has to run the model, its weights changed on the way."""
-    fast = device.type == "cpu" and native.available() and NativeDecoder.supports(config)
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    decoder = change(build(config, weights, dtype, device))
-    if fast:
+    decoder = change(build(config, weights, _stored(precision), device))
+    if _on_kernels(config, device):
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize(decoder)
@@ -233,17 +231,34 @@ def _network(
 
 
 def _streamed(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int) -> Network:
-    """The model with its blocks brought in as they run, within `limit` bytes."""
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    shell = build_shell(config, weights, dtype, device)
-    if precision == "int8":
-        quantize(shell)
+    """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_network`."""
+    shell = build_shell(config, weights, _stored(precision), device)
+
+    def block_of(i: int) -> Block:
+        return build_block(config, i, weights, _stored(precision), device)
+
+    if _on_kernels(config, device):
+        packed = NativeDecoder(shell, precision)
+        del shell
+        kept = BlockStore(config.layers, lambda i: packed.pack(i, block_of(i)), weights.release, limit, size_of(packed))
+        return StreamedDecoder(packed, kept)
 
     def fetch(i: int) -> Block:
-        block = build_block(config, i, weights, dtype, device)
+        block = block_of(i)
         if precision == "int8":
             quantize(block)
         return block
 
-    store = BlockStore(config.layers, fetch, weights.release, limit, size_of(shell))
-    return StreamedDecoder(shell, store)
+    if precision == "int8":
+        quantize(shell)
+    return StreamedDecoder(shell, BlockStore(config.layers, fetch, weights.release, limit, size_of(shell)))
+
+
+def _stored(precision: Precision) -> torch.dtype:
+    """What the weights are read in, quantisation apart."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def _on_kernels(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the native kernels run this model here."""
+    return device.type == "cpu" and native.available() and NativeDecoder.supports(config)

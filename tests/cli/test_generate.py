@@ -14,8 +14,8 @@ from foretell.load import load
 from foretell.text import Detokenizer
 
 KEYS = [
-    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "target_passes", "tokens_per_pass", "accepted_per_position",
-    "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds", "tokens_per_second", "finish_reason",
+    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "exact", "backend", "target_passes", "tokens_per_pass",
+    "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds", "tokens_per_second", "finish_reason",
 ]  # fmt: skip
 
 

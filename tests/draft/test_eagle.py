@@ -14,15 +14,17 @@ from foretell.context import Step
 from foretell.draft import Eagle
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.draft.network.layer import Norm, Sight, rotate
+from foretell.draft.network.layer import norm
 from foretell.draft.network.pack import packed
 from foretell.engine import Engine, Request
 from foretell.method import Method
 from foretell.model import native
+from foretell.model.attention import Sight
 from foretell.model.cache import Cache, Layout
 from foretell.model.decoder import Decoder
 from foretell.model.ends import Ends
 from foretell.model.native import Precision
+from foretell.model.rope import rotate
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Chain, Fixed
@@ -282,9 +284,9 @@ def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
 
 def test_pieces_of_the_layer_are_what_they_say() -> None:
     x = torch.randn(3, 5, dtype=torch.float64)
-    norm = Norm(5, 1e-5).double()
-    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
-    torch.testing.assert_close(norm(x), expected)
+    made = norm(5, 1e-5).double()
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * made.weight
+    torch.testing.assert_close(made(x), expected)
     turn = torch.tensor([[0.6]]), torch.tensor([[0.8]])
     turned = rotate(torch.tensor([[1.0, 2.0]]), turn)
     torch.testing.assert_close(turned, torch.tensor([[1 * 0.6 - 2 * 0.8, 2 * 0.6 + 1 * 0.8]]))

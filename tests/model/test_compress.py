@@ -11,7 +11,6 @@ from foretell.engine import Engine, Request
 from foretell.model.compress import pruned, quantized, rounded, sparse
 from foretell.model.decoder import Block, Decoder
 from foretell.model.influence import influence
-from foretell.model.linear import quantize
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
@@ -82,13 +81,7 @@ def test_experts_are_quantised_and_the_router_is_not() -> None:
     for old, new in zip(blocks(target), blocks(copy), strict=True):
         assert isinstance(old.mlp, ExpertFeedForward) and isinstance(new.mlp, ExpertFeedForward)
         assert torch.equal(old.mlp.router.weight, new.mlp.router.weight)
-        assert not torch.equal(old.mlp.gate_up, new.mlp.gate_up)
-
-
-def test_a_target_in_eight_bits_can_be_quantised_further() -> None:
-    target = tiny_decoder(DEEP)
-    quantize(target)
-    assert abs(all_logits(quantized(target, 16), [1, 2, 3]) - all_logits(target, [1, 2, 3])).max() < 1e-2
+        assert not torch.equal(old.mlp.gate_up[0].get_parameter("weight"), new.mlp.gate_up[0].get_parameter("weight"))
 
 
 def test_acceptance_falls_with_fewer_bits_and_with_more_sparsity() -> None:
@@ -118,7 +111,7 @@ def test_influence_finds_the_block_that_does_nothing() -> None:
     idle = blocks(target)[2]
     for linear in (idle.output, idle.mlp.down):
         assert not isinstance(linear, torch.Tensor)
-        linear.weight.data.zero_()
+        linear.get_parameter("weight").data.zero_()
     found = influence(target, random_tokens(12))
     assert found.block[2] < 1e-12 and min(found.block[i] for i in (0, 1, 3)) > 1e-3
     assert found.drop(1).attention == found.drop(1).mlp == {2}

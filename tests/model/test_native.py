@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -360,8 +361,7 @@ def test_portable_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     x = tokens(37, NINE)
     plain = build.build(["-DFORETELL_PORTABLE"]).library
     assert plain is not None
-    kernels = structures.declare(plain)
-    monkeypatch.setattr(structures, "library", lambda: kernels)
+    monkeypatch.setattr(build, "library", lambda: plain)
     for precision in PRECISIONS:
         stack = stack_of(NINE, precision)
         cache = cache_of(NINE, precision)
@@ -384,6 +384,42 @@ def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     outcome = build.build(["-DBROKEN", "-include", "no/such/header.h"])
     assert outcome.library is None
     assert "no/such/header.h" in outcome.reason
+
+
+def test_the_library_has_the_interface_that_python_declares() -> None:
+    lines = structures.reported(build.library()).splitlines()
+    assert lines == structures.interface().splitlines()
+    assert {"panel 32", "Cache 24 0:8 8:8 16:4 20:4", "foretell_rotate vpl"} <= set(lines)
+
+
+@pytest.fixture
+def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that says of its interface what stands in a file, in place of the kernels and in a cache of its own."""
+    source = tmp_path / "small.cpp"
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(structures, "declare", lambda library: library)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
+    return source
+
+
+def test_a_library_with_another_interface_is_refused(small_library: Path) -> None:
+    assert build.build().library is not None
+    small_library.write_text(small_library.read_text().replace("Weight 24", "Weight 32"))
+    assert "does not have the interface" in build.build().reason
+    small_library.write_text('extern "C" int something_else() { return 0; }')
+    assert "does not have the interface" in build.build().reason
+
+
+def test_a_stale_or_damaged_library_in_the_cache_is_built_again(small_library: Path) -> None:
+    assert build.build().library is not None
+    (kept,) = small_library.parent.glob("foretell/*.so")
+    good = kept.read_bytes()
+    for bad in (b"", b"no library at all", good.replace(b"Weight 24", b"Weight 32")):
+        kept.unlink()
+        kept.write_bytes(bad)
+        assert build.build().library is not None
+        assert structures.interface().encode() in kept.read_bytes()
 
 
 def test_the_environment_switches_the_kernels_off_for_as_long_as_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

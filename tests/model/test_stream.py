@@ -51,7 +51,7 @@ def shell() -> Decoder:
     return build_shell(DEEP, RandomWeights(0, 1.0), torch.float64, CPU)
 
 
-def streamed(blocks: int, shelf: Shelf | None = None) -> StreamedDecoder:
+def streamed(blocks: int, shelf: Shelf | None = None) -> StreamedDecoder[Block]:
     """The deep model with room for this many blocks."""
     shelf, outer = shelf or Shelf(), shell()
     budget = size_of(outer) + blocks * size_of(Shelf().fetch(0))

@@ -167,6 +167,8 @@ def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
         "new_tokens": s.new_tokens,
         "method": answer.method,
         "lossless": answer.lossless,
+        "exact": answer.exact,
+        "backend": answer.backend.record(),
         "target_passes": s.target_passes,
         "tokens_per_pass": s.tokens_per_pass,
         "accepted_per_position": list(s.accepted_per_position),

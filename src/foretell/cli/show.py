@@ -76,8 +76,10 @@ def closing(answers: Sequence[Answer], seconds: float) -> Text:
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
     if answers[0].lossless:
-        return line.append("lossless", "dim")
-    return line.append("LOSSY", "bold red not dim").append(f" · {_price(answers)}", "dim")
+        line.append("lossless" if answers[0].exact else "lossless up to rounding", "dim")
+    else:
+        line.append("LOSSY", "bold red not dim").append(f" · {_price(answers)}", "dim")
+    return line.append(f" · {answers[0].backend}", "dim")
 
 
 def _price(answers: Sequence[Answer]) -> str:

@@ -1,5 +1,6 @@
 """Attention of new tokens over a cache, in plain torch: the reference for every kernel and the path for devices without one."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
 import torch
@@ -7,7 +8,22 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.cache import Cache, Layout
+from foretell.model.config import ModelConfig
 from foretell.model.linear import widen
+
+
+class Sight(ABC):
+    """What the queries of one call may attend to: keys and values of their past, and those of the call itself."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "*t h e"],
+        k: Float[torch.Tensor, "*t g e"],
+        v: Float[torch.Tensor, "*t g e"],
+    ) -> Float[torch.Tensor, "*t he"]:
+        """Softmax attention in a layer; remembers the new keys and values for later calls."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,7 @@ def attend(
     """Softmax attention with grouped key-value heads; query heads of a group are folded into the query axis so that keys are read once."""
     heads, dim = q.shape[1:]
     b, n, s = plan.mask.shape
-    k, v = (part[layer].index_select(0, plan.rows)[:, :, :s].to(q.dtype) for part in (cache.k, cache.v))
+    k, v = (part[layer].index_select(0, plan.rows)[:, :, :s] for part in (cache.k, cache.v))
     kv = k.shape[1]
     groups = heads // kv
     folded = q[plan.index].view(b, n, kv, groups, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, groups * n, dim)
@@ -102,3 +118,23 @@ def attend(
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
     out = out.view(b, kv, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
     return out[plan.back]
+
+
+class Cached(Sight):
+    """Keys and values go to a cache, where a plan says; queries see there what it lets them. All three are rounded to the cache's dtype."""
+
+    def __init__(self, cache: Cache, plan: Plan, config: ModelConfig) -> None:
+        self._cache, self._plan, self._config = cache, plan, config
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "t h e"],
+        k: Float[torch.Tensor, "t g e"],
+        v: Float[torch.Tensor, "t g e"],
+    ) -> Float[torch.Tensor, "t he"]:
+        """Attention over the cache."""
+        c, cache, plan = self._config, self._cache, self._plan
+        cache.write(layer, plan.row, plan.slot, k, v)
+        q = q.to(cache.k.dtype)
+        return attend(q, layer, cache, plan, c.window_of(layer), c.scale, c.attention_softcap)

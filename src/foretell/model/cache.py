@@ -90,8 +90,6 @@ class Cache:
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
         self._parts = _movable(self.k), _movable(self.v)
-        self.experts_read: list[int] = []
-        """Distinct experts that each mixture layer of the pass under way has read so far."""
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for at least `rows` rows of `slots` tokens each, keeping what is there."""

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.decoder import Block, Decoder
-from foretell.model.linear import Int8Linear, Linear
-from foretell.model.moe import ExpertFeedForward
+from foretell.model.linear import Linear
 
 Change = Callable[[Decoder], Decoder]
 """What makes a cheaper copy of a decoder; the original stays as it is."""
@@ -74,29 +73,17 @@ def _changed(decoder: Decoder, change: Callable[[torch.Tensor], torch.Tensor]) -
     for block in decoder.blocks:
         assert isinstance(block, Block)
         fresh = copy.deepcopy(block)
-        _change_all(fresh, change, decoder.embedding.dtype)
+        _change_all(fresh, change)
         blocks.append(fresh)
-    head = _dense(decoder.head, decoder.embedding.dtype)
+    head = decoder.head
     return Decoder(
         decoder.config, decoder.embedding, blocks, decoder.norm, Linear(change(head.weight), head.bias), decoder.skip
     )
 
 
-def _change_all(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
-    if isinstance(module, ExpertFeedForward):
-        module.gate_up = nn.Parameter(change(module.gate_up), requires_grad=False)
-        module.down = nn.Parameter(change(module.down), requires_grad=False)
+def _change_all(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for name, child in module.named_children():
-        if isinstance(child, Linear | Int8Linear):
-            if name != "router":
-                dense = _dense(child, dtype)
-                setattr(module, name, Linear(change(dense.weight), dense.bias))
-        else:
-            _change_all(child, change, dtype)
-
-
-def _dense(linear: nn.Module, dtype: torch.dtype) -> Linear:
-    if isinstance(linear, Int8Linear):
-        return Linear((linear.weight * linear.scale[:, None]).to(dtype), linear.bias)
-    assert isinstance(linear, Linear)
-    return linear
+        if not isinstance(child, Linear):
+            _change_all(child, change)
+        elif name != "router":
+            setattr(module, name, Linear(change(child.weight), child.bias))

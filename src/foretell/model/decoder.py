@@ -1,20 +1,22 @@
 """The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, Mixtral by configuration. Weights only; caches are arguments."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.attention import Plan, attend
+from foretell.model.attention import Cached, Plan, Sight
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import Activation, ModelConfig
-from foretell.model.linear import Linear, widen
+from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
-from foretell.model.rope import Tables, rotate, tables
+from foretell.model.rope import Rotation, Tables, rotate, rotation, tables
 
 
 class Norm(nn.Module):
@@ -38,10 +40,18 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
-    def forward(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """Down(activation(gate x) * up x)."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(_activate(gate, self.activation) * up)
+        return gated(x, self.gate_up, self.down, self.activation)
+
+
+def gated(
+    x: Float[torch.Tensor, "*t d"], gate_up: nn.Module, down: nn.Module, activation: Activation
+) -> Float[torch.Tensor, "*t d"]:
+    """Gated feed-forward (Shazeer, arXiv 2002.05202): down(activation(gate x) * up x)."""
+    gate, up = gate_up(x).chunk(2, -1)
+    out: torch.Tensor = down(_activate(gate, activation) * up)
+    return out
 
 
 def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
@@ -52,7 +62,77 @@ def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-class Block(nn.Module):
+class HeadSizes(Protocol):
+    """How the rows of `qkv` are divided into heads."""
+
+    @property
+    def heads(self) -> int: ...  # noqa: D102
+    @property
+    def kv_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+
+
+class Parts(NamedTuple):
+    """The modules of a decoder layer, whatever a checkpoint calls them. None: the architecture has no such norm."""
+
+    qkv: nn.Module
+    output: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+    q_norm: nn.Module | None = None
+    k_norm: nn.Module | None = None
+    post_attention_norm: nn.Module | None = None
+    post_mlp_norm: nn.Module | None = None
+
+
+class DecoderLayer(nn.Module, ABC):
+    """The forward pass of one decoder layer. A `Sight` computes the attention, so that decoding and training run the same code."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Parts:
+        """Its modules."""
+
+    def project(
+        self, seen: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: Rotation
+    ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
+        """Rotated queries, rotated keys, and values of the attention's input."""
+        p, h, g = self.parts, sizes.heads, sizes.kv_heads
+        heads = p.qkv(seen).unflatten(-1, (h + 2 * g, sizes.head_dim))
+        asked, v = heads[..., : h + g, :], heads[..., h + g :, :]
+        if p.q_norm is not None and p.k_norm is not None:
+            asked = torch.cat((p.q_norm(asked[..., :h, :]), p.k_norm(asked[..., h:, :])), -2)
+        asked = rotate(asked, angles)
+        return asked[..., :h, :], asked[..., h:, :], v
+
+    def add_attention(
+        self,
+        x: Float[torch.Tensor, "*t d"],
+        seen: Float[torch.Tensor, "*t i"],
+        sizes: HeadSizes,
+        angles: Rotation,
+        layer: int,
+        sight: Sight,
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream after the attention, whose input is `seen`. `layer` is the layer's number for `sight`."""
+        p = self.parts
+        part: torch.Tensor = p.output(sight.attend(layer, *self.project(seen, sizes, angles)))
+        return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
+
+    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
+        """The residual stream after the feed-forward, and how many distinct experts it read (0: it has none)."""
+        p, experts = self.parts, 0
+        part: torch.Tensor = p.mlp_norm(x)
+        if isinstance(p.mlp, ExpertFeedForward):
+            flat, experts = p.mlp.visit(part.flatten(0, -2))
+            part = flat.view_as(x)
+        else:
+            part = p.mlp(part)
+        return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), experts
+
+
+class Block(DecoderLayer):
     """One decoder block. `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
 
     def __init__(
@@ -73,15 +153,17 @@ class Block(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
 
+    @property
+    def parts(self) -> Parts:
+        """Its modules."""
+        norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
+        return Parts(self.qkv, self.output, self.mlp_norm, self.mlp, *norms)
 
-def _feed_forward(block: Block, x: torch.Tensor, cache: Cache) -> torch.Tensor:
-    out: torch.Tensor
-    if isinstance(block.mlp, FeedForward):
-        out = block.mlp.forward(x)
-    else:
-        out, experts = block.mlp.visit(x)
-        cache.experts_read.append(experts)
-    return out
+    def forward(
+        self, x: Float[torch.Tensor, "*t d"], sizes: HeadSizes, angles: Rotation, layer: int, sight: Sight
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream after the block."""
+        return self.add_mlp(self.add_attention(x, self.attention_norm(x), sizes, angles, layer, sight))[0]
 
 
 class Span(NamedTuple):
@@ -92,8 +174,29 @@ class Span(NamedTuple):
     taps: tuple[int, ...] = ()
 
 
-Streams = tuple[Float[torch.Tensor, "t d"], ...]
-"""The residual stream at every tap of a span, and after its last block."""
+class Streams(NamedTuple):
+    """What the blocks of a span computed."""
+
+    states: tuple[Float[torch.Tensor, "t d"], ...]
+    """The residual stream at every tap, and after the last block."""
+    experts: tuple[int, ...] = ()
+    """Distinct experts that each mixture layer read."""
+
+
+B = TypeVar("B")
+Through = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
+"""Takes the residual stream through a block, the `i`-th, and says how many distinct experts that read (0: it has none)."""
+
+
+def visit(x: Float[torch.Tensor, "t d"], span: Span, fetch: Callable[[int], B], through: Through[B]) -> Streams:
+    """The blocks of a span one by one, from where `fetch` has them."""
+    seen, experts = list[torch.Tensor](), list[int]()
+    for i in range(span.first, span.last):
+        if i in span.taps:
+            seen.append(x)
+        x, count = through(fetch(i), i, x)
+        experts += [count] if count else []
+    return Streams((*seen, x), tuple(experts))
 
 
 @dataclass(frozen=True)
@@ -113,7 +216,7 @@ class Decoder(nn.Module):
         embedding: Float[torch.Tensor, "v d"],
         blocks: list[Block],
         norm: Norm,
-        head: Linear | None = None,
+        head: Linear | Int8Linear | None = None,
         skip: Skip = Skip(),
     ) -> None:
         super().__init__()
@@ -138,6 +241,12 @@ class Decoder(nn.Module):
         """Where the weights are."""
         return self.embedding.device
 
+    @property
+    def backend(self) -> Backend:
+        """Torch in the dtype of the weights."""
+        precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
+        return Backend("torch", self.device.type, precision)
+
     def cut(self, layers: int) -> "Decoder":
         """The first `layers` blocks under the same norm and head, sharing all weights (LayerSkip's draft, arXiv 2404.16710)."""
         if not 1 <= layers <= self.config.layers:
@@ -148,6 +257,10 @@ class Decoder(nn.Module):
         """The same weights without some sub-layers (Draft & Verify, arXiv 2309.08168)."""
         return Decoder(self.config, self.embedding, self._each(), self.norm, self.head, skip)
 
+    def shell(self, config: ModelConfig, skip: Skip) -> "Decoder":
+        """The same embedding, norm and head without blocks, for blocks that are kept elsewhere."""
+        return Decoder(config, self.embedding, [], self.norm, self.head, skip)
+
     def _each(self) -> list[Block]:
         return [b for b in self.blocks if isinstance(b, Block)]
 
@@ -157,8 +270,8 @@ class Decoder(nn.Module):
         return Cache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block."""
-        x = F.embedding(token.to(self.device), self.embedding)
+        """Input of the first block, float32 or wider: the residual stream is not rounded to the dtype of the weights."""
+        x = widen(F.embedding(token.to(self.device), self.embedding))
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
@@ -184,37 +297,23 @@ class Decoder(nn.Module):
 
         On device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured.
         """
-        seen = list[torch.Tensor]()
-        for i in range(span.first, span.last):
-            if i in span.taps:
-                seen.append(x)
-            x = self._through(fetch(i), i, x, plan, cache)
-        return (*seen, x)
+        return visit(x, span, fetch, self._over(plan, cache))
 
-    def _through(
-        self, block: Block, i: int, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache
-    ) -> Float[torch.Tensor, "t d"]:
-        """One block as the `i`-th."""
-        if i not in self.skip.attention:
-            part = self._attention(block, i, block.attention_norm(x), cache, plan)
-            x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
-        if i not in self.skip.mlp:
-            part = _feed_forward(block, block.mlp_norm(x), cache)
-            x = x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
-        return x
+    def over(self, layout: Layout, cache: Cache) -> Through[Block]:
+        """What takes the residual stream of a pass through a block."""
+        return self._over(Plan.of(layout, self.device), cache)
 
-    def _attention(self, block: Block, i: int, x: torch.Tensor, cache: Cache, plan: Plan) -> torch.Tensor:
-        c = self.config
-        heads = block.qkv(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
-        q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), 1)
-        q = q if block.q_norm is None else block.q_norm(q)
-        k = k if block.k_norm is None else block.k_norm(k)
-        window = c.window_of(i)
-        table = self.local_rope if window else self.rope
-        cache.write(i, plan.row, plan.slot, rotate(k, plan.position, table), v)
-        q = rotate(q, plan.position, table)
-        out: torch.Tensor = block.output(attend(q, i, cache, plan, window, c.scale, c.attention_softcap))
-        return out
+    def _over(self, plan: Plan, cache: Cache) -> Through[Block]:
+        c, sight = self.config, Cached(cache, plan, self.config)
+        full = rotation(self.rope, plan.position)
+        local = rotation(self.local_rope, plan.position) if c.window_layers else full
+
+        def through(block: Block, i: int, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t d"], int]:
+            if i not in self.skip.attention:
+                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, sight)
+            return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
+
+        return through
 
     def final(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """What the head sees: the last block's output after the final norm."""

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.attention import Plan, first_places, rectangle
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, Skip, Span, Streams
@@ -31,7 +32,7 @@ class _Pass:
 
     x: Float[torch.Tensor, "t d"]
     plan: Plan
-    out: Streams
+    out: tuple[Float[torch.Tensor, "t d"], ...]
     graph: torch.cuda.CUDAGraph | None
 
 
@@ -56,6 +57,11 @@ class GraphedDecoder:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._decoder.device
+
+    @property
+    def backend(self) -> Backend:
+        """That of the decoder."""
+        return self._decoder.backend
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
@@ -103,10 +109,12 @@ class GraphedDecoder:
         else:
             static.graph.replay()
         places = first_places(grid, layout.tokens).to(x.device)
-        return tuple(stream[places] for stream in static.out)
+        return Streams(tuple(stream[places] for stream in static.out))
 
-    def _streams(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> Streams:
-        return self._decoder.planned(x, plan, cache, span, self._decoder.block)
+    def _streams(
+        self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span
+    ) -> tuple[Float[torch.Tensor, "t d"], ...]:
+        return self._decoder.planned(x, plan, cache, span, self._decoder.block).states
 
     def _capture(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> _Pass:
         """Record the pass on its own static tensors; warmed up on a side stream first, as CUDA graphs ask for."""

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool
 
 from foretell.context import Output
+from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig, end_tokens
 from foretell.model.linear import widen
 from foretell.model.runner import Runner
@@ -73,6 +74,11 @@ class HFRunner(Runner):
         self.config = describe(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
+
+    @property
+    def backend(self) -> Backend:
+        """Transformers, in the model's dtype."""
+        return Backend("transformers", self.model.device.type, str(self.model.dtype).removeprefix("torch."))
 
     def length(self, row: int) -> int:
         """How many tokens of a row have been read and kept."""

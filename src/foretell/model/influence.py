@@ -53,8 +53,8 @@ def influence(network: Network, tokens: Sequence[int]) -> Influence:
     x = network.embed(torch.from_numpy(tree.token[0]))
     found: list[tuple[float, float, float]] = []
     for i in range(layers):
-        (middle,) = attention_only.run(x, layout, cache, Span(i, i + 1))
-        (after,) = network.run(x, layout, cache, Span(i, i + 1))
+        (middle,) = attention_only.run(x, layout, cache, Span(i, i + 1)).states
+        (after,) = network.run(x, layout, cache, Span(i, i + 1)).states
         found.append((_turn(x, middle), _turn(middle, after), _turn(x, after)))
         x = after
     attention, mlp, block = zip(*found, strict=True)

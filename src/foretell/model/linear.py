@@ -1,9 +1,18 @@
-"""Matrices of the network: dense, or eight-bit integers with a scale per output."""
+"""Matrices of the network: dense ones, and eight-bit ones that read eight-bit activations."""
+
+import functools
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int8
 from torch import nn
+
+INT8_BLOCK = 64
+"""Inputs that are rotated together. The kernels' number, as all of this arithmetic."""
+INT8_GROUP = 192
+"""Inputs that share a scale."""
+UNQUANTIZED = ("router", "shared_gate")
+"""Matrices of mixture layers that stay as they are: they choose and weigh experts, and are small."""
 
 
 def widen(x: Float[torch.Tensor, "*any"]) -> Float[torch.Tensor, "*any"]:
@@ -20,33 +29,65 @@ class Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
-        """Apply to the last axis."""
-        return F.linear(x, self.weight, self.bias)
+        """Apply to the last axis; a wider input is rounded to the weight's dtype first."""
+        weight = self.weight
+        return F.linear(x.to(weight.dtype) if x.dtype.itemsize > weight.dtype.itemsize else x, weight, self.bias)
 
 
 class Int8Linear(nn.Module):
-    """Weight-only eight-bit quantisation, symmetric, one scale per output; arithmetic in the activations' dtype."""
+    """Eight-bit weights times eight-bit activations, float32 in and out: the int8 arithmetic of the CPU kernels in torch.
 
-    weight: torch.Tensor
-    scale: torch.Tensor
+    Both sides are rotated by a Hadamard matrix over blocks of inputs, which spreads outliers (QuaRot, arXiv 2404.00456),
+    and rounded symmetrically with one scale per output or token and group of inputs. Sums of a group are exact.
+    """
+
+    weight: Int8[torch.Tensor, "g o 192"]
+    scale: Float[torch.Tensor, "g o"]
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        scale = linear.weight.float().abs().amax(-1).clamp_min(1e-12) / 127
-        self.register_buffer("weight", (linear.weight.float() / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale)
+        levels, scale = rotate_and_round(linear.weight.detach())
+        self.register_buffer("weight", levels.transpose(0, 1).to(torch.int8).contiguous())
+        self.register_buffer("scale", scale.T.contiguous())
         self.bias = linear.bias
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
         """Apply to the last axis."""
-        out = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
-        return out if self.bias is None else out + self.bias
+        levels, scale = rotate_and_round(x.reshape(-1, x.shape[-1]))
+        levels, scale = levels.transpose(0, 1), scale.T[:, :, None]
+        if x.device.type == "cpu":
+            out = scale.new_zeros(levels.shape[1], self.scale.shape[1])
+            rows = levels.to(torch.int8).contiguous()
+            for i, (row, weight) in enumerate(zip(rows, self.weight, strict=True)):
+                out.addcmul_(torch._int_mm(row, weight.T) * self.scale[i], scale[i])
+        else:
+            out = (levels @ self.weight.float().transpose(1, 2) * (scale * self.scale[:, None])).sum(0)
+        return (out if self.bias is None else out + self.bias.float()).view(*x.shape[:-1], -1)
+
+
+def rotate_and_round(
+    x: Float[torch.Tensor, "t i"],
+) -> tuple[Float[torch.Tensor, "t g 192"], Float[torch.Tensor, "t g"]]:
+    """Whole numbers of -127 .. 127 and scales whose products are the rotated rows, padded to whole groups."""
+    padded = F.pad(x.float(), (0, -x.shape[-1] % INT8_GROUP))
+    groups = (padded.view(-1, INT8_BLOCK) @ _hadamard(x.device)).view(len(x), -1, INT8_GROUP)
+    scale = (groups.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (groups / scale[..., None]).round(), scale
+
+
+@functools.cache
+def _hadamard(device: torch.device) -> Float[torch.Tensor, "64 64"]:
+    """The orthonormal, symmetric Hadamard matrix of a block."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < INT8_BLOCK:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (matrix * INT8_BLOCK**-0.5).to(device)
 
 
 def quantize(module: nn.Module) -> None:
-    """Replace every `Linear` below `module` by its eight-bit form, in place."""
+    """Replace every `Linear` below `module` by its eight-bit form, in place; routers stay."""
     for name, child in module.named_children():
-        if isinstance(child, Linear):
-            setattr(module, name, Int8Linear(child))
-        else:
+        if not isinstance(child, Linear):
             quantize(child)
+        elif name not in UNQUANTIZED:
+            setattr(module, name, Int8Linear(child))

@@ -12,7 +12,7 @@ from foretell.model.linear import Linear, widen
 class ExpertFeedForward(nn.Module):
     """Router, experts and the optional shared expert of one block.
 
-    `gate_up` is `[experts, 2 * ffn, hidden]` (gate rows first), `down` `[experts, hidden, ffn]`.
+    `gate_up` is `[experts, 2 * ffn, hidden]` (gate rows first), `down` `[experts, hidden, ffn]`; each becomes one matrix per expert.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class ExpertFeedForward(nn.Module):
         super().__init__()
         self.experts = experts
         self.router = router
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        self.down = nn.Parameter(down, requires_grad=False)
+        self.gate_up = nn.ModuleList(Linear(weight) for weight in gate_up)
+        self.down = nn.ModuleList(Linear(weight) for weight in down)
         parts: tuple[Linear | None, Linear | None, Linear | None] = shared or (None, None, None)
         self.shared_gate_up, self.shared_down, self.shared_gate = parts
 
@@ -47,8 +47,8 @@ class ExpertFeedForward(nn.Module):
         visited = index.unique().tolist()
         for expert in visited:
             token, place = torch.nonzero(index == expert, as_tuple=True)
-            gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, -1)
-            part = F.linear(F.silu(gate) * up, self.down[expert])
+            gate, up = self.gate_up[expert](x[token]).chunk(2, -1)
+            part = self.down[expert](F.silu(gate) * up)
             out.index_add_(0, token, part * weight[token, place, None].to(x.dtype))
         if self.shared_gate_up is not None and self.shared_down is not None:
             gate, up = self.shared_gate_up(x).chunk(2, -1)

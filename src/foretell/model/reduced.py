@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
@@ -24,6 +25,11 @@ class Reduced:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._network.device
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes."""
+        return self._network.backend
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""

@@ -10,6 +10,8 @@ from foretell.model.config import Rope
 _EMPTY_RANGE = 0.001
 """Width in dimensions that YaRN's range has where it is empty, so that nothing is divided by zero (as in transformers)."""
 Tables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
 
 
 def tables(rope: Rope, head_dim: int, context: int) -> Tables:
@@ -60,10 +62,14 @@ def _yarn(
     return frequency / rope.factor * ramp + frequency * (1 - ramp), factor
 
 
-def rotate(
-    x: Float[torch.Tensor, "t h d"], position: Int[torch.Tensor, " t"], table: Tables
-) -> Float[torch.Tensor, "t h d"]:
-    """Turn every head of `x` to its token's position."""
-    cos, sin = (part[position][:, None].to(x.dtype) for part in table)
+def rotation(table: Tables, position: Int[torch.Tensor, "*t"]) -> Rotation:
+    """Cosine and sine of tokens at these positions."""
+    cos, sin = table
+    return cos[position].unsqueeze(-2), sin[position].unsqueeze(-2)
+
+
+def rotate(x: Float[torch.Tensor, "*t h e"], angles: Rotation) -> Float[torch.Tensor, "*t h e"]:
+    """Rotate every head to its token's position, in float32 or wider."""
+    cos, sin = angles
     a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

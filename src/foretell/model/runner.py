@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.context import Output
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout, numbered
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
@@ -25,6 +26,10 @@ class Network(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes."""
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
@@ -72,6 +77,11 @@ class Runner(ABC):
     vocab: int
     context: int
     """Longest text the model can read, in tokens."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes; nothing may be relied on where a runner does not say."""
+        return Backend("custom", precision="")
 
     @abstractmethod
     def length(self, row: int) -> int:
@@ -127,6 +137,11 @@ class DecoderRunner(Runner):
         self.vocab, self.context = network.config.vocab, network.config.context
         self._length = np.zeros(0, np.int64)
 
+    @property
+    def backend(self) -> Backend:
+        """That of the network."""
+        return self.network.backend
+
     def length(self, row: int) -> int:
         """How many tokens of a row have been read and kept."""
         return int(self._length[row]) if row < len(self._length) else 0
@@ -144,10 +159,9 @@ class DecoderRunner(Runner):
         """Read nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
         read = tree.read if read is None else read
-        self.cache.experts_read = []
         layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
         x = self._inputs(tree.token[read], tree.inputs)
-        states = self._states(x, layout, taps)
+        states, experts = self._states(x, layout, taps)
         at, layers = index, self.network.config.layers
         seen = states.get(layers + 1, states[layers])
         if scored is not None and scored is not read:
@@ -157,7 +171,7 @@ class DecoderRunner(Runner):
         if layers + 1 not in states:
             seen = self.network.final(seen)
         logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
-        return Output(logits, at, tuple(states[t] for t in taps), index, experts=tuple(self.cache.experts_read))
+        return Output(logits, at, tuple(states[t] for t in taps), index, experts=experts)
 
     @torch.inference_mode()
     def beam(
@@ -192,14 +206,15 @@ class DecoderRunner(Runner):
 
     def _states(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
-    ) -> dict[int, Float[torch.Tensor, "t d"]]:
-        """What is tapped and the last block's output, by number of the tap."""
+    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[int, ...]]:
+        """What is tapped and the last block's output, by number of the tap; and how many experts each mixture layer read."""
         layers = self.network.config.layers
         span = Span(0, layers, tuple(t for t in sorted(set(taps)) if t < layers))
-        states = dict(zip((*span.taps, layers), self.network.run(x, layout, self.cache, span), strict=True))
+        streams = self.network.run(x, layout, self.cache, span)
+        states = dict(zip((*span.taps, layers), streams.states, strict=True))
         if layers + 1 in taps:
             states[layers + 1] = self.network.final(states[layers])
-        return states
+        return states, streams.experts
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         need = max(rows) + 1

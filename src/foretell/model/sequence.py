@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import nn
 
+from foretell.model.attention import Sight
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Block, Decoder
 from foretell.model.linear import widen
-from foretell.model.rope import Tables, rotate
+from foretell.model.rope import Tables, rotation
 from foretell.model.strips import causal_attention
 
 
@@ -30,46 +31,43 @@ def through(
     first: int = 0,
 ) -> Float[torch.Tensor, "b s d"]:
     """Blocks of a configuration, the first of which is its `first`; `ropes` are the tables of full and of windowed layers."""
+    position, sight = torch.arange(x.shape[1], device=x.device), Causal(config)
+    angles = [rotation(rope, position) for rope in ropes]
     for i, block in enumerate(blocks, first):
         assert isinstance(block, Block)
-        window = config.window_of(i)
-        part = _attention(block, config, ropes[window > 0], window, block.attention_norm(x))
-        x = x + (part if block.post_attention_norm is None else block.post_attention_norm(part))
-        inner = block.mlp_norm(x)
-        part = block.mlp(inner.flatten(0, 1)).view_as(x)
-        x = x + (part if block.post_mlp_norm is None else block.post_mlp_norm(part))
+        x = block(x, config, angles[config.window_of(i) > 0], i, sight)
     return x
 
 
-def _attention(block: Block, config: ModelConfig, rope: Tables, window: int, x: torch.Tensor) -> torch.Tensor:
-    b, s, _ = x.shape
-    c = config
-    q, k, v = (part.flatten(0, 1) for part in split_heads(block, config, x))
-    q = q if block.q_norm is None else block.q_norm(q)
-    k = k if block.k_norm is None else block.k_norm(k)
-    position = torch.arange(s, device=x.device).repeat(b)
-    q, k = rotate(q, position, rope), rotate(k, position, rope)
-    q, k, v = (part.reshape(b, s, -1, c.head_dim).transpose(1, 2) for part in (q, k, v))
-    if c.attention_softcap or 0 < window < s:
-        k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
-        out = masked_attention(q, k, v, _within(s, window, x.device), c.scale, c.attention_softcap)
-    else:
-        out = causal_attention(q, k, v, c.scale)
-    done: torch.Tensor = block.output(out.transpose(1, 2).reshape(b, s, -1))
-    return done
+class Causal(Sight):
+    """Causal attention of whole texts `[b, s]` over themselves, within the sliding windows of a configuration."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "b s h e"],
+        k: Float[torch.Tensor, "b s g e"],
+        v: Float[torch.Tensor, "b s g e"],
+    ) -> Float[torch.Tensor, "b s he"]:
+        """Every position sees those up to it."""
+        c, window, s = self._config, self._config.window_of(layer), q.shape[1]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if c.attention_softcap or 0 < window < s:
+            k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
+            out = masked_attention(q, k, v, _within(s, window, q.device), c.scale, c.attention_softcap)
+        else:
+            out = causal_attention(q, k, v, c.scale)
+        joined: torch.Tensor = out.transpose(1, 2).flatten(2)
+        return joined
 
 
 def _within(s: int, window: int, device: torch.device) -> Bool[torch.Tensor, "s s"]:
     """Which of `s` positions each sees: those up to it, within a sliding window (0: none)."""
     age = torch.arange(s, device=device)[:, None] - torch.arange(s, device=device)
     return (age >= 0) & (age < (window or s))
-
-
-def split_heads(block: Block, config: ModelConfig, x: Float[torch.Tensor, "b s d"]) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of what the block's norm gave, `[b s h e]` each."""
-    heads = block.qkv(x).view(*x.shape[:2], config.heads + 2 * config.kv_heads, config.head_dim)
-    split: tuple[torch.Tensor, ...] = heads.split((config.heads, config.kv_heads, config.kv_heads), 2)
-    return split
 
 
 def masked_attention(

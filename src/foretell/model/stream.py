@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.attention import Plan
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Block, Decoder, Skip, Span, Streams
+from foretell.model.decoder import Skip, Span, Streams, Through, visit
+
+B = TypeVar("B")
 
 
-class BlockStore:
+class BlockStore(Generic[B]):
     """Blocks under a budget of bytes: the first ones stay, the others are fetched one at a time and dropped again.
 
     Every pass visits the blocks in the same order, so keeping the most recent ones would keep none: which stay is fixed. `fetch` reads block `i`,
@@ -24,7 +27,7 @@ class BlockStore:
     """
 
     def __init__(
-        self, layers: int, fetch: Callable[[int], Block], release: Callable[[], None], budget: int, fixed: int
+        self, layers: int, fetch: Callable[[int], B], release: Callable[[], None], budget: int, fixed: int
     ) -> None:
         self._fetch, self._release = fetch, release
         first = fetch(0)
@@ -43,7 +46,7 @@ class BlockStore:
         self.fetched = 1
         """Blocks read from the file so far."""
 
-    def get(self, i: int) -> Block:
+    def get(self, i: int) -> B:
         """Block `i`; hold on to it only while it runs."""
         block = self._kept.get(i)
         if block is None:
@@ -57,19 +60,53 @@ class BlockStore:
         return block
 
 
-def size_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers, shared ones once."""
-    tensors = {t.data_ptr(): t.nbytes for t in [*module.parameters(), *module.buffers()]}
+def size_of(part: Any) -> int:
+    """Bytes of a module's parameters and buffers, shared ones once, or of what knows its own `nbytes`."""
+    if not isinstance(part, nn.Module):
+        return int(part.nbytes)
+    tensors = {t.data_ptr(): t.nbytes for t in [*part.parameters(), *part.buffers()]}
     return sum(tensors.values())
 
 
-class StreamedDecoder:
+class Shell(Protocol[B]):
+    """A network without its blocks: embedding, norm, head, and how a pass goes through a block that is handed to it."""
+
+    config: ModelConfig
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes."""
+
+    def new_cache(self) -> Cache:
+        """An empty cache for all blocks."""
+
+    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block."""
+
+    def over(self, layout: Layout, cache: Cache) -> Through[B]:
+        """What takes the residual stream of a pass through a block."""
+
+    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """What the head sees."""
+
+    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
+        """Next-token scores."""
+
+    def shell(self, config: ModelConfig, skip: Skip) -> "Shell[B]":
+        """The same for other blocks of the store."""
+
+
+class StreamedDecoder(Generic[B]):
     """Implements `Network` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
 
-    `shell` is a decoder without blocks: embedding, norm, head. A pass costs the reading of most weights, so what counts is tokens per pass.
+    A pass costs the reading of most weights, so what counts is tokens per pass. Its numbers are those of the whole network, bit for bit.
     """
 
-    def __init__(self, shell: Decoder, store: BlockStore) -> None:
+    def __init__(self, shell: Shell[B], store: BlockStore[B]) -> None:
         self._shell, self.store = shell, store
         self.config: ModelConfig = shell.config
 
@@ -77,6 +114,11 @@ class StreamedDecoder:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._shell.device
+
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes."""
+        return self._shell.backend
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
@@ -88,7 +130,7 @@ class StreamedDecoder:
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
         """The blocks of a span, one in memory after another."""
-        return self._shell.planned(x, Plan.of(layout, x.device), cache, span, self.store.get)
+        return visit(x, span, self.store.get, self._shell.over(layout, cache))
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
@@ -98,16 +140,15 @@ class StreamedDecoder:
         """Next-token scores."""
         return self._shell.logits(x)
 
-    def cut(self, layers: int) -> "StreamedDecoder":
+    def cut(self, layers: int) -> "StreamedDecoder[B]":
         """The first blocks under the same head, from the same store."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._like(replace(self.config, layers=layers), Skip())
 
-    def skipping(self, skip: Skip) -> "StreamedDecoder":
+    def skipping(self, skip: Skip) -> "StreamedDecoder[B]":
         """All blocks without some of their parts, from the same store."""
         return self._like(self.config, skip)
 
-    def _like(self, config: ModelConfig, skip: Skip) -> "StreamedDecoder":
-        s = self._shell
-        return StreamedDecoder(Decoder(config, s.embedding, [], s.norm, s.head, skip), self.store)
+    def _like(self, config: ModelConfig, skip: Skip) -> "StreamedDecoder[B]":
+        return StreamedDecoder(self._shell.shell(config, skip), self.store)

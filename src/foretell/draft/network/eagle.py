@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import nn
 
 from foretell.draft.network.base import Candidates, Speculator, SpeculatorConfig
-from foretell.draft.network.layer import FusingLayer, Layer, Norm, Sight, Sizes, Unrolled
-from foretell.model.attention import Plan, attend
+from foretell.draft.network.layer import FusingLayer, Layer, Sizes, Unrolled, norm
+from foretell.model.attention import Cached, Plan, Sight
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig, Rope
 from foretell.model.ends import Ends
@@ -87,24 +87,6 @@ class EagleConfig(SpeculatorConfig):
         if self.kind == "eagle":
             return (n + 1,)
         return self.taps or (min(2, n), n // 2, max(n - 3, 0))
-
-
-class Cached(Sight):
-    """Keys and values go to a cache, where a layout says; queries see there what it lets them."""
-
-    def __init__(self, cache: Cache, layout: Layout) -> None:
-        self._cache, self._plan = cache, Plan.of(layout, cache.k.device)
-
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "t h e"],
-        k: Float[torch.Tensor, "t g e"],
-        v: Float[torch.Tensor, "t g e"],
-    ) -> Float[torch.Tensor, "t he"]:
-        """Attention over the cache."""
-        self._cache.write(layer, self._plan.row, self._plan.slot, k, v)
-        return attend(q, layer, self._cache, self._plan, 0, q.shape[-1] ** -0.5, 0.0)
 
 
 class Guess(NamedTuple):
@@ -182,13 +164,13 @@ class EagleNetwork(Speculator):
         sight: Sight,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features: after the feature `g` of a rotary position and the token that follows it."""
-        turn = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
+        angles = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
         x, seen = self.enter(self.embed(token), g)
         first, *more = self.layers
         assert isinstance(first, Layer)
-        x = first.after(x, seen, turn, 0, sight)
+        x = first.after(x, seen, angles, 0, sight)
         for i, layer in enumerate(more, 1):
-            x = layer(x, turn, i, sight)
+            x = layer(x, angles, i, sight)
         return self.leave(x)
 
     def follow(
@@ -208,7 +190,8 @@ class EagleNetwork(Speculator):
         device = cache.k.device
         g = features[parent.to(device)]
         if self.stack is None:
-            return self.advance(token.to(device), g, layout.position.long().to(device), Cached(cache, layout))
+            plan = Plan.of(layout, device)
+            return self.advance(token.to(device), g, plan.position, Cached(cache, plan, self.config.decoder))
         x, seen = self.enter(self.embed(token), g)
         return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
 
@@ -289,12 +272,12 @@ class Eagle3(EagleNetwork):
     def __init__(self, config: EagleConfig, ends: Ends) -> None:
         super().__init__(config, ends)
         d, count, eps = config.target.hidden, len(config.tapped), config.norm_eps
-        self.input_norm = Norm(count * d, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(Norm(d, eps) for _ in range(count)) if config.fc_norm else None
+        self.input_norm = norm(count * d, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(norm(d, eps) for _ in range(count)) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
         first = FusingLayer(config.sizes, config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(config.sizes) for _ in range(1, config.layers))])
-        self.norm = Norm(d, eps)
+        self.norm = norm(d, eps)
 
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
         """The tapped states through one matrix."""

@@ -1,18 +1,15 @@
-"""A decoder layer that leaves to others what its queries see, so that training and drafting run the same code."""
+"""The decoder layer of EAGLE speculators, and its attention in training."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.linear import widen
+from foretell.model.attention import Sight
+from foretell.model.decoder import DecoderLayer, Norm, Parts, gated
+from foretell.model.rope import Rotation
 from foretell.model.strips import Pair, causal_attention
-
-Turn = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
 
 
 @dataclass(frozen=True)
@@ -30,32 +27,9 @@ class Sizes:
     """Queries and keys are normed head by head, as Qwen 3 does."""
 
 
-class Sight(ABC):
-    """What the queries of one call may see: keys and values of their past, and those of the call itself."""
-
-    @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "*t h e"],
-        k: Float[torch.Tensor, "*t g e"],
-        v: Float[torch.Tensor, "*t g e"],
-    ) -> Float[torch.Tensor, "*t he"]:
-        """Softmax attention in a layer; remembers the new keys and values for later calls."""
-
-
-class Norm(nn.Module):
-    """Root-mean-square norm with a trained scale (arXiv 1910.07467), in float32 or wider."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """Normalise and scale."""
-        wide = widen(x)
-        return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(x.dtype)
+def norm(width: int, eps: float) -> Norm:
+    """A root-mean-square norm with a scale that is trained."""
+    return Norm(torch.ones(width), eps).requires_grad_(True)
 
 
 class Attention(nn.Module):
@@ -67,28 +41,8 @@ class Attention(nn.Module):
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.qkv_proj = nn.Linear(inputs, rows, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
-        self.q_norm = Norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
-        self.k_norm = Norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
-
-    def forward(
-        self, x: Float[torch.Tensor, "*t i"], turn: Turn, layer: int, sight: Sight
-    ) -> Float[torch.Tensor, "*t d"]:
-        """What the tokens take from those that they see."""
-        s = self.sizes
-        heads = self.qkv_proj(x).unflatten(-1, (s.heads + 2 * s.kv_heads, s.head_dim))
-        asked, v = heads[..., : s.heads + s.kv_heads, :], heads[..., s.heads + s.kv_heads :, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            asked = torch.cat((self.q_norm(asked[..., : s.heads, :]), self.k_norm(asked[..., s.heads :, :])), -2)
-        turned = rotate(asked, turn)
-        out: torch.Tensor = self.o_proj(sight.attend(layer, turned[..., : s.heads, :], turned[..., s.heads :, :], v))
-        return out
-
-
-def rotate(x: Float[torch.Tensor, "*t h e"], turn: Turn) -> Float[torch.Tensor, "*t h e"]:
-    """Turn every head to its token's position, in the half-split layout."""
-    cos, sin = turn
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        self.q_norm = norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.k_norm = norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
 
 
 class FeedForward(nn.Module):
@@ -101,34 +55,41 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """Apply to the last axis."""
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        out: torch.Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+        return gated(x, self.gate_up_proj, self.down_proj, "silu")
 
 
-class Layer(nn.Module):
-    """A layer of the Llama family. EAGLE-1's first layer has no norm before its attention (`normed` False)."""
+class Layer(DecoderLayer):
+    """A layer of the Llama family under the names of published checkpoints. EAGLE-1 has no norm before its first attention (`normed` False)."""
 
     def __init__(self, sizes: Sizes, normed: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps) if normed else None
+        self.input_layernorm = norm(sizes.hidden, sizes.norm_eps) if normed else None
         self.self_attn = Attention(sizes, sizes.hidden)
-        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+        self.post_attention_layernorm = norm(sizes.hidden, sizes.norm_eps)
         self.mlp = FeedForward(sizes)
 
+    @property
+    def parts(self) -> Parts:
+        """Its modules."""
+        a = self.self_attn
+        return Parts(a.qkv_proj, a.o_proj, self.post_attention_layernorm, self.mlp, a.q_norm, a.k_norm)
+
     def forward(
-        self, x: Float[torch.Tensor, "*t d"], turn: Turn, layer: int, sight: Sight
+        self, x: Float[torch.Tensor, "*t d"], angles: Rotation, layer: int, sight: Sight
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer."""
-        return self.after(x, x if self.input_layernorm is None else self.input_layernorm(x), turn, layer, sight)
+        return self.after(x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight)
 
     def after(
-        self, x: Float[torch.Tensor, "*t d"], seen: Float[torch.Tensor, "*t i"], turn: Turn, layer: int, sight: Sight
+        self,
+        x: Float[torch.Tensor, "*t d"],
+        seen: Float[torch.Tensor, "*t i"],
+        angles: Rotation,
+        layer: int,
+        sight: Sight,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer, whose attention sees `seen`."""
-        x = x + self.self_attn(seen, turn, layer, sight)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return self.add_mlp(self.add_attention(x, seen, self.self_attn.sizes, angles, layer, sight))[0]
 
 
 class FusingLayer(Layer):
@@ -139,7 +100,7 @@ class FusingLayer(Layer):
     def __init__(self, sizes: Sizes, norm_before_residual: bool) -> None:
         super().__init__(sizes)
         self.norm_before_residual = norm_before_residual
-        self.hidden_norm = Norm(sizes.hidden, sizes.norm_eps)
+        self.hidden_norm = norm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes, 2 * sizes.hidden)
 
     def enter(

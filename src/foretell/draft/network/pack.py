@@ -8,10 +8,11 @@ from torch import nn
 
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle3, EagleNetwork
-from foretell.draft.network.layer import FusingLayer, Layer, Norm
+from foretell.draft.network.layer import FusingLayer, Layer
 from foretell.draft.network.mlp_speculator import EPS, MLPSpeculator
 from foretell.model import native
 from foretell.model.config import Rope
+from foretell.model.decoder import Norm
 from foretell.model.native.decoder import PlainBlock
 from foretell.model.native.eagle import NativeEagle, Surroundings
 from foretell.model.native.linear import NativeLinear

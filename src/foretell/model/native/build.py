@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from foretell.model.native import structures
+
 SOURCE = Path(__file__).parent / "kernels" / "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 
@@ -24,6 +26,18 @@ class Outcome:
 
     library: ctypes.CDLL | None
     reason: str
+
+
+def library() -> ctypes.CDLL:
+    """The kernels, ready to be called.
+
+    Raises:
+        RuntimeError: they are not available; the message says why.
+    """
+    found = outcome()
+    if found.library is None:
+        raise RuntimeError(found.reason)
+    return found.library
 
 
 def load() -> ctypes.CDLL | None:
@@ -92,24 +106,44 @@ def _compiler() -> str | None:
 
 def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> tuple[ctypes.CDLL | None, str]:
     try:
-        return ctypes.CDLL(str(_compiled(compiler, compile_flags, link_flags))), ""
+        target = _target(compiler, compile_flags, link_flags)
+        if target.exists() and (library := _open(target)) is not None:
+            return structures.declare(library), ""
+        return _compiled(target, compiler, compile_flags, link_flags), ""
     except subprocess.CalledProcessError as error:
         lines = [line for line in str(error.stderr).splitlines() if "error" in line] or ["the compiler failed"]
         return None, lines[0]
+    except _UnlikeError:
+        return None, "the compiled library does not have the interface that structures.py describes"
     except (OSError, subprocess.SubprocessError) as error:
         return None, str(error)
 
 
-def _compiled(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
-    """Path of the shared library, compiled now if the cache lacks it.
+class _UnlikeError(Exception):
+    """A library was compiled that does not have the interface that Python expects."""
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """A library, or None where the file is damaged or has another interface."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    return library if structures.reported(library) == structures.interface() else None
+
+
+def _target(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
+    """Path of the shared library in the cache."""
+    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    key = [*sources, structures.interface(), compiler, *compile_flags, "link", *link_flags, _machine()]
+    return _cache() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
+
+
+def _compiled(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
+    """The library, compiled now and kept in the cache.
 
     Processes that start together may each compile; whoever is last replaces an equal file in one step.
     """
-    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    key = [*sources, compiler, *compile_flags, "link", *link_flags, _machine()]
-    target = _cache() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
-    if target.exists():
-        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         object_file, library = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
@@ -118,8 +152,13 @@ def _compiled(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[
             [compiler, "-shared", str(object_file), "-o", str(library), *link_flags],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        # Opened under this name: the system remembers an unlike library that was opened under the other one.
+        opened = _open(library)
+        if opened is None:
+            ctypes.CDLL(str(library))
+            raise _UnlikeError
         library.replace(target)
-    return target
+    return structures.declare(opened)
 
 
 def _cache() -> Path:

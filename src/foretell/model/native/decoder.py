@@ -6,14 +6,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
+from foretell.model.backend import Backend
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Block, Decoder, FeedForward, Norm, Skip, Span, Streams
-from foretell.model.native import structures
+from foretell.model.decoder import Block, Decoder, FeedForward, Norm, Skip, Span, Streams, Through
+from foretell.model.native import build
 from foretell.model.native.beam import Trees
 from foretell.model.native.linear import NativeLinear, embedding_of, expect
 from foretell.model.native.rows import rms_norm
-from foretell.model.native.stack import NativeStack
+from foretell.model.native.stack import NativeStack, PackedBlock
 from foretell.model.native.structures import Precision
 
 
@@ -59,7 +60,7 @@ def _weight(norm: Norm | None) -> torch.Tensor | None:
 
 
 class NativeDecoder:
-    """Packs a torch decoder's weights once; implements `Network` on the CPU. The residual stream is float32 in every precision.
+    """Packs a torch decoder's weights once; implements `Network` on the CPU, and without blocks the `Shell` of a `StreamedDecoder`.
 
     Raises:
         RuntimeError: the kernels are not available here.
@@ -78,6 +79,11 @@ class NativeDecoder:
             plain, [PlainBlock.of(b) for b in decoder.blocks], precision, decoder.rope, decoder.local_rope
         )
         self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
+        tied = decoder.head.weight.data_ptr() == self._embedding.data_ptr()
+        self._from_head = tied and not decoder.blocks and precision != "int8"
+        """Without blocks, memory is scarce: embeddings are read from the packed head where that holds them."""
+        if self._from_head:
+            self._embedding = self._embedding.new_empty(0, decoder.config.hidden)
         self._table, self._embedded = embedding_of(self._embedding, decoder.config.embedding_scale)
 
     @staticmethod
@@ -98,12 +104,12 @@ class NativeDecoder:
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
-        x = self._embedding.index_select(0, token).float()
+        x = self._head.rows(token) if self._from_head else self._embedding.index_select(0, token).float()
         return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
         """The blocks of a span."""
-        return self._stack.streams(x, layout, cache, *span)
+        return Streams(self._stack.streams(x, layout, cache, *span))
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
@@ -114,6 +120,30 @@ class NativeDecoder:
         out = self._head(x)
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
+
+    @property
+    def backend(self) -> Backend:
+        """The kernels, as this machine compiled them."""
+        instructions = build.library().foretell_instructions().decode()
+        return Backend("native", "cpu", self.precision, instructions, batch_invariant=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of embedding, norm and head."""
+        return self._embedding.nbytes + self._norm.nbytes + self._head.nbytes
+
+    def pack(self, i: int, block: nn.Module) -> PackedBlock:
+        """A block of the torch decoder, as the `i`-th."""
+        return self._stack.pack(i, PlainBlock.of(block))
+
+    def over(self, layout: Layout, cache: Cache) -> Through[PackedBlock]:
+        """What takes the residual stream of a pass through a block."""
+        stack, tokens, memory = self._stack, self._stack.tokens(layout.tokens, layout), self._stack.memory(cache)
+        return lambda block, i, x: (stack.through(block, i, x, tokens, memory), 0)
+
+    def shell(self, config: ModelConfig, skip: Skip) -> "NativeDecoder":
+        """The same embedding, norm and head, for blocks that are kept elsewhere."""
+        return self._sharing(config, self._stack.skipping(skip.attention, skip.mlp))
 
     @property
     def grows(self) -> bool:
@@ -136,7 +166,7 @@ class NativeDecoder:
         """
         stack = self._stack
         expect(roots, torch.float32, "roots", trees.struct.texts, self.config.hidden)
-        bad = structures.library().foretell_decoder_beam(
+        bad = build.library().foretell_decoder_beam(
             *(stack.model, stack.layers, len(stack.layers), self._embedded, self._head.struct, self._norm.data_ptr()),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(stack.memory(cache), *trees.out, torch.get_num_threads()),

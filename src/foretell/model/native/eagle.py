@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foretell.model.cache import Cache, Layout
-from foretell.model.native import structures
+from foretell.model.native import build, structures
 from foretell.model.native.beam import Trees
 from foretell.model.native.linear import NativeLinear, embedding_of, expect
 from foretell.model.native.stack import NativeStack
@@ -44,7 +44,7 @@ class NativeEagle:
     """The layers of EAGLE-3 with what surrounds them, so that nothing but kernels runs between one level of a tree and the next."""
 
     def __init__(self, stack: NativeStack, around: Surroundings) -> None:
-        self._stack, self._around, self._kernels = stack, around, structures.library()
+        self._stack, self._around, self._kernels = stack, around, build.library()
         self._table, embedding = embedding_of(around.embedding, around.scale)
         norms = (around.embedding_norm, around.feature_norm, around.leaving, around.state_norms)
         # Kept here: the kernels read them.

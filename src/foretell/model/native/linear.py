@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretell.model.native import structures
+from foretell.model.native import build, structures
 from foretell.model.native.pack import pack, pack_vector, together
-from foretell.model.native.structures import PRECISIONS, Precision
+from foretell.model.native.structures import PANEL, PRECISIONS, Precision
 
 
 class NativeLinear:
@@ -19,7 +19,7 @@ class NativeLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: Precision) -> None:
-        self._kernels = structures.library()
+        self._kernels = build.library()
         self.outputs, self.inputs = weight.shape
         self.precision: Precision = dtype
         self._packed = PackedLinears([(weight, bias)], dtype, self._kernels)
@@ -38,6 +38,24 @@ class NativeLinear:
             *(x.shape[0], self.outputs, torch.get_num_threads()),
         )
         return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight and bias."""
+        return sum(tensor.nbytes for tensor in self._packed.tensors)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight, float32 [t, in]; not for int8, whose weight is rotated.
+
+        Raises:
+            ValueError: the precision is int8.
+        """
+        if self.precision == "int8":
+            raise ValueError("rows of an int8 weight cannot be read back")
+        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        depth, words = 4 // dtype.itemsize, self._packed.tensors[0]
+        panels = words.view(dtype).view(-(-self.outputs // PANEL), -1, PANEL, depth)
+        return panels[index // PANEL, :, index % PANEL].flatten(1)[:, : self.inputs].float()
 
     def likeliest(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest outputs for float32 [t, in] under their softmax, best first: probabilities and numbers, [t, count] each."""

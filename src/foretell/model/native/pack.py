@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretell.model.native.structures import Precision
+from foretell.model.linear import INT8_BLOCK, INT8_GROUP
+from foretell.model.native.structures import LANES, PANEL, Precision
 
-PANEL = 32
-LANES = 16
 LARGE_PAGE = 2 << 20
 
 
@@ -29,14 +28,15 @@ def pack(weight: Tensor, precision: Precision, kernels: ctypes.CDLL) -> Tensor:
 
     int8 weights are rotated first and carry one scale per output and group of inputs, after the group.
     """
-    weight = pad(weight.detach().float(), (0, 0, 0, -weight.shape[0] % PANEL))
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    weight = pad(weight.detach().to(dtype), (0, 0, 0, -weight.shape[0] % PANEL))
     if precision == "float32":
         return _panels(weight, 1)
     if precision == "bfloat16":
-        return _panels(pad(weight, (0, weight.shape[1] % 2)).bfloat16(), 2)
-    weight = pad(weight, (0, -weight.shape[1] % kernels.foretell_int8_block())).contiguous().clone()
+        return _panels(pad(weight, (0, weight.shape[1] % 2)), 2)
+    weight = pad(weight, (0, -weight.shape[1] % INT8_BLOCK)).contiguous().clone()
     kernels.foretell_rotate(weight.data_ptr(), weight.numel())
-    return torch.cat([_group(group) for group in torch.split(weight, kernels.foretell_int8_group(), 1)], 1)
+    return torch.cat([_group(group) for group in torch.split(weight, INT8_GROUP, 1)], 1)
 
 
 def pack_vector(vector: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ threads: verifying a tree gives bit for bit the numbers that decoding one token 
 import ctypes
 from collections.abc import Collection, Sequence
 from ctypes import c_int32
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from foretell.model.cache import Cache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.native import structures
+from foretell.model.native import build, structures
 from foretell.model.native.linear import PackedLinears, expect
 from foretell.model.native.pack import interleave
 from foretell.model.native.structures import ACTIVATIONS, PRECISIONS, Precision
@@ -52,6 +53,19 @@ class Block(Protocol):
     def post_mlp_norm(self) -> Tensor | None: ...  # noqa: D102
 
 
+@dataclass(frozen=True)
+class PackedBlock:
+    """A decoder block in the form of the kernels, and the tensors that its structure points into."""
+
+    struct: structures.Layer
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
 class NativeStack:
     """The blocks of a decoder, packed once; a call runs a range of them over new tokens and fills their cache.
 
@@ -76,17 +90,18 @@ class NativeStack:
                 f"the native kernels cannot run this {config.architecture} configuration; use the torch backend"
             )
         self.precision: Precision = precision
-        self.config, self._kernels = config, structures.library()
+        self.config, self._kernels = config, build.library()
         self._tensors: list[Tensor] = []
-        ropes = {False: self._keep_tables(rope), True: self._keep_tables(local_rope or rope)}
+        self._ropes = {False: self._keep_tables(rope), True: self._keep_tables(local_rope or rope)}
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
             *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        layers = [self._layer(i, block, ropes[config.window_of(i) > 0]) for i, block in enumerate(blocks)]
-        self.layers = (structures.Layer * len(layers))(*layers)
+        self._blocks = [self.pack(i, block) for i, block in enumerate(blocks)]
+        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
+        self._skipped: tuple[Collection[int], Collection[int]] = (), ()
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -161,7 +176,9 @@ class NativeStack:
         layers = type(self.layers).from_buffer_copy(self.layers)
         for i, layer in enumerate(layers):
             layer.attention, layer.mlp = layer.attention and i not in attention, layer.mlp and i not in mlp
-        return self._sharing(layers)
+        other = self._sharing(layers)
+        other._skipped = attention, mlp
+        return other
 
     def first(self, layers: int) -> "NativeStack":
         """The first `layers` blocks on the same packed weights; a cache of as many layers or more goes with them."""
@@ -175,7 +192,8 @@ class NativeStack:
         other.layers = layers
         return other
 
-    def _layer(self, index: int, block: Block, rope: tuple[int, int]) -> structures.Layer:
+    def pack(self, i: int, block: Block) -> "PackedBlock":
+        """A block as the `i`-th of this stack. Its rotary tables live as long as the stack."""
         norms = (
             block.attention_norm,
             block.mlp_norm,
@@ -191,13 +209,31 @@ class NativeStack:
             (block.down, None),
         )
         packed = PackedLinears(linears, self.precision, self._kernels)
-        self._tensors += packed.tensors
-        return structures.Layer(
+        offset, window = self.config.norm_offset, self.config.window_of(i)
+        scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
+        struct = structures.Layer(
             *packed.structs,
-            *(None if norm is None else self._keep(norm.detach().float() + self.config.norm_offset) for norm in norms),
-            *rope,
-            *(self.config.window_of(index), 1, 1),
+            *(None if scale is None else scale.data_ptr() for scale in scales),
+            *self._ropes[window > 0],
+            *(window, 1, 1),
         )
+        return PackedBlock(struct, (*packed.tensors, *(scale for scale in scales if scale is not None)))
+
+    def through(
+        self, block: "PackedBlock", i: int, x: Tensor, tokens: structures.Tokens, memory: structures.Memory
+    ) -> Tensor:
+        """The residual stream after a block that is the `i`-th; `tokens` and `memory` as the methods of these names give them."""
+        layers = (structures.Layer * (i + 1))()
+        layers[i] = block.struct
+        layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
+        out = x.clone()
+        bad = self._kernels.foretell_stack(
+            *(self.model, layers, i, i + 1, out.data_ptr(), None, tokens, memory, None, 0, None),
+            torch.get_num_threads(),
+        )
+        if bad >= 0:
+            raise ValueError(f"token {bad} of the layout sees nothing or lies outside the cache")
+        return out
 
     def _keep(self, tensor: Tensor) -> int:
         """Address of a tensor that lives as long as the stack."""

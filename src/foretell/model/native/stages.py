@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretell.model.native import structures
+from foretell.model.native import build, structures
 from foretell.model.native.beam import Trees
 from foretell.model.native.linear import NativeLinear, embedding_of, expect
 from foretell.model.native.structures import PRECISIONS
@@ -23,7 +23,7 @@ class NativeStage:
         norm: tuple[Tensor, Tensor],
         eps: float,
     ) -> None:
-        self._kernels, self.layers, self._norm = structures.library(), layers, [p.detach().float() for p in norm]
+        self._kernels, self.layers, self._norm = build.library(), layers, [p.detach().float() for p in norm]
         self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
 
     @property
@@ -52,7 +52,7 @@ class NativeStages:
     """
 
     def __init__(self, stages: Sequence[NativeStage], table: Tensor, scale: float, token_of: Tensor | None) -> None:
-        self._stages, self._token_of, self._kernels = stages, token_of, structures.library()
+        self._stages, self._token_of, self._kernels = stages, token_of, build.library()
         self._table, self._embedding = embedding_of(table, scale)
         self._structs = (structures.Stage * len(stages))(*(stage.struct for stage in stages))
 

@@ -1,15 +1,20 @@
 """The structures of kernels/interface.h, field by field, and the kernels' signatures."""
 
 import ctypes
-import functools
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
-from typing import Literal
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any, Literal
 
-from foretell.model.native import build
+from foretell.model.linear import INT8_BLOCK, INT8_GROUP
 
 Precision = Literal["float32", "bfloat16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 ACTIVATIONS = ("silu", "gelu_tanh")
+ABI_VERSION = 1
+"""Of kernels/interface.h: raised when the meaning of something changes and its form does not."""
+PANEL = 32
+"""Outputs that are packed together."""
+LANES = 16
+"""Numbers of a vector."""
 
 
 class Weight(ctypes.Structure):
@@ -88,67 +93,80 @@ class Memory(ctypes.Structure):
     _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
 
 
-def library() -> ctypes.CDLL:
-    """The kernels, ready to be called.
+Argument = Any
+"""A type of ctypes; None for no result."""
+_P, _I = c_void_p, c_int32
+_STACK = (POINTER(Model), POINTER(Layer), _I)
+_GROWN = (POINTER(Beam), POINTER(Memory), _P, _P, _P, _I)
+SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
+    "foretell_stack": (
+        _I,
+        (*_STACK, _I, _P, _P, POINTER(Tokens), POINTER(Memory), POINTER(_I), _I, _P, _I),
+    ),
+    "foretell_eagle": (
+        _I,
+        (*_STACK, POINTER(Entry), _P, _P, _I, _P, _P, POINTER(Tokens), POINTER(Memory), _I),
+    ),
+    "foretell_eagle_read": (
+        _I,
+        (*_STACK, POINTER(Entry), _P, POINTER(_P), _I, _P, _P, POINTER(Tokens), POINTER(Memory), _I),
+    ),
+    "foretell_beam": (_I, (*_STACK, POINTER(Entry), POINTER(Weight), _P, _P, _P, *_GROWN)),
+    "foretell_decoder_beam": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_GROWN)),
+    "foretell_stages_beam": (
+        _I,
+        (_I, POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(Beam), _P, _P, _P, _I),
+    ),
+    "foretell_linear": (None, (_I, POINTER(Weight), _P, _P, _I, _I, _I)),
+    "foretell_stage": (None, (_I, POINTER(Stage), _P, _P, _P, _P, _I, _I)),
+    "foretell_guess": (None, (_I, POINTER(Weight), _P, _P, _P, _I, _I, _I)),
+    "foretell_rms_norm": (None, (_P, _P, c_float, _P, _I, _I, _I)),
+    "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
+    "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
+    "foretell_likeliest": (None, (_P, _P, _P, _I, _I, _I, _I)),
+    "foretell_rotate": (None, (_P, c_int64)),
+    "foretell_instructions": (c_char_p, ()),
+}
+"""Result and arguments of every function of kernels.cpp."""
 
-    Raises:
-        RuntimeError: they are not available; the message says why.
-    """
-    kernels = build.load()
-    if kernels is None:
-        raise RuntimeError(build.why_not())
-    return declare(kernels)
+
+def interface() -> str:
+    """The interface that is declared here, in the words of `foretell_abi`."""
+    constants = {
+        "version": ABI_VERSION,
+        "panel": PANEL,
+        "lanes": LANES,
+        "int8_block": INT8_BLOCK,
+        "int8_group": INT8_GROUP,
+    }
+    structures = (Weight, Layer, Model, Stage, Embedding, Entry, Beam, Tokens, Memory)
+    lines = [f"{name} {value}" for name, value in constants.items()]
+    for structure in structures:
+        name = "Cache" if structure is Memory else structure.__name__
+        fields = [getattr(structure, field[0]) for field in structure._fields_]
+        lines.append(" ".join([name, str(ctypes.sizeof(structure)), *(f"{f.offset}:{f.size}" for f in fields)]))
+    for name, (result, arguments) in SIGNATURES.items():
+        lines.append(f"{name} {''.join(_letter(kind) for kind in (result, *arguments))}")
+    return "\n".join(lines) + "\n"
 
 
-@functools.cache
+def _letter(kind: Argument) -> str:
+    return {None: "v", c_int32: "i", c_int64: "l", c_float: "f"}.get(kind, "p")
+
+
+def reported(kernels: ctypes.CDLL) -> str:
+    """The interface that a library reports; nothing if it reports none."""
+    try:
+        report = kernels.foretell_abi
+    except AttributeError:
+        return ""
+    report.argtypes, report.restype = [], c_char_p
+    return str(report().decode())
+
+
 def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the kernels' signatures; returns its argument."""
-    kernels.foretell_stack.argtypes = [
-        *(POINTER(Model), POINTER(Layer), c_int32, c_int32),
-        *(c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory)),
-        *(POINTER(c_int32), c_int32, c_void_p, c_int32),
-    ]
-    kernels.foretell_stack.restype = c_int32
-    kernels.foretell_eagle.argtypes = [
-        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry)),
-        *(c_void_p, c_void_p, c_int32, c_void_p, c_void_p),
-        *(POINTER(Tokens), POINTER(Memory), c_int32),
-    ]
-    kernels.foretell_eagle.restype = c_int32
-    kernels.foretell_eagle_read.argtypes = [
-        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry)),
-        *(c_void_p, POINTER(c_void_p), c_int32, c_void_p, c_void_p, POINTER(Tokens), POINTER(Memory), c_int32),
-    ]
-    kernels.foretell_eagle_read.restype = c_int32
-    kernels.foretell_beam.argtypes = [
-        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Entry), POINTER(Weight), c_void_p, c_void_p, c_void_p),
-        *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
-    ]
-    kernels.foretell_beam.restype = c_int32
-    kernels.foretell_decoder_beam.argtypes = [
-        *(POINTER(Model), POINTER(Layer), c_int32, POINTER(Embedding), POINTER(Weight), c_void_p, c_void_p, c_void_p),
-        *(POINTER(Beam), POINTER(Memory), c_void_p, c_void_p, c_void_p, c_int32),
-    ]
-    kernels.foretell_decoder_beam.restype = c_int32
-    kernels.foretell_stages_beam.argtypes = [
-        *(c_int32, POINTER(Stage), POINTER(Embedding), c_void_p, c_void_p, c_void_p),
-        *(POINTER(Beam), c_void_p, c_void_p, c_void_p, c_int32),
-    ]
-    kernels.foretell_stages_beam.restype = c_int32
-    kernels.foretell_linear.argtypes = [c_int32, POINTER(Weight), c_void_p, c_void_p, c_int32, c_int32, c_int32]
-    kernels.foretell_linear.restype = None
-    kernels.foretell_stage.argtypes = [c_int32, POINTER(Stage), *[c_void_p] * 4, c_int32, c_int32]
-    kernels.foretell_stage.restype = None
-    kernels.foretell_guess.argtypes = [c_int32, POINTER(Weight), *[c_void_p] * 3, c_int32, c_int32, c_int32]
-    kernels.foretell_guess.restype = None
-    kernels.foretell_rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32, c_int32]
-    kernels.foretell_rms_norm.restype = None
-    kernels.foretell_argmax.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
-    kernels.foretell_argmax.restype = None
-    for pick in (kernels.foretell_topk, kernels.foretell_likeliest):
-        pick.argtypes, pick.restype = [c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32], None
-    kernels.foretell_rotate.argtypes = [c_void_p, c_int64]
-    kernels.foretell_rotate.restype = None
-    for constant in (kernels.foretell_int8_block, kernels.foretell_int8_group):
-        constant.argtypes, constant.restype = [], c_int32
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(kernels, name)
+        function.restype, function.argtypes = result, arguments
     return kernels

@@ -1,10 +1,12 @@
-// What Python passes in; structures.py mirrors these structures field by field.
+// What Python passes in; structures.py mirrors these structures field by field. `foretell_abi` tells whether it does.
 
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
+
+constexpr int kAbiVersion = 1;  // raised when the meaning of something here changes and its form does not
 
 enum Precision : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };

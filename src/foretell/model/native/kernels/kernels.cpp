@@ -10,13 +10,10 @@
 // panels of 32 outputs, [word of the input][output], so that one 64-byte vector holds the same input word of 16 outputs
 // and meets one word of the activations, copied to all lanes. Precisions differ in `step` alone.
 
+#include "abi.h"
 #include "speculators.h"
 
 extern "C" {
-
-// Numbers in a packed panel's unit that Python needs to pack weights: inputs per int8 block and per int8 scale.
-int32_t foretell_int8_block() { return Int8::kBlock; }
-int32_t foretell_int8_group() { return Int8::kGroup; }
 
 // x [tokens, hidden], the residual stream, in place through layers first .. last - 1. What the first layer's attention reads is
 // entry [tokens, in of its qkv], or, where that is null, the normed stream. tapped [count, tokens, hidden]: the stream before the layers
@@ -138,5 +135,72 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of the block.
 void foretell_rotate(float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
+}
+
+// The vector instructions that this was compiled for.
+const char* foretell_instructions() {
+#if FORETELL_AVX512
+  return "avx512"
+#if FORETELL_BF16
+         "+bf16"
+#endif
+#if FORETELL_VNNI
+         "+vnni"
+#endif
+      ;
+#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+
+// The interface in text, a line for each constant, structure and function; structures.py writes the same.
+const char* foretell_abi() {
+  static const std::string text = [] {
+    std::string out;
+    describe_constant(out, "version", kAbiVersion);
+    describe_constant(out, "panel", kPanel);
+    describe_constant(out, "lanes", kLanes);
+    describe_constant(out, "int8_block", Int8::kBlock);
+    describe_constant(out, "int8_group", Int8::kGroup);
+#define F FORETELL_FIELD
+#define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
+    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out));
+    S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm), F(Layer, mlp_norm), F(Layer, q_norm),
+      F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
+      F(Layer, mlp));
+    S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, ffn), F(Model, context), F(Model, precision),
+      F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
+    S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight), F(Stage, norm_bias), F(Stage, eps));
+    S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, halves), F(Embedding, scale));
+    S(Entry, F(Entry, embedding), F(Entry, embedding_norm), F(Entry, feature_norm), F(Entry, normed), F(Entry, kinds), F(Entry, state_norms),
+      F(Entry, fuse));
+    S(Beam, F(Beam, texts), F(Beam, depth), F(Beam, width), F(Beam, budget), F(Beam, least), F(Beam, stop), F(Beam, room), F(Beam, row),
+      F(Beam, length));
+    S(Tokens, F(Tokens, count), F(Tokens, extras), F(Tokens, row), F(Tokens, slot), F(Tokens, position), F(Tokens, prefix), F(Tokens, extra));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
+#undef S
+#undef F
+#define S(function) describe_function(out, #function, function)
+    S(foretell_stack);
+    S(foretell_eagle);
+    S(foretell_eagle_read);
+    S(foretell_beam);
+    S(foretell_decoder_beam);
+    S(foretell_stages_beam);
+    S(foretell_linear);
+    S(foretell_stage);
+    S(foretell_guess);
+    S(foretell_rms_norm);
+    S(foretell_argmax);
+    S(foretell_topk);
+    S(foretell_likeliest);
+    S(foretell_rotate);
+    S(foretell_instructions);
+#undef S
+    return out;
+  }();
+  return text.c_str();
 }
 }
