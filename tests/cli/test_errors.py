@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from command import ENVIRONMENT, TEMPLATE, foretell, refused, save_tiny, small, tiny
+from foretell.bench.peers.hf import load as load_peer
 
 
 def generate(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
@@ -152,6 +154,34 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{\n")
     assert "line 1" in refused("verify", "suffix", "--model", tiny(), "--prompts", bad)
+
+
+REMOTE_CODE = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+Path({marker!r}).touch()
+class Config(GPT2Config):
+    model_type = "strange"
+class Model(GPT2LMHeadModel):
+    config_class = Config
+"""
+
+
+@pytest.mark.parametrize("load", ["generate", "peer"])
+def test_code_that_comes_with_a_model_is_never_run_and_never_asked_about(tmp_path: Path, load: str) -> None:
+    marker = tmp_path / "code has run"
+    path = save_tiny(tmp_path / "model")
+    (path / "strange.py").write_text(REMOTE_CODE.format(marker=str(marker)))
+    auto_map = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    (path / "config.json").write_text(json.dumps({"model_type": "strange", "auto_map": auto_map}))
+    if load == "generate":
+        said = generate("-", "--model", path, stdin="y\n")
+    else:
+        with pytest.raises(ValueError, match="config.json") as error:
+            load_peer(str(path), torch.float32)
+        said = str(error.value)
+    assert "never runs code from a checkpoint" in said
+    assert not marker.exists()
 
 
 def test_a_template_that_refuses(tmp_path: Path) -> None:

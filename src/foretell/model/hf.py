@@ -183,14 +183,29 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     transformers = _transformers()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: transformers cannot load this model ({reason})") from error
+        raise cannot_load(path, error) from error
     model = model.to(device)
     _prove(HFRunner(model))
     return model
+
+
+def cannot_load(path: Path, error: Exception) -> ValueError:
+    """The error to raise where transformers failed to build the model in a directory."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"{path}: this model needs Python code that comes with it (auto_map in config.json), and foretell never runs "
+            "code from a checkpoint; use a model whose architecture transformers itself knows"
+        )
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ValueError(f"{path}: transformers cannot load this model ({reason})")
 
 
 def _prove(runner: HFRunner) -> None:
