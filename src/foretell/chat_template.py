@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import jinja2
-import jinja2.runtime
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_TEMPLATE_CHARS = 1 << 18
@@ -41,11 +41,13 @@ REPR_FACTOR = 10
 """A character is written with at most as many by `repr`."""
 MAX_REASON_CHARS = 300
 
-_METHODS = frozenset(
-    "capitalize casefold copy count endswith find get index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric "
-    "isprintable isspace istitle isupper items keys lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit "
-    "rstrip split splitlines startswith strip swapcase title upper values bit_length is_integer".split()
-)
+_METHODS = frozenset((
+    "bit_length", "capitalize", "casefold", "copy", "count", "endswith", "find", "get", "index", "is_integer",
+    "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
+    "isspace", "istitle", "isupper", "items", "keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
+    "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase",
+    "title", "upper", "values",
+))  # fmt: skip
 """Methods of built-in types whose result is not larger than what they are given."""
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill"))
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
@@ -117,7 +119,7 @@ def _parts(value: Any) -> Iterable[Any]:
 _BUDGET: ContextVar[_Budget] = ContextVar("budget")
 
 
-class _Namespace(jinja2.runtime.Namespace):
+class _Namespace(Namespace):
     """Jinja's namespace with a text that does not grow with its attributes."""
 
     def __repr__(self) -> str:
@@ -154,8 +156,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 raise TemplateLimitError("it makes a number that is too large")
         if operator == "*":
             many, times = (right, left) if isinstance(left, int) else (left, right)
-            if isinstance(many, str | list | tuple) and isinstance(times, int) and times > 1:
-                budget.reserve((_bytes(many + many) - _bytes(many)) * times)
+            if not isinstance(many, int | float) and isinstance(times, int) and times > 1:
+                budget.reserve((_bytes(many * 2) - _bytes(many)) * times)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() * right > MAX_INTEGER_BITS:
                 raise TemplateLimitError("it makes a number that is too large")
@@ -238,7 +240,7 @@ def _check_format(text: str, values: Any, mark: str) -> None:
     _BUDGET.get().reserve(text.count(mark) * (MAX_FIELD_CHARS + REPR_FACTOR * _bytes(values)))
 
 
-def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(function: Any) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         _BUDGET.get().step()
@@ -277,22 +279,20 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 class _Instrument(NodeTransformer):
     """Adds the counting of loops, and of the values that no call or operator makes."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        step = nodes.Filter(nodes.Const(written), _STEP, [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
-        return node
-
-    def visit_Concat(self, node: nodes.Expr) -> nodes.Node:
-        self.generic_visit(node)
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        """The node, or what takes its place."""
+        node = super().generic_visit(node)
+        if isinstance(node, nodes.For):
+            written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(written), _STEP, node), lineno=node.lineno))
+        makes = isinstance(node, nodes.Concat | nodes.Dict | nodes.List | nodes.Tuple)
+        slices = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         is_target = getattr(node, "ctx", "load") == "store"
-        return node if is_target else nodes.Filter(node, _MEASURED, [], [], None, None, lineno=node.lineno)
+        return _filtered(node, _MEASURED, node) if (makes or slices) and not is_target else node
 
-    visit_Dict = visit_List = visit_Tuple = visit_Concat
 
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        return self.visit_Concat(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+def _filtered(value: nodes.Node, name: str, at: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=at.lineno)
 
 
 class ChatTemplate:
