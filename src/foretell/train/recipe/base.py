@@ -23,6 +23,10 @@ from foretell.text import TextCodec
 from foretell.train.batch import Batch
 
 Options = TypeVar("Options", bound=BaseModel)
+MAX_WIDTH = 1 << 20
+"""Largest width of a layer that `--set` may ask for."""
+MAX_COUNT = 256
+"""Most layers, heads or steps that `--set` may ask for."""
 
 
 TREE = 12
