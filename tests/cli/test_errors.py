@@ -56,6 +56,24 @@ def test_prompts_that_cannot_be_answered() -> None:
     assert "leave out one" in asked("--raw", "--system", "be brief")
 
 
+def test_text_that_is_no_text() -> None:
+    half = "x\udcff"  # how Python passes on an argument with a byte that is not UTF-8
+    for arguments in ((half,), (half, "--raw"), ("hello", "--system", half)):
+        assert "U+DCFF, one half of a surrogate pair" in generate(*arguments, "--model", tiny())
+    done = subprocess.run(
+        command("generate", "-", "--model", tiny()), input=b"x\xff", capture_output=True, env=environment(), check=False
+    )
+    assert done.returncode == 1 and done.stderr == b"foretell: the input is not UTF-8 text (byte 1); convert it first\n"
+
+
+def test_a_template_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "hostile"
+    shutil.copytree(tiny(), path)
+    for template in ("{{ 'a' * 10**10 }}", "{% for i in range(10**12) %}{% endfor %}"):
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        assert "the chat template" in generate("hello", "--model", path)
+
+
 def test_numbers_out_of_range() -> None:
     assert "at least 1, found -5" in asked("--max-new-tokens", "-5")
     assert "temperature must be" in asked("--temperature", "nan")
