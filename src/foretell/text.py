@@ -162,7 +162,7 @@ def _characters(text: str) -> str:
     except UnicodeEncodeError as error:
         code = f"U+{ord(text[error.start]):04X}"
         raise ValueError(
-            f"the text holds {code}, one half of a surrogate pair, which is no character; remove it"
+            f"the text holds {code}, which is no character (half of a surrogate pair, or a byte that is not UTF-8); remove it"
         ) from None
     return text
 
