@@ -152,13 +152,20 @@ class Model:
         method = self.method(method) if isinstance(method, str) else method
         return Engine(self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer)
 
-    def tokens(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
-        """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless `raw`)."""
-        if not isinstance(prompt, str):
-            return self.codec.chat(prompt)
-        if raw or self.codec.chat_template is None:
+    def tokens(
+        self, prompt: str | Sequence[Message], raw: bool = False, *, allow_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless `raw`).
+
+        The text of a special token inside a message is ordinary text unless `allow_special_tokens`; raw text is encoded as it is.
+
+        Raises:
+            ValueError: a message without role or content, a lone surrogate, or the chat template refuses the conversation.
+        """
+        if isinstance(prompt, str) and (raw or self.codec.chat_template is None):
             return self.codec.encode(prompt)
-        return self.codec.chat([{"role": "user", "content": prompt}])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.codec.chat(messages, allow_special_tokens)
 
     def request(
         self,
@@ -166,16 +173,23 @@ class Model:
         sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         raw: bool = False,
         logprobs: bool = False,
+        allow_special_tokens: bool = False,
     ) -> Request:
-        """A prompt as the engine takes it."""
+        """A prompt as the engine takes it; for `raw` and `allow_special_tokens` see `tokens`. `stop`: one stop string, or several.
+
+        Raises:
+            ValueError: the prompt is empty or cannot be encoded, or a stop string is no text.
+        """
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: write what the model shall answer")
-        return Request(
-            self.tokens(prompt, raw), sampling or Sampling(), max_new_tokens, tuple(stop), self.eos, logprobs
-        )
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(s, str) for s in stop):
+            raise ValueError(f"stop must be a text or several, found {stop!r}")
+        tokens = self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens)
+        return Request(tokens, sampling or Sampling(), max_new_tokens, stop, self.eos, logprobs)
 
     def stream(
         self,
@@ -184,12 +198,22 @@ class Model:
         sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         raw: bool = False,
+        allow_special_tokens: bool = False,
     ) -> Iterator[Update]:
         """Generate one text, step by step."""
         engine = self.engine(method, rows=1)
-        engine.submit(self.request(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw))
+        engine.submit(
+            self.request(
+                prompt,
+                sampling,
+                max_new_tokens=max_new_tokens,
+                stop=stop,
+                raw=raw,
+                allow_special_tokens=allow_special_tokens,
+            )
+        )
         yield from engine.run()
 
     def generate(
@@ -199,17 +223,26 @@ class Model:
         sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         raw: bool = False,
         logprobs: bool = False,
         rows: int = 16,
+        allow_special_tokens: bool = False,
     ) -> list[Answer]:
         """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         engine = self.engine(method, rows=rows)
         numbers = [
             engine.submit(
-                self.request(p, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, logprobs=logprobs)
+                self.request(
+                    p,
+                    sampling,
+                    max_new_tokens=max_new_tokens,
+                    stop=stop,
+                    raw=raw,
+                    logprobs=logprobs,
+                    allow_special_tokens=allow_special_tokens,
+                )
             )
             for p in prompts
         ]

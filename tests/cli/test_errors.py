@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from command import ENVIRONMENT, TEMPLATE, foretell, refused, save_tiny, small, tiny
+from foretell.bench.peers.hf import load as load_peer
 
 
 def generate(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
@@ -52,6 +54,24 @@ def test_prompts_that_cannot_be_answered() -> None:
     assert "prompt is empty" in generate("-", "--model", tiny(), stdin=" \n")
     assert "no prompt" in generate("--model", tiny())
     assert "leave out one" in asked("--raw", "--system", "be brief")
+
+
+def test_text_that_is_no_text() -> None:
+    half = "x\udcff"  # how Python passes on an argument with a byte that is not UTF-8
+    for arguments in ((half,), (half, "--raw"), ("hello", "--system", half)):
+        assert "U+DCFF, which is no character" in generate(*arguments, "--model", tiny())
+    strict = environment() | {"PYTHONIOENCODING": "utf-8:strict"}
+    piped = command("generate", "-", "--model", tiny())
+    done = subprocess.run(piped, input=b"x\xff", capture_output=True, env=strict, check=False)
+    assert done.returncode == 1 and done.stderr == b"foretell: the input is not UTF-8 text (byte 1); convert it first\n"
+
+
+def test_a_template_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "hostile"
+    shutil.copytree(tiny(), path)
+    for template in ("{{ 'a' * 10**10 }}", "{% for i in range(10**12) %}{% endfor %}"):
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        assert "the chat template" in generate("hello", "--model", path)
 
 
 def test_numbers_out_of_range() -> None:
@@ -152,6 +172,34 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{\n")
     assert "line 1" in refused("verify", "suffix", "--model", tiny(), "--prompts", bad)
+
+
+REMOTE_CODE = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+Path({marker!r}).touch()
+class Config(GPT2Config):
+    model_type = "strange"
+class Model(GPT2LMHeadModel):
+    config_class = Config
+"""
+
+
+@pytest.mark.parametrize("load", ["generate", "peer"])
+def test_code_that_comes_with_a_model_is_never_run_and_never_asked_about(tmp_path: Path, load: str) -> None:
+    marker = tmp_path / "code has run"
+    path = save_tiny(tmp_path / "model")
+    (path / "strange.py").write_text(REMOTE_CODE.format(marker=str(marker)))
+    auto_map = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    (path / "config.json").write_text(json.dumps({"model_type": "strange", "auto_map": auto_map}))
+    if load == "generate":
+        said = generate("-", "--model", path, stdin="y\n")
+    else:
+        with pytest.raises(ValueError, match="code") as error:
+            load_peer(str(path), torch.float32)
+        said = str(error.value)
+    assert "never runs code from a checkpoint" in said
+    assert not marker.exists()
 
 
 def test_a_template_that_refuses(tmp_path: Path) -> None:

@@ -96,6 +96,18 @@ def test_prompt_from_standard_input_and_system_message() -> None:
     assert other["prompt_tokens"] == given["prompt_tokens"] + len("s:be brief\n")
 
 
+def test_special_tokens_in_messages_are_text_unless_allowed(tmp_path: Path) -> None:
+    text = "a<end>b"
+    (plain,), (allowed,), (raw,) = (
+        records(text, "--max-new-tokens", "1", *more) for more in ((), ("--allow-special-tokens",), ("--raw",))
+    )
+    assert plain["prompt_tokens"] == len(f"u:{text}\na:")
+    assert allowed["prompt_tokens"] == len("u:a<end>b\na:") - len("<end>") + 1
+    assert raw["prompt_tokens"] == 3
+    (listed,) = records("--prompts", prompts(tmp_path, text), "--max-new-tokens", "1", "--allow-special-tokens")
+    assert listed["prompt_tokens"] == allowed["prompt_tokens"]
+
+
 def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
     long, short = "tell me everything about it", "hi"
     file = prompts(

@@ -32,6 +32,11 @@ def ran(*arguments: str) -> str:
     return result.stdout
 
 
+def test_a_geometric_sweep_ends_at_its_upper_limit() -> None:
+    rows = csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--sweep", "context=128:65536*2", "--csv")))
+    assert [float(r["context"]) for r in rows] == [128.0 * 2**i for i in range(10)]
+
+
 def test_every_way_to_print() -> None:
     assert "gate_proj" in ran("analyze", "llama-3-8b")
     whole = json.loads(ran("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
@@ -76,6 +81,8 @@ def test_ten_thousand_settings_in_under_five_seconds() -> None:
         (["analyze", "llama-3-8b", "--sweep", "bandwidth=-5:5"], "bandwidth must be positive"),
         (["analyze", "llama-3-8b", "--sweep", "batch=1.5"], "whole number"),
         (["analyze", "llama-3-8b", "--sweep", "context=1:64*1"], "never ends"),
+        (["analyze", "llama-3-8b", "--sweep", "context=1:1e308*1e300"], "must be a whole number"),
+        (["analyze", "llama-3-8b", "--sweep", "batch=1:9*1.000001"], "too large"),
         (["analyze", "llama-3-8b", "--sweep", "batch"], "a sweep looks like"),
         (["analyze", "llama-3-8b", "--offload", "weights"], "--offload looks like"),
         (["analyze", "llama-3-8b", "--offload", "weights=2"], "must lie between 0 and 1"),

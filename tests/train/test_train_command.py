@@ -21,6 +21,7 @@ from foretell.speculator.checkpoint import read_config
 from foretell.train.loop import task
 from foretell.train.loop.curve import Row
 from foretell.train.loop.measure import Measured
+from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
 SMALL = (
     "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3", "--measure-tokens", "8",
@@ -54,6 +55,30 @@ def test_everything_is_written(made: Path) -> None:
     assert (made / "curve.png").read_bytes().startswith(b"\x89PNG")
     text = (made / "README.md").read_text()
     assert "texts, " in text and "tokens to learn" in text and "Seed | 0" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "words"),
+    [
+        ("mlp_speculator", "inner=99999999999", "inner"), ("mlp_speculator", "inner=" + "9" * 30, "inner"), ("medusa", "heads=99999999", "heads"),
+        ("blockwise", "inner=99999999999", "inner"), ("eagle3", "ffn=99999999999", "ffn"), ("eagle3", "layers=99999999", "layers"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_machine_has_room_for_are_refused(tmp_path: Path, name: str, option: str, words: str) -> None:
+    out = tmp_path / "out"
+    plain = [a for a in arguments(out, name=name) if a not in ("--set", "inner=32")]
+    assert words in refused(*plain, "--set", option)
+    assert not out.exists()
+
+
+def test_a_lack_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried 9"
+        )
+
+    monkeypatch.setattr(MLPSpeculatorRecipe, "of", fail)
+    assert "--set inner=32: not enough memory" in asked(tmp_path / "out")
 
 
 def test_what_was_trained_decodes(made: Path) -> None:

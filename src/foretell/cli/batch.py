@@ -63,6 +63,7 @@ class Batch:
                 stop=task.stop,
                 raw=task.raw,
                 logprobs=self._logprobs,
+                allow_special_tokens=task.allow_special_tokens,
             )
             self._asked[self._engine.submit(request)] = _Asked(line, task)
         except ValueError as error:

@@ -42,6 +42,7 @@ def chat(
     seed: options.Seed = 0,
     stop: options.Stop = None,
     system: options.System = None,
+    allow_special_tokens: options.AllowSpecialTokens = False,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
@@ -60,7 +61,8 @@ def chat(
         raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
     wish = understand(method, speculative_config, draft_model)
     ready = prepare(model, dtype, device, wish, reference)
-    talk(Conversation(ready, wish.name, Defaults(sampling, max_new_tokens, tuple(stop or ()), False, system)))
+    defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)
+    talk(Conversation(ready, wish.name, defaults))
 
 
 def talk(conversation: "Conversation") -> None:
@@ -158,7 +160,13 @@ class Conversation:
 
         d, model = self.defaults, self.ready.model
         asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
-        request = model.request(asked, d.sampling, max_new_tokens=d.max_new_tokens, stop=d.stop)
+        request = model.request(
+            asked,
+            d.sampling,
+            max_new_tokens=d.max_new_tokens,
+            stop=d.stop,
+            allow_special_tokens=d.allow_special_tokens,
+        )
         number, got = self._submit(request), list[Update]()
         stream = Stream(Painter(model.codec.detokenizer()))
         with Interrupt() as interrupt:

@@ -33,6 +33,8 @@ def spoken() -> Iterator[None]:
 
 def sentence(error: ValueError | OSError) -> str:
     """What happened and, where it helps, what to do; no line breaks."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"the input is not UTF-8 text (byte {error.start}); convert it first"
     if isinstance(error, BrokenPipeError):
         return "whoever read the output has closed it; the rest was not written"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

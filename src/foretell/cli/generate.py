@@ -51,6 +51,7 @@ def generate(
     stop: options.Stop = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    allow_special_tokens: options.AllowSpecialTokens = False,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
@@ -88,7 +89,7 @@ def generate(
     if max_new_tokens < 1 or rows < 1:
         raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
     wish = understand(method, speculative_config, draft_model)
-    defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), raw, system)
+    defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
     tasks, bad = _single(prompt, defaults) if prompts is None else _several(prompt, prompts, defaults)
     ready = prepare(model, dtype, device, wish, reference, target_memory_limit)
     form = Form(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)

@@ -47,6 +47,12 @@ FrequencyPenalty = Annotated[float, typer.Option(metavar="X", help="Taken for ev
 Seed = Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal answers, whoever shares the batch.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="S", help="End before this text; repeatable.")]
 System = Annotated[str | None, typer.Option(metavar="S", help="System message.")]
+AllowSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--allow-special-tokens", help="Encode special tokens in messages (as <|im_end|>) as such, not as text."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MemoryLimit = Annotated[
     int | None,

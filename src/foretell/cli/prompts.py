@@ -71,6 +71,7 @@ class Defaults:
     stop: tuple[str, ...]
     raw: bool
     system: str | None
+    allow_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Task:
     max_new_tokens: int
     stop: tuple[str, ...]
     raw: bool
+    allow_special_tokens: bool = False
 
     @property
     def title(self) -> str:
@@ -139,6 +141,7 @@ def task(line: Line, defaults: Defaults) -> Task:
         max_new_tokens=defaults.max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
         stop=stop,
         raw=raw,
+        allow_special_tokens=defaults.allow_special_tokens,
     )
 
 

@@ -193,7 +193,7 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
-        raise ValueError(f"{path}: transformers cannot load this model ({_reason(error)})") from error
+        raise cannot_load(path, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -209,8 +209,18 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model
 
 
+def cannot_load(path: Path, error: Exception) -> ValueError:
+    """The error to raise where transformers failed to build the model in a directory."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"{path}: this model needs Python code that comes with it (auto_map in config.json), and foretell never runs "
+            "code from a checkpoint; use a model whose architecture transformers itself knows"
+        )
+    return ValueError(f"{path}: transformers cannot load this model ({_reason(error)})")
+
+
 def _reason(error: Exception) -> str:
-    """The first line of what it says, or its name."""
+    """The first line of the error's message, or the name of its class."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 

@@ -1,6 +1,7 @@
 """Many settings at once: the product of several ranges, priced as arrays."""
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +87,10 @@ def _numbers(values: str, text: str) -> tuple[float, ...]:
 def _growing(low: float, high: float, factor: float, text: str) -> tuple[float, ...]:
     if factor <= 1 or low <= 0:
         raise ValueError(f"the sweep {text!r} never ends: start above 0 and use a factor above 1")
-    return tuple(v for v in (low * factor**i for i in range(4096)) if v <= high * (1 + 1e-9))
+    count = math.log(high / low) / math.log(factor) if high >= low else -1.0
+    if not count < MOST:
+        raise ValueError(f"the sweep {text!r} is too large: at most {MOST} settings")
+    return tuple(low * factor**i for i in range(math.floor(count + 1e-9) + 1))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from foretell.bench.peers.base import Peer, Stepper
 from foretell.load import resolve
 from foretell.model.config import ModelConfig
 from foretell.model.gguf import GGUF
+from foretell.model.hf import cannot_load
 from foretell.model.weights import GGUFWeights, gguf_config
 
 Mode = Literal["plain", "lookup", "assisted"]
@@ -33,11 +34,16 @@ def load(reference: str, dtype: torch.dtype) -> Any:
     """A transformers causal LM with this checkpoint's weights, ready to generate without an end of sequence.
 
     Raises:
-        ValueError: transformers is missing, or the GGUF file is of an architecture that is not mapped here.
+        ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped here.
     """
     package, path = transformers(), resolve(reference)
     if path.is_dir():
-        model = package.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        try:
+            model = package.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise cannot_load(path, error) from error
     else:
         model = _from_gguf(package, path, dtype)
     model.generation_config = package.GenerationConfig(do_sample=False, pad_token_id=0)

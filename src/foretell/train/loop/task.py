@@ -124,7 +124,13 @@ def _origin(settings: Settings, fingerprint: str) -> Path | None:
 
 
 def _begun(recipe: type[Recipe], setup: Setup, origin: Path | None) -> Recipe:
-    built = recipe.of(setup)
+    try:
+        built = recipe.of(setup)
+    except RuntimeError as error:
+        if "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        sizes = " ".join(f"--set {key}={value}" for key, value in setup.options.items())
+        raise ValueError(f"{recipe.name} {sizes}: not enough memory for its weights; ask for smaller sizes") from error
     if origin is not None:
         begin(built, origin, setup)
     return built

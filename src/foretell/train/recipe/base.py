@@ -27,6 +27,10 @@ from foretell.train.data.batch import Batch
 from foretell.validation import validate
 
 Options = TypeVar("Options", bound=BaseModel)
+MAX_WIDTH = 1 << 20
+"""Largest width of a layer that `--set` may ask for."""
+MAX_COUNT = 256
+"""Most layers, heads or steps that `--set` may ask for."""
 
 State = dict[str, Shaped[torch.Tensor, "*shape"]]
 

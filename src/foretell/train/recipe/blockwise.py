@@ -7,16 +7,16 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
-from foretell.train.recipe.base import Setup
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, Setup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe, initial
 
 
 class BlockwiseOptions(HeadsOptions):
     """What `--set` may say."""
 
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, le=MAX_COUNT)
     """Heads beside the target's own, which scores: k - 1 of the paper."""
-    inner: int | None = Field(None, ge=1)
+    inner: int | None = Field(None, ge=1, le=MAX_WIDTH)
     """Hidden units of the layer; four times the target's width if unsaid."""
     draw: Literal["one", "all"] = "all"
     """Per batch the loss of one head, drawn at random (the paper's, unbiased), or the mean of all."""

@@ -20,7 +20,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.data.features import taps_of
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
-from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup
 from foretell.train.recipe.start import start
 
 
@@ -29,8 +29,8 @@ class EagleOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layers: int = Field(1, ge=1)
-    ffn: int | None = Field(None, ge=1)
+    layers: int = Field(1, ge=1, le=MAX_COUNT)
+    ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
     own_head: bool = False
     positions: int = Field(4096, ge=1)
     """Most positions of a batch that are guessed from, drawn at random."""
@@ -45,7 +45,7 @@ class EagleOptions(BaseModel):
 class Eagle1Options(EagleOptions):
     """Of EAGLE-1's regression."""
 
-    steps: int = Field(1, ge=1)
+    steps: int = Field(1, ge=1, le=MAX_COUNT)
     """How often the layer goes on from its own output; more than once is HASS's harmonised training (arXiv 2408.15766)."""
     noise: float = Field(0.1, ge=0)
     """Half the width of the uniform noise on the target's features."""
@@ -56,7 +56,7 @@ class Eagle1Options(EagleOptions):
 class Eagle3Options(EagleOptions):
     """Of EAGLE-3's training-time test."""
 
-    steps: int = Field(5, ge=1)
+    steps: int = Field(5, ge=1, le=MAX_COUNT)
     """How often the layer goes on from its own output."""
     taps: str = ""
     """Hidden states to fuse, separated by commas; unsaid: the paper's three, and what the target's head sees."""

@@ -21,7 +21,7 @@ from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
-from foretell.train.recipe.base import TREE, Loss, Recipe, Setup, State
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup, State
 from foretell.train.recipe.tuned import Tuned
 
 _NOTED = 8
@@ -33,7 +33,7 @@ class HeadsOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, le=MAX_COUNT)
     positions: int = Field(1024, ge=1)
     """Positions of a batch that the loss is computed at, drawn at random."""
     learn: Literal["hard", "soft"] = "hard"
@@ -42,7 +42,7 @@ class HeadsOptions(BaseModel):
     """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
     tune: Literal["no", "text", "self"] = "no"
     """Change the target too: to say the tokens of the text, or to keep its own distributions (self-distillation)."""
-    rank: int = Field(32, ge=1)
+    rank: int = Field(32, ge=1, le=MAX_WIDTH)
     """Of the changes to its matrices."""
     joint_from: float = Field(0.5, ge=0, le=1)
     """Part of the training after which the target learns too."""

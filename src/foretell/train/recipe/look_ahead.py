@@ -16,7 +16,7 @@ from foretell.model.decoder import Decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import cross_entropies, ranks, weights
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
-from foretell.train.recipe.base import Loss, Recipe, Setup
+from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, Setup
 
 
 class LookAheadOptions(BaseModel):
@@ -24,7 +24,7 @@ class LookAheadOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ahead: int = Field(4, ge=1)
+    ahead: int = Field(4, ge=1, le=MAX_COUNT)
     """Look-ahead embeddings: tokens guessed after the target's own next one."""
     cuts: int = Field(32, ge=1)
     """Places of every text after which the target looks ahead."""

@@ -8,14 +8,14 @@ from pydantic import Field
 
 from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.train.objective.heads import weights
-from foretell.train.recipe.base import Setup
+from foretell.train.recipe.base import MAX_COUNT, Setup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe, initial
 
 
 class MedusaOptions(HeadsOptions):
     """What `--set` may say."""
 
-    blocks: int = Field(1, ge=1)
+    blocks: int = Field(1, ge=1, le=MAX_COUNT)
     """Residual blocks per head."""
     own_head: bool = False
     """Every head trains an output matrix of its own: large, and better on large models."""

@@ -18,7 +18,7 @@ from foretell.model.ends import Ends
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import taps_of
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
-from foretell.train.recipe.base import TREE, Loss, Recipe, Setup
+from foretell.train.recipe.base import MAX_WIDTH, TREE, Loss, Recipe, Setup
 
 
 class MLPSpeculatorOptions(BaseModel):
@@ -27,7 +27,7 @@ class MLPSpeculatorOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stages: int = Field(default=4, ge=1, le=16)
-    inner: int = Field(default=1024, ge=1)
+    inner: int = Field(default=1024, ge=1, le=MAX_WIDTH)
     """Width of the state."""
     tied: bool = False
     """All stages share their weights."""

@@ -1,0 +1,41 @@
+"""What a user of the library hands over: prompts, conversations and stop strings."""
+
+import pytest
+
+import foretell
+from command import tiny
+from foretell.api import Model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return foretell.load(str(tiny()), dtype="float32")
+
+
+def test_a_stop_string_alone_is_one_stop_string(model: Model) -> None:
+    whole = model.generate("hello", max_new_tokens=24)[0].text
+    stop = whole[5:8]
+    alone = model.generate("hello", max_new_tokens=24, stop=stop)[0]
+    assert alone.text == model.generate("hello", max_new_tokens=24, stop=[stop])[0].text == whole[: whole.index(stop)]
+    assert "".join(u.text for u in model.stream("hello", max_new_tokens=24, stop=stop)) == alone.text
+    assert model.request("hello", stop="Paris").stop == ("Paris",)
+    assert model.request("hello").stop == ()
+
+
+def test_what_cannot_be_asked_is_one_sentence(model: Model) -> None:
+    with pytest.raises(ValueError, match="message 1 has no 'content'"):
+        model.request([{"role": "user"}])
+    with pytest.raises(ValueError, match=r"U\+D800, which is no character"):
+        model.generate("\ud800")
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        model.request([])
+
+
+def test_special_tokens_in_a_prompt_are_text_unless_allowed(model: Model) -> None:
+    end = model.codec.encode("<end>")
+    assert len(end) == 1
+    conversation = [{"role": "user", "content": "a<end>b"}]
+    assert end[0] not in model.tokens(conversation) and model.tokens(conversation) == model.tokens("a<end>b")
+    assert end[0] in model.tokens(conversation, allow_special_tokens=True)
+    assert end[0] in model.request("a<end>b", allow_special_tokens=True).prompt
+    assert end[0] in model.tokens("a<end>b", raw=True)
