@@ -68,8 +68,12 @@ def test_numbers_out_of_range() -> None:
 def test_speculative_config() -> None:
     assert "not valid JSON" in asked("--speculative-config", "{method: ngram}")
     assert "must be a JSON object" in asked("--speculative-config", "[]")
-    assert "did you mean 'num_speculative_tokens'" in asked("--speculative-config", '{"num_speculativ_tokens": 3}')
-    assert "num_speculative_tokens" in asked("--speculative-config", '{"num_speculative_tokens": -3}')
+    assert "did you mean 'num_speculative_tokens'" in asked(
+        "--method", "ngram", "--speculative-config", '{"num_speculativ_tokens": 3}'
+    )
+    assert "num_speculative_tokens" in asked(
+        "--method", "ngram", "--speculative-config", '{"num_speculative_tokens": -3}'
+    )
     assert "give one of them" in asked("--speculative-config", '{"method": "ngram"}', "--method", "suffix")
     assert "give one of them" in asked("--speculative-config", '{"model": "a"}', "--draft-model", "b")
 
