@@ -13,7 +13,7 @@ from foretell.catalogue.options import EagleTreeOptions, MethodOptions
 from foretell.catalogue.registry import find
 from foretell.draft import DraftModel
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Adaptive, Beam, Branch, Chain, Fixed, Frugal, Trie
+from foretell.shape import Adaptive, Beam, Branch, Chain, Fallback, Fixed, Frugal, Trie
 from helpers import VARIANTS, VOCAB, Variant, sibling, speculator, target
 
 FAMILIES = {
@@ -117,13 +117,14 @@ def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
 
 def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
     method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
+    assert isinstance(method.tree, Fallback)
     assert method.tree.guess == Beam(7, 10, 60) and method.tree.frugal.budget == 9
     with pytest.raises(ValueError, match="hybrid_model, which drafts with eagle3 here, does not read 'exit_layer'"):
         build("hybrid_model", context("eagle3"), {"exit_layer": 1})
     with pytest.raises(ValueError, match="hybrid_model, which has a draft model here, does not read 'eagle_topk'"):
         build("hybrid_model", context(drafts=1), {"eagle_topk": 1})
-    early = build("hybrid_model", context(), {"exit_layer": 1, "num_speculative_tokens": 2})
-    assert early.tree.guess == Chain(2, draw=False, confidence=0.4)
+    early = build("hybrid_model", context(), {"exit_layer": 1, "num_speculative_tokens": 2}).tree
+    assert isinstance(early, Fallback) and early.guess == Chain(2, draw=False, confidence=0.4)
 
 
 def test_schedules_and_drawn_trees() -> None:

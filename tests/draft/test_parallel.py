@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from foretell.catalogue.parts import BuildContext
 
 from foretell.accept import Match, Rejection
 from foretell.bench.contender import Watched
+from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.draft import Hybrid, Nothing, ParallelSampling, Predictor, Recycling
 from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings

@@ -315,12 +315,15 @@ class GaussSeidelJacobiOptions(JacobiOptions):
     max_window_size: WindowSize = 3
 
 
+VectorCount = Annotated[
+    int | None, Field(ge=0, le=256, description="Most tokens drafted per pass. Unset: one for each learned vector.")
+]
+
+
 class PassOptions(DraftModelOptions):
     """Look-ahead embeddings."""
 
-    num_speculative_tokens: Annotated[  # type: ignore[assignment]
-        int | None, Field(ge=0, le=256, description="Most tokens drafted per pass. Unset: one for each learned vector.")
-    ] = None
+    num_speculative_tokens: VectorCount = None  # type: ignore[assignment]
     look_ahead_groups: Annotated[
         int,
         Field(

@@ -75,7 +75,7 @@ def methods(names: Sequence[str] | None, accept: float | None, file: Path | None
                 chosen[method.name] = with_acceptance(method, measured, "measured")
     except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(
-            f'{file} is no acceptance profile ({error!r}); expected {{"eagle-2": {{"ranks": [0.7, 0.1]}}}}'
+            f'{file} is no acceptance profile ({error!r}); expected {{"eagle2": {{"ranks": [0.7, 0.1]}}}}'
         ) from None
     return chosen
 
