@@ -11,6 +11,7 @@ from foretell.bench.contender import Spec
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions
 from foretell.catalogue.registry import find
+from foretell.config import SpeculativeConfig
 from foretell.draft import DraftModel
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Adaptive, Beam, Branch, Chain, Fallback, Fixed, Frugal, Trie
@@ -82,6 +83,14 @@ def test_bad_options_are_named_in_one_sentence() -> None:
             find(method).read(values)
     with pytest.raises(ValueError, match="two criteria; give one of them"):
         find("blockwise_lossy").read({"accept_top_k": 2, "accept_distance": 1})
+
+
+def test_any_key_of_the_json_is_an_option() -> None:
+    config = SpeculativeConfig.parse('{"method": "pld", "model": "a", "self": 1, "num_speculative_tokens": 3}')
+    assert (config.method, config.model) == ("pld", "a")
+    assert config.options == {"self": 1, "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match="speculative config, method: must be a string, found 3"):
+        SpeculativeConfig.parse('{"method": 3}')
 
 
 def test_names_of_other_engines_are_aliases() -> None:

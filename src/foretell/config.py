@@ -10,7 +10,7 @@ class SpeculativeConfig:
     The method's entry in the catalogue says which options it reads and validates them: see `Entry.read`.
     """
 
-    def __init__(self, method: str | None = None, model: str | None = None, **options: object) -> None:
+    def __init__(self, /, method: str | None = None, model: str | None = None, **options: object) -> None:
         self.method, self.model = method, model
         self.options: Mapping[str, object] = options
 
