@@ -78,6 +78,8 @@ def test_bad_options_are_named_in_one_sentence() -> None:
         ("medusa", {"speculative_tree": [[0]], "num_draft_tokens": 4}),
         ("eagle2", {"acceptance": [0.5], "confidence_threshold": 0.1}),
         ("blockwise", {"num_speculative_tokens": 2, "num_draft_tokens": 4}),
+        ("eagle3", {"draft_sample_method": "probabilistic", "confidence_threshold": 0.1}),
+        ("mlp_speculator", {"draft_sample_method": "probabilistic", "eagle_topk": 3}),
     ):
         with pytest.raises(ValueError, match=rf"{method}: .* so \w+ would not be read: leave that out"):
             find(method).read(values)

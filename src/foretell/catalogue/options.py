@@ -6,7 +6,7 @@ Options have the names of vLLM's `speculative_config` where it has them, else th
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -539,15 +539,24 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
     confidence_threshold: NodeConfidence = 0.07
     draft_sample_method: DrawnTree = "greedy"
 
+    _of_drawn_chains: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
+    """What is read of a drawn chain and not of a drawn tree."""
+
     @model_validator(mode="after")
     def _fixed_or_dynamic(self) -> Self:
         if self.acceptance is not None:
             self._refuse("acceptance asks for a fixed tree", "eagle_topk", "confidence_threshold")
+        elif self.draft_sample_method == "probabilistic" and self.eagle_topk != 1:
+            self._refuse(
+                "only a chain (eagle_topk 1) or a fixed tree can be drawn", "eagle_topk", *self._of_drawn_chains
+            )
         return self
 
 
 class MLPSpeculatorOptions(FeatureTreeOptions):
-    """A tree of a multi-stage speculator."""
+    """A tree of a multi-stage speculator; without a fixed one, a chain is drawn."""
+
+    _of_drawn_chains = ()
 
     num_steps: Annotated[
         int | None,
