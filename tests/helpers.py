@@ -16,11 +16,8 @@ import torch
 from scipy.stats import chisquare
 
 from foretell.accept import Block, Match, Rejection, Typical
-from foretell.catalogue import BUILT_IN, Entry, Parts
-from foretell.catalogue.drafts import drafter_of
-from foretell.catalogue.parallel import look_ahead_embeddings
-from foretell.catalogue.trained import ends_of, target_card
-from foretell.config import SpeculativeConfig
+from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
+from foretell.catalogue.speculators import draft_predictor, embedding_and_head, target_card
 from foretell.context import Context, Step, Text
 from foretell.draft import DraftModel, Lookup, Mix, Predictor
 from foretell.draft.network import NETWORKS
@@ -77,13 +74,13 @@ def sibling(vocab: int = VOCAB) -> Decoder:
 def speculator(kind: str, vocab: int = VOCAB) -> Path:
     """Directory of a speculator with random weights for the tiny target; it drafts three quarters of the vocabulary."""
     config_type, network_type = NETWORKS[kind]
-    card = target_card(Parts(vocab, target(vocab)))
+    card = target_card(BuildContext(vocab, target(vocab)))
     kept = random_tokens(10 * vocab, vocab, seed=3)
     tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
     config = config_type.model_validate({"target": card, "draft_vocab": len(tokens), **SPECULATORS[kind]})
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        network = network_type(config, ends_of(Parts(vocab, target(vocab))))
+        network = network_type(config, embedding_and_head(BuildContext(vocab, target(vocab))))
         network.choose(tokens)
         for parameter in network.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -111,7 +108,7 @@ def _of_catalogue(entry: Entry) -> Variant:
             : 2 if entry.name == "specinfer" else 1
         ]
         references = (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9)))
-        parts = Parts(
+        parts = BuildContext(
             vocab,
             target(vocab),
             drafts,
@@ -120,7 +117,7 @@ def _of_catalogue(entry: Entry) -> Variant:
             draft_codecs=(letter_codec(vocab, 2),),
             speculators=(speculator(entry.speculator, vocab),) if entry.speculator else (),
         )
-        return entry.build(parts, SpeculativeConfig())
+        return entry.build(parts)
 
     return Variant(entry.name, make, entry.lossless, entry.same_seed)
 
@@ -132,8 +129,8 @@ def small_model(vocab: int) -> DraftModel:
 
 def looking_ahead(vocab: int, groups: int) -> AnyMethod:
     """PaSS with so many groups of vectors per pass."""
-    parts = Parts(vocab, target(vocab), speculators=(speculator("pass", vocab),))
-    return look_ahead_embeddings(parts, SpeculativeConfig(look_ahead_groups=groups))
+    parts = BuildContext(vocab, target(vocab), speculators=(speculator("pass", vocab),))
+    return build("pass", parts, {"look_ahead_groups": groups})
 
 
 def good_model(vocab: int) -> DraftModel:
@@ -143,7 +140,7 @@ def good_model(vocab: int) -> DraftModel:
 
 def trained_model(vocab: int) -> Predictor:
     """A drafter with random weights, over three quarters of the vocabulary."""
-    return drafter_of(Parts(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
+    return draft_predictor(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
 
 
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))

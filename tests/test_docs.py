@@ -1,10 +1,12 @@
 """What the documents say works."""
 
+import importlib.util
 import re
 from pathlib import Path
 
-from foretell.catalogue import Entry, Parts
-from foretell.config import SpeculativeConfig
+import pytest
+
+from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
 from foretell.engine import Engine, Request
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
@@ -27,13 +29,11 @@ def test_the_drafter_of_the_design_page_is_lossless() -> None:
     decoder, entry = tiny_decoder(), _example()
 
     def generate(method: str) -> tuple[list[int], float]:
-        made = (entry if method == entry.name else plain).build(Parts(TINY.vocab, decoder), SpeculativeConfig())
+        made = (entry if method == entry.name else plain).build(BuildContext(TINY.vocab, decoder))
         engine = Engine(DecoderRunner(decoder), made)
         number = engine.submit(Request([1, 2, 3, 1, 2], max_new_tokens=60))
         tokens = [t for update in engine.run() for t in update.tokens]
         return tokens, engine.statistics[number].tokens_per_pass
-
-    from foretell.catalogue import find
 
     plain = find("autoregressive")
     expected, _ = generate("autoregressive")
@@ -42,18 +42,19 @@ def test_the_drafter_of_the_design_page_is_lossless() -> None:
     assert tokens_per_pass > 1
 
 
+@pytest.mark.parametrize("path", ["README.md", "docs/methods.md"])
+def test_what_the_catalogue_says_of_methods_is_generated(path: str) -> None:
+    spec = importlib.util.spec_from_file_location("readme_commands", ROOT / "tools" / "readme_commands.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert tool.generate(text) == text, "run: python tools/readme_commands.py --write"
+
+
 def test_every_method_has_its_section() -> None:
-    from foretell.catalogue import BUILT_IN
-
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    sections = set(re.findall(r"^## (.+)$", text, re.MULTILINE))
-    missing = [e.name for e in BUILT_IN if not any(e.name in s.replace("`", "").split() for s in sections)]
-    assert not missing, f"docs/methods.md has no section for {missing}"
-
-
-def test_the_readme_lists_the_catalogue() -> None:
-    from foretell.catalogue import BUILT_IN
-
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.split("<!-- table: methods -->")[1].split("<!-- end -->")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [e.name for e in BUILT_IN]
+    sections = re.findall(r"^## (.+)\n\n<!-- method: (\w+) -->$", text, re.MULTILINE)
+    assert sections == [(e.name, e.name) for e in BUILT_IN]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- table: methods -->" in readme

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretell.catalogue import Parts, build, drafts
-from foretell.catalogue.drafts import drafter_of, find_small, small_models
+from foretell.catalogue import BuildContext, build, speculators
+from foretell.catalogue.speculators import draft_models, draft_predictor, find_draft_models
 from foretell.draft import DraftModel, Heads, Hybrid, Mix
 from foretell.engine import Request
 from foretell.model.compress import Change
@@ -17,14 +17,14 @@ from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 
 
-def parts(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> Parts:
-    return Parts(VOCAB, target(), drafts, speculators=tuple(speculator(k) for k in kinds))
+def parts(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> BuildContext:
+    return BuildContext(VOCAB, target(), drafts, speculators=tuple(speculator(k) for k in kinds))
 
 
 def test_a_trained_draft_is_a_small_model_over_its_own_tokens() -> None:
-    (runner,) = small_models(parts("draft_model"))
+    (runner,) = draft_models(parts("draft_model"))
     assert isinstance(runner, DecoderRunner) and isinstance(runner.network, Reduced) and runner.vocab == VOCAB
-    assert isinstance(drafter_of(parts("draft_model")), DraftModel)
+    assert isinstance(draft_predictor(parts("draft_model")), DraftModel)
 
 
 def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() -> None:
@@ -58,15 +58,15 @@ class Checkpoint(Source):
 
 def test_the_installed_draft_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Checkpoint(target().config, RandomWeights(), torch.device("cpu"))
-    asked = Parts(VOCAB, target(), source=source)
-    assert find_small(asked) == () and target().config.hidden == TINY.hidden
+    asked = BuildContext(VOCAB, target(), source=source)
+    assert find_draft_models(asked) == () and target().config.hidden == TINY.hidden
 
     def installed(kind: str, fingerprint: str) -> Path | None:
         return speculator(kind) if fingerprint == source.fingerprint() else None
 
-    monkeypatch.setattr(drafts, "find_installed", installed)
-    assert len(find_small(asked)) == 1
+    monkeypatch.setattr(speculators, "find_installed", installed)
+    assert len(find_draft_models(asked)) == 1
     hybrid = build("hybrid_model", asked).draft
     assert isinstance(hybrid, Hybrid)
-    named = Parts(VOCAB, target(), (DecoderRunner(sibling()),), source=source)
-    assert find_small(named) == named.drafts
+    named = BuildContext(VOCAB, target(), (DecoderRunner(sibling()),), source=source)
+    assert find_draft_models(named) == named.drafts

@@ -11,7 +11,7 @@ import torch
 
 from command import foretell, refused, tiny
 from foretell.accept import Match
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.config import SpeculativeConfig
 from foretell.draft import DraftModel
 from foretell.engine import Engine, Request
@@ -97,7 +97,7 @@ def test_a_search_by_time_runs(tmp_path: Path) -> None:
 def test_the_method_uses_the_file(tmp_path: Path) -> None:
     out = tmp_path / "skip.json"
     SkipFile("m", 3, "counts", "w", (SkipTrial((0, 2), (1,), 2.0), SkipTrial((), (), 1.0))).save(out)
-    method = build("self_speculative", Parts(VOCAB, model()), SpeculativeConfig(skip_set=str(out)))
+    method = build("self_speculative", BuildContext(VOCAB, model()), SpeculativeConfig(skip_set=str(out)))
     network = method.draft.runner.network
     assert network.skip == Skip(frozenset({0, 2}), frozenset({1}))
 

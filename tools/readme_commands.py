@@ -1,25 +1,32 @@
-"""Keeps the README true: runs its commands, and holds its table of methods against the catalogue (`--write` renews the table)."""
+"""Keeps the documents true: runs the README's commands, and holds its table of methods and the generated parts of docs/methods.md against the
+catalogue (`--write` renews them)."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from foretell.catalogue import catalogue, find
+from foretell.cli.methods import markdown_section, markdown_table
+
 README = Path(__file__).parent.parent / "README.md"
-TABLE = re.compile(r"(<!-- table: methods -->\n).*?(<!-- end -->)", re.DOTALL)
+METHODS = README.parent / "docs" / "methods.md"
+GENERATED = re.compile(r"(<!-- (table|method): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"<!-- run: (\w+) -->\n```\w*\n(.*?)```", re.DOTALL)
 
 
 def main() -> None:
     """Check everything; exit 1 with a sentence where something does not hold."""
-    text = README.read_text(encoding="utf-8")
-    table = run([sys.executable, "-m", "foretell", "methods", "--markdown"])
-    renewed = TABLE.sub(lambda m: m[1] + "\n" + table.strip() + "\n\n" + m[2], text)
+    for path in (README, METHODS):
+        text = path.read_text(encoding="utf-8")
+        renewed = generate(text)
+        if "--write" in sys.argv:
+            path.write_text(renewed, encoding="utf-8")
+        elif renewed != text:
+            sys.exit(f"{path.name}: not what the catalogue says; run: python tools/readme_commands.py --write")
     if "--write" in sys.argv:
-        README.write_text(renewed, encoding="utf-8")
         return
-    if renewed != text:
-        sys.exit("README.md: the table of methods is not the catalogue's; run: python tools/readme_commands.py --write")
+    text = README.read_text(encoding="utf-8")
     for kind, body in BLOCK.findall(text):
         if kind == "python":
             run([sys.executable, "-c", body])
@@ -28,6 +35,16 @@ def main() -> None:
                 print("$", line, flush=True)
                 command = line.replace("foretell ", f"{sys.executable} -m foretell ", 1)
                 run(["bash", "-o", "pipefail", "-c", command])
+
+
+def generate(text: str) -> str:
+    """A document with its generated parts renewed: the table of methods, and what the catalogue says of single ones."""
+
+    def renewed(m: re.Match[str]) -> str:
+        lines = markdown_table(catalogue().values()) if m[2] == "table" else markdown_section(find(m[3]))
+        return m[1] + "\n" + "\n".join(lines) + "\n\n" + m[4]
+
+    return GENERATED.sub(renewed, text)
 
 
 def run(command: list[str]) -> str:

@@ -1,12 +1,12 @@
 """What users hold: a model that generates with any method, and what it generated."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from foretell.catalogue import Parts, build
-from foretell.catalogue.trained import read, trained
+from foretell.catalogue import BuildContext, build
+from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.config import SpeculativeConfig
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator
@@ -105,20 +105,21 @@ class Model:
     def method(
         self,
         name: str = "autoregressive",
-        config: SpeculativeConfig | None = None,
+        config: SpeculativeConfig | Mapping[str, object] | None = None,
         *,
         drafts: "Sequence[Model | Path]" = (),
         references: Sequence[str] = (),
     ) -> AnyMethod:
         """A method of the catalogue for this model, with fresh memory.
 
+        `config`: the method's options by name; `foretell methods NAME` lists them.
         `drafts`: draft models, and directories of trained speculators; methods that need one of these take the one installed
         for this model where none is named. `references`: texts that may be copied from.
 
         Raises:
-            ValueError: unknown name, or a part that the method needs is missing or does not fit.
+            ValueError: unknown name, an option that the method does not read, or a part that it needs is missing or does not fit.
         """
-        return build(name, self._parts(drafts, references), config)
+        return build(name, self._build_context(drafts, references), config)
 
     def speculator(self, what: str | Path) -> Speculator:
         """A trained speculator for this model: the directory it lies in, or the kind of an installed one.
@@ -126,16 +127,16 @@ class Model:
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.
         """
-        parts = self._parts()
+        context = self._build_context()
         if Path(what).is_dir():
-            return read(parts, Path(what))
+            return read_speculator(context, Path(what))
         if what not in NETWORKS:
             raise unknown("speculator", str(what), NETWORKS)
-        return trained(parts, str(what))
+        return trained_speculator(context, str(what))
 
-    def _parts(self, drafts: "Sequence[Model | Path]" = (), references: Sequence[str] = ()) -> Parts:
+    def _build_context(self, drafts: "Sequence[Model | Path]" = (), references: Sequence[str] = ()) -> BuildContext:
         models = [d for d in drafts if isinstance(d, Model)]
-        return Parts(
+        return BuildContext(
             vocab=self.config.vocab,
             network=self._network,
             drafts=tuple(d.runner() for d in models),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from foretell.accept import Match
+from foretell.catalogue.options import SelfSpeculativeOptions
 from foretell.draft import DraftModel, Nothing
 from foretell.engine import Engine, Request
 from foretell.method import AnyMethod, Method
@@ -31,8 +32,8 @@ Objective = Literal["counts", "time"]
 class Drafting:
     """How far a draft goes: `length` tokens, or up to one that the drafter gives less than `confidence`."""
 
-    length: int = 8
-    confidence: float = 0.8
+    length: int = SelfSpeculativeOptions().num_speculative_tokens
+    confidence: float = SelfSpeculativeOptions().confidence_threshold
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.cli.datastore import app
 from foretell.config import SpeculativeConfig
 from foretell.draft import Rest
@@ -35,10 +35,10 @@ def test_builds_what_rest_opens(tmp_path: Path) -> None:
     assert "3 documents, 11 tokens" in said and "tokenizer of any" in said
     assert call("show", tmp_path / "store") == said
     config = SpeculativeConfig(datastore=str(tmp_path / "store"))
-    draft = build("rest", Parts(4, None, codec=CODEC), config).draft
+    draft = build("rest", BuildContext(4, None, codec=CODEC), config).draft
     assert isinstance(draft, Rest) and len(draft.store) == 11
     with pytest.raises(ValueError, match="not the target's"):
-        build("rest", Parts(4, None, codec=words("c")), config)
+        build("rest", BuildContext(4, None, codec=words("c")), config)
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -50,5 +50,5 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no datastore here"):
         call("show", tmp_path)
     with pytest.raises(ValueError, match="build one with"):
-        build("rest", Parts(4, None))
+        build("rest", BuildContext(4, None))
     assert not (tmp_path / "store").exists()

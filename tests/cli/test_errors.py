@@ -86,10 +86,18 @@ def test_numbers_out_of_range() -> None:
 
 
 def test_speculative_config() -> None:
+    assert "sets num_steps and names no method" in asked("--speculative-config", '{"num_steps": 3}')
+    assert "method specinfer does not read 'num_steps'; it reads: num_draft_tokens" in asked(
+        "--method", "specinfer", "--speculative-config", '{"num_steps": 3}'
+    )
     assert "not valid JSON" in asked("--speculative-config", "{method: ngram}")
     assert "a JSON object was expected" in asked("--speculative-config", "[]")
-    assert "did you mean 'num_speculative_tokens'" in asked("--speculative-config", '{"num_speculativ_tokens": 3}')
-    assert "num_speculative_tokens" in asked("--speculative-config", '{"num_speculative_tokens": -3}')
+    assert "did you mean 'num_speculative_tokens'" in asked(
+        "--method", "ngram", "--speculative-config", '{"num_speculativ_tokens": 3}'
+    )
+    assert "num_speculative_tokens" in asked(
+        "--method", "ngram", "--speculative-config", '{"num_speculative_tokens": -3}'
+    )
     assert "give one of them" in asked("--speculative-config", '{"method": "ngram"}', "--method", "suffix")
     assert "give one of them" in asked("--speculative-config", '{"model": "a"}', "--draft-model", "b")
 

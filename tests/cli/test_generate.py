@@ -176,10 +176,24 @@ def test_methods_shows_the_whole_catalogue() -> None:
     entries = catalogue()
     found = json.loads(foretell("methods", "--json").stdout)
     assert [e["name"] for e in found] == list(entries)
-    assert set(found[0]) >= {"name", "draft", "tree", "accept", "lossless", "same_seed", "needs", "training", "paper"}
+    assert set(found[0]) >= {"name", "family", "draft", "tree", "accept", "lossless", "same_seed", "needs", "training"}
     assert all(name in foretell("methods").stdout for name in entries)
     lines = foretell("methods", "--markdown").stdout.strip().splitlines()
     assert len(lines) == len(entries) + 2 and len({line.count("|") for line in lines}) == 1
+
+
+def test_methods_explains_one_method() -> None:
+    entry = catalogue()["eagle3"]
+    shown = " ".join(foretell("methods", "eagle3").stdout.split())
+    for fact in (entry.description, entry.pays, "arXiv 2503.01840", "num_draft_tokens = 12", "eagle_topk = unset"):
+        assert fact in shown
+    found = json.loads(foretell("methods", "eagle3", "--json").stdout)
+    assert found["papers"][0]["arxiv"] == "2503.01840"
+    assert {"num_draft_tokens": 12, "confidence_threshold": 0.07}.items() <= {
+        o["name"]: o["default"] for o in found["options"]
+    }.items()
+    assert foretell("methods", "pld", "--json").stdout == foretell("methods", "ngram", "--json").stdout
+    assert "did you mean 'eagle3'" in foretell("methods", "eagel3").stderr
 
 
 def test_version_and_help() -> None:

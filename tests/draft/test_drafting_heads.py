@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_tree
-from foretell.catalogue.trained import trained
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.options import MedusaOptions
+from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import Heads
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import TargetCard
@@ -42,7 +42,7 @@ PROMPT = random_tokens(11, seed=4)
 
 
 def network(kind: str) -> HeadsNetwork:
-    found = trained(Parts(VOCAB, target(), speculators=(speculator(kind),)), kind)
+    found = trained_speculator(BuildContext(VOCAB, target(), speculators=(speculator(kind),)), kind)
     assert isinstance(found, HeadsNetwork)
     return found
 
@@ -118,15 +118,15 @@ def test_no_draft_is_deeper_than_there_are_heads(shape: object) -> None:
 
 
 def test_a_tree_of_the_root_alone_is_plain_decoding() -> None:
-    parts = Parts(VOCAB, target(), speculators=(speculator("medusa"),))
-    engine = engine_for(build("medusa", parts, SpeculativeConfig(speculative_tree=[])))
+    parts = BuildContext(VOCAB, target(), speculators=(speculator("medusa"),))
+    engine = engine_for(build("medusa", parts, {"speculative_tree": []}))
     run(engine, [Request(PROMPT, max_new_tokens=15)])
     (statistics,) = engine.statistics.values()
     assert (statistics.drafted, statistics.target_passes) == (0, 15)
 
 
 def test_typical_acceptance_of_heads_is_greedy_at_temperature_zero() -> None:
-    parts = Parts(VOCAB, target(), speculators=(speculator("medusa"),))
+    parts = BuildContext(VOCAB, target(), speculators=(speculator("medusa"),))
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=20) for n in (3, 9)]
     assert generate(build("medusa_lossy", parts), requests) == [naive(target(), r) for r in requests]
 
@@ -136,20 +136,20 @@ def test_the_earned_tree_is_the_default_and_can_be_replaced() -> None:
     paths = ((0,), (0, 0), (1,), (0, 0, 0), (1, 0), (2,))
     heads.earn(paths, (0.6, 0.4, 0.2, 0.2, 0.1, 0.05))
     assert list(heads.paths) == list(paths)
-    assert set(heads_tree(heads, SpeculativeConfig()).choices) == set(paths)
-    assert set(heads_tree(heads, SpeculativeConfig(num_draft_tokens=3)).choices) == set(paths[:3])
-    assert heads_tree(heads, SpeculativeConfig(speculative_tree=[[0], [3]])).choices == ((0,), (3,))
-    flat = heads_tree(heads, SpeculativeConfig(acceptance=[0.2, 0.1], num_draft_tokens=2))
+    assert set(heads_tree(heads, MedusaOptions()).choices) == set(paths)
+    assert set(heads_tree(heads, MedusaOptions(num_draft_tokens=3)).choices) == set(paths[:3])
+    assert heads_tree(heads, MedusaOptions(speculative_tree=[[0], [3]])).choices == ((0,), (3,))
+    flat = heads_tree(heads, MedusaOptions(acceptance=[0.2, 0.1], num_draft_tokens=2))
     assert flat.choices == ((0,), (1,))
     heads.earn((), ())
     assert not heads.paths
-    assert max(map(len, heads_tree(heads, SpeculativeConfig()).choices)) <= heads.heads
+    assert max(map(len, heads_tree(heads, MedusaOptions()).choices)) <= heads.heads
 
 
 def test_blockwise_heads_draft_for_the_lossy_method_where_they_are_named() -> None:
-    parts = Parts(VOCAB, target(), speculators=(speculator("blockwise"),))
+    parts = BuildContext(VOCAB, target(), speculators=(speculator("blockwise"),))
     assert isinstance(build("blockwise_lossy", parts).draft, Heads)
-    exact = build("blockwise_lossy", parts, SpeculativeConfig(accept_top_k=1))
+    exact = build("blockwise_lossy", parts, {"accept_top_k": 1})
     request = Request(PROMPT, Sampling(), 20)
     assert generate(exact, [request]) == [naive(target(), request)]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue import Parts
-from foretell.catalogue.trained import ends_of, target_card
+from foretell.catalogue import BuildContext
+from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.context import Step
 from foretell.divergence import forward_kl
 from foretell.draft import DraftModel, Online
@@ -42,9 +42,9 @@ TARGET = varied_target()
 
 def network() -> DraftNetwork:
     """One block of the target, unsettled so that it is often wrong."""
-    parts = Parts(VOCAB, TARGET)
+    parts = BuildContext(VOCAB, TARGET)
     config = DraftModelConfig(target=target_card(parts), draft_vocab=len(KEPT), model=replace(TARGET.config, layers=1))
-    draft = DraftNetwork(config, ends_of(parts))
+    draft = DraftNetwork(config, embedding_and_head(parts))
     draft.choose(KEPT)
     draft.start_from(TARGET, (0,))
     with torch.random.fork_rng():

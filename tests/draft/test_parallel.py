@@ -10,8 +10,8 @@ import torch
 
 from foretell.accept import Match, Rejection
 from foretell.bench.contender import Watched
-from foretell.catalogue.parts import Parts
-from foretell.catalogue.trained import ends_of, target_card
+from foretell.catalogue import BuildContext
+from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.draft import Hybrid, Nothing, ParallelSampling, Predictor, Recycling
 from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.engine import Engine, Request
@@ -48,8 +48,8 @@ every_number_of_groups = pytest.mark.parametrize("groups", [None, 0, 1, 3])
 
 def vectors_for(network: Decoder, ahead: int = 3, seed: int = 0) -> LookAheadEmbeddings:
     """Random look-ahead embeddings."""
-    parts = Parts(network.config.vocab, network)
-    out = LookAheadEmbeddings(LookAheadConfig(target=target_card(parts), ahead=ahead), ends_of(parts))
+    parts = BuildContext(network.config.vocab, network)
+    out = LookAheadEmbeddings(LookAheadConfig(target=target_card(parts), ahead=ahead), embedding_and_head(parts))
     out.vectors.data = torch.randn(out.vectors.shape, generator=torch.Generator().manual_seed(seed))
     return out.requires_grad_(False)
 

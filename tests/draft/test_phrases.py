@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.context import Context, Step
 from foretell.draft import PhraseRetrieval, Suffix, Together
 from foretell.draft.phrases import Phrases, encode
@@ -135,4 +135,4 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one phrase"):
         PhraseRetrieval(TAP, copy=0)
     with pytest.raises(ValueError, match="hidden states"):
-        build("phrases", Parts(VOCAB, None))
+        build("phrases", BuildContext(VOCAB, None))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.catalogue.stages import stages_method
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.feature_level import stages_method
+from foretell.catalogue.options import MLPSpeculatorOptions
 from foretell.draft import Stages
 from foretell.draft.base import Predictor
 from foretell.draft.network.base import TargetCard
@@ -193,7 +193,7 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
     for values in ({"num_steps": 4}, {"speculative_tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
                    {"draft_sample_method": "probabilistic", "num_speculative_tokens": 4}):  # fmt: skip
         with pytest.raises(ValueError, match="3 stages and drafts no deeper, and 4 were asked for"):
-            stages_method(network, SpeculativeConfig.read(dict(values)))
+            stages_method(network, MLPSpeculatorOptions.read("mlp_speculator", dict(values)))
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from foretell.accept import Match
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.context import Text
 from foretell.draft import DraftModel, Translated
 from foretell.draft.translate import Mirror, after, aligned
@@ -119,13 +119,13 @@ def test_texts_are_the_targets_in_any_company(temperature: float, confidence: fl
         )
         return Method(draft, Trie(10), Match())
 
-    plain = generate(build("autoregressive", Parts(VOCAB, target())), requests)
+    plain = generate(build("autoregressive", BuildContext(VOCAB, target())), requests)
     assert generate(method(), requests) == plain
     assert generate(method(), requests, rows=1, chunk=512) == plain
 
 
 def test_both_tokenizers_are_needed() -> None:
     with pytest.raises(ValueError, match="one draft model with its tokenizer"):
-        build("universal_draft", Parts(VOCAB, target(), drafts=(DecoderRunner(sibling()),)))
+        build("universal_draft", BuildContext(VOCAB, target(), drafts=(DecoderRunner(sibling()),)))
     with pytest.raises(ValueError, match="length and lookbehind of at least 1"):
         Translated(DraftModel(DecoderRunner(sibling())), pairs(), pairs(), length=0)

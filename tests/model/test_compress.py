@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretell.catalogue import Parts, find
-from foretell.config import SpeculativeConfig
+from foretell.catalogue import BuildContext, find
 from foretell.engine import Engine, Request
 from foretell.model.compress import pruned, quantized, rounded, sparse
 from foretell.model.decoder import Block, Decoder
@@ -29,7 +28,7 @@ def acceptance(method: str, values: dict[str, object]) -> float:
     chain = {"num_speculative_tokens": 1, "confidence_threshold": 0.0}
     engine = Engine(
         DecoderRunner(target),
-        find(method).build(Parts(VOCAB, target), SpeculativeConfig.read({**values, **chain})),
+        find(method).build(BuildContext(VOCAB, target), {**values, **chain}),
     )
     run(engine, [Request(random_tokens(9, seed=i), max_new_tokens=40) for i in range(5)])
     counts = engine.statistics.values()

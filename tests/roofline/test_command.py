@@ -6,6 +6,7 @@ import io
 import json
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from foretell.roofline.describe import describe, find
 from foretell.roofline.figures import FIGURES, figure
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import devices, from_table, read_file
-from foretell.roofline.speculate import method
+from foretell.roofline.speculate import method, not_runnable, priced
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_every_way_to_print() -> None:
     whole = json.loads(ran("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
     rows = list(csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--csv"))))
     assert sum(float(r["seconds"]) * float(r["count"]) for r in rows) == pytest.approx(whole["total"]["seconds"])
-    assert "eagle-3" in ran("plan", "llama-3-8b") and "pays at batch" in ran(
+    assert "eagle3" in ran("plan", "llama-3-8b") and "pays at batch" in ran(
         "plan", "llama-3-8b", "--curve", "--method", "medusa"
     )
     assert len(json.loads(ran("table1", "--json"))) == 24
@@ -90,6 +91,9 @@ def test_ten_thousand_settings_in_under_five_seconds() -> None:
         (["analyze", "llama-2-70b"], "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB"),
         (["analyze", "nowhere/config.json"], "there is no file"),
         (["plan", "llama-3-8b", "--method", "eagel"], "did you mean eagle"),
+        (["plan", "llama-3-8b", "--method", "Draft-Model"], "no method called 'Draft-Model'; its name is draft_model"),
+        (["plan", "llama-3-8b", "--method", "eagle-3"], "its name is eagle3"),
+        (["plan", "llama-3-8b", "--method", "ngram-copying"], "its name is ngram"),
         (["plan", "llama-3-8b", "--accept", "1.2"], "between 0 and 1"),
         (["plan", "llama-3-8b", "--nodes", "0"], "at least one node"),
         (["plan", "gpt-j-6b", "--method", "sequoia", "--curve"], "name one with --draft"),
@@ -251,9 +255,11 @@ def test_calibration_finds_the_machine_it_is_given(tmp_path: Path) -> None:
         fit(samples[:3])
 
 
-def test_every_method_of_the_catalogue_is_priced() -> None:
+def test_the_analyzer_prices_the_methods_of_the_catalogue_by_their_names() -> None:
     from foretell.catalogue import catalogue as runnable
 
-    for name in set(runnable()) - {"autoregressive"}:
-        assert method(name).title, name
-    assert method("block_verification").name == "draft-model"
+    assert set(priced()) - not_runnable() == set(runnable()) - {"autoregressive"}
+    assert not_runnable() == {"nested_draft"}
+    assert method("block_verification") == replace(method("draft_model"), name="block_verification")
+    rows = json.loads(ran("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
+    assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]

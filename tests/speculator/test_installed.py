@@ -10,8 +10,8 @@ import torch
 from toy import TARGET, TinySource, Toy, ToyConfig, card_of
 
 from command import foretell
-from foretell.catalogue import Parts
-from foretell.catalogue.trained import trained
+from foretell.catalogue import BuildContext
+from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import network
 from foretell.speculator import is_speculator
 from foretell.speculator.checkpoint import save
@@ -32,8 +32,10 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def parts(source: TinySource | None, folder: Path | None = None) -> Parts:
-    return Parts(vocab=TINY.vocab, network=TARGET, source=source, speculators=() if folder is None else (folder,))
+def parts(source: TinySource | None, folder: Path | None = None) -> BuildContext:
+    return BuildContext(
+        vocab=TINY.vocab, network=TARGET, source=source, speculators=() if folder is None else (folder,)
+    )
 
 
 def write(folder: Path, source: TinySource, fingerprint: str | None = None) -> Path:
@@ -47,13 +49,13 @@ def test_the_named_one_is_read_in_the_dtype_of_the_target(tmp_path: Path) -> Non
     folder = write(tmp_path / "a", source)
     assert is_speculator(folder)
     for dtype in (torch.float32, torch.bfloat16):
-        found = trained(parts(TinySource(dtype=dtype), folder), "toy")
+        found = trained_speculator(parts(TinySource(dtype=dtype), folder), "toy")
         assert found.dtype == dtype == found.embed(torch.tensor([1])).dtype
         assert not any(p.requires_grad for p in found.parameters()) and not found.training
 
 
 def test_a_plain_decoder_lends_its_own_ends(tmp_path: Path) -> None:
-    found = trained(parts(None, write(tmp_path / "a", TinySource())), "toy")
+    found = trained_speculator(parts(None, write(tmp_path / "a", TinySource())), "toy")
     assert torch.equal(found.embed(torch.tensor([3]))[0], TARGET.embedding[3])
 
 
@@ -85,7 +87,7 @@ def test_an_installed_one_is_found_by_kind_and_fingerprint(site: Path) -> None:
     assert find_installed("toy", source.fingerprint()) == folder
     assert find_installed("medusa", source.fingerprint()) is None
     assert [s.target for s in installed().speculators if s.kind == "toy"] == ["other", "tiny"]
-    assert trained(parts(source), "toy").card.fingerprint == source.fingerprint()
+    assert trained_speculator(parts(source), "toy").card.fingerprint == source.fingerprint()
 
 
 def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None:
@@ -113,7 +115,7 @@ def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None
     for problem, reason in zip(installed().problems, reasons, strict=True):
         assert re.fullmatch(f"the speculators of the package {reason}.*; upgrade or remove it", problem)
     with pytest.raises(ValueError, match=r"no medusa speculator is installed .* package a_missing cannot be used"):
-        trained(parts(TinySource()), "medusa")
+        trained_speculator(parts(TinySource()), "medusa")
 
 
 def test_without_any_the_sentence_says_how_to_get_one() -> None:
@@ -121,7 +123,7 @@ def test_without_any_the_sentence_says_how_to_get_one() -> None:
         ValueError,
         match=r"no toy speculator is installed .*; train one with `foretell train toy`, .* --draft-model DIR",
     ):
-        trained(parts(TinySource()), "toy")
+        trained_speculator(parts(TinySource()), "toy")
 
 
 def test_the_sentence_names_the_package_where_it_holds_such_a_speculator() -> None:
@@ -144,22 +146,22 @@ def test_one_for_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"another model \(tiny: 2 layers, width 24, 7 tokens.* has 2 layers, width 16, 7 tokens"
     ):
-        trained(parts(TinySource(), sizes), "toy")
+        trained_speculator(parts(TinySource(), sizes), "toy")
     seeds = write(tmp_path / "seeds", TinySource(seed=3))
     with pytest.raises(
         ValueError, match=rf"fingerprint {TinySource(seed=3).fingerprint()}.*{TinySource().fingerprint()}"
     ):
-        trained(parts(TinySource(), seeds), "toy")
+        trained_speculator(parts(TinySource(), seeds), "toy")
     anonymous = write(tmp_path / "anonymous", TinySource(seed=3), fingerprint="")
-    assert trained(parts(TinySource(), anonymous), "toy")
+    assert trained_speculator(parts(TinySource(), anonymous), "toy")
 
 
 def test_one_of_another_kind_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", TinySource())
     with pytest.raises(ValueError, match="of kind toy, and this method drafts with one of kind medusa"):
-        trained(parts(TinySource(), folder), "medusa")
+        trained_speculator(parts(TinySource(), folder), "medusa")
 
 
 def test_models_of_transformers_have_none() -> None:
     with pytest.raises(ValueError, match="own decoder only"):
-        trained(Parts(vocab=7, network=None), "toy")
+        trained_speculator(BuildContext(vocab=7, network=None), "toy")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from published import LAYERS, D, V, authors_medusa, eagle1, eagle3, ibm_mlp, put, speculators_eagle3, vllm_medusa
 
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.engine import Engine, Request
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner
@@ -37,7 +37,7 @@ def test_greedy_text_is_that_of_plain_decoding(
 ) -> None:
     """Networks for float32 targets draft on the CPU kernels, where there are some; those for float64 do not."""
     target = tiny_decoder(CONFIG, dtype=dtype)
-    parts = Parts(V, target, codec=letter_codec(V), speculators=(put(tmp_path, *make()),))
+    parts = BuildContext(V, target, codec=letter_codec(V), speculators=(put(tmp_path, *make()),))
     engine = Engine(DecoderRunner(target), build(method, parts), rows=2)
     updates = run(engine, REQUESTS)
     assert [tokens_of(u) for u in updates] == [naive(target, r) for r in REQUESTS]

@@ -37,12 +37,12 @@ def made_target() -> Decoder:
     return tiny_decoder(CONFIG, dtype=torch.float32)
 
 
-def ends_of(network: Decoder) -> Ends:
+def embedding_and_head(network: Decoder) -> Ends:
     return Ends(network.embedding.detach(), network.head.weight.detach())
 
 
 def recipe_of(kind: str, network: Decoder, kept: torch.Tensor | None = None, **options: str) -> EagleRecipe:
-    return RECIPES[kind].of(Setup(CARD, network.config, ends_of(network), kept=kept, options=options))
+    return RECIPES[kind].of(Setup(CARD, network.config, embedding_and_head(network), kept=kept, options=options))
 
 
 def batch_of(network: Decoder, texts: list[list[int]], start: int, taps: tuple[int, ...]) -> Batch:
@@ -85,7 +85,7 @@ def test_labels_are_the_targets_opinion_where_the_text_can_be_drafted() -> None:
     network, kept = made_target(), torch.arange(0, 64, 2)
     texts = [random_tokens(9, 64, seed=i) for i in range(3)]
     batch = batch_of(network, texts, 4, (4,))
-    found = labels(batch.features[0], batch.token, batch.answer, ends_of(network), kept)
+    found = labels(batch.features[0], batch.token, batch.answer, embedding_and_head(network), kept)
     full = F.linear(batch.features[0], network.head.weight)
     good = 0
     for b in range(3):
@@ -195,7 +195,7 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: 
             recipe.loss(recipe.network, batch).total.backward()
             optimizer.step()
     recipe.save(tmp_path)
-    trained = load_own(tmp_path, ends_of(network))
+    trained = load_own(tmp_path, embedding_and_head(network))
     assert isinstance(trained, Eagle1 | Eagle3)
     engine = Engine(DecoderRunner(network), Method(Eagle(trained.float()), Chain(4, draw=False), Match()), rows=4)
     updates = run(engine, [Request(p, max_new_tokens=24) for p in prompts])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.heads import HeadsNetwork
 from foretell.engine import Engine, Request
@@ -30,7 +30,7 @@ from foretell.train.recipe.heads import HeadsRecipe
 from helpers import random_tokens, run, tokens_of
 
 WIDE = replace(TINY, vocab=29, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)
-PLAIN = build("autoregressive", Parts(29, None))
+PLAIN = build("autoregressive", BuildContext(29, None))
 
 
 def test_every_head_is_told_the_token_that_it_can_first_guess() -> None:

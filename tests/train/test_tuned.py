@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from foretell import load
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_method
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.options import MedusaOptions
 from foretell.draft.network.base import TargetCard
 from foretell.draft.network.heads import HeadsNetwork
 from foretell.engine import Engine, Request
@@ -116,8 +116,8 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
     assert isinstance(network, HeadsNetwork)
     texts = []
     for method in (
-        build("autoregressive", Parts(23, None)),
-        heads_method(network, SpeculativeConfig(num_draft_tokens=24)),
+        build("autoregressive", BuildContext(23, None)),
+        heads_method(network, MedusaOptions(num_draft_tokens=24)),
     ):
         engine = Engine(model.runner(), method)
         requests = [Request(tuple(data.token[i, :4].tolist()), max_new_tokens=21) for i in range(4)]

@@ -22,6 +22,8 @@ class Accepted:
 class Acceptor(ABC):
     """Decides over one text's tree from the target's processed distributions; never sees logits, flags or parameters."""
 
+    label: ClassVar[str] = ""
+    """The rule, in a few words, for the table of methods."""
     lossless: ClassVar[bool]
     """Whether the decided text follows the target's law exactly."""
     same_seed: ClassVar[bool]

@@ -16,6 +16,8 @@ class Block(Acceptor):
     max(0, w p - q) there, or from p after the whole chain. Chains of picked tokens go to `Match`.
     """
 
+    label = "block verification"
+
     lossless = True
     same_seed = False
 

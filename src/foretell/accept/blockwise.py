@@ -12,6 +12,8 @@ from foretell.accept.tolerant import Tolerant
 class Topmost(Tolerant):
     """Tolerates the `count` most probable tokens of the target (Stern et al., arXiv 1811.03115, 5.1); 1 is greedy decoding. Lossy."""
 
+    label = "the target's top k"
+
     count: int = 2
 
     def __post_init__(self) -> None:
@@ -32,6 +34,8 @@ class Near(Tolerant):
 
     Stern et al. (arXiv 1811.03115, 5.2); 0 is greedy decoding. Lossy.
     """
+
+    label = "distance in token number"
 
     distance: int = 2
 

@@ -16,6 +16,8 @@ class Lenient(Tolerant):
     target's best token.
     """
 
+    label = "lenient rejection"
+
     lenience: float = 0.5
 
     exclusive = True

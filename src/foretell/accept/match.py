@@ -12,6 +12,8 @@ class Match(Acceptor):
     exact for any drafts, and equal seeds give the very text of plain decoding.
     """
 
+    label = "match"
+
     lossless = True
     same_seed = True
 

@@ -21,6 +21,8 @@ class Rejection(Acceptor):
     the target's own draw names it. Among children of one node, picked ones come last in the walk through a draw from what p has become.
     """
 
+    label = "rejection"
+
     lossless = True
     same_seed = False
 

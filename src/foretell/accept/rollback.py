@@ -17,6 +17,8 @@ class Rollback(Tolerant):
     tokens too, this does not. Pair it with a chain that falls back: `Chain(10, draw=False, fallback=0.6)`.
     """
 
+    label = "rollback (BiLD)"
+
     distance: float = 5.0
 
     def __post_init__(self) -> None:

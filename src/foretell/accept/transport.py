@@ -24,6 +24,8 @@ class Transport(Acceptor):
         ValueError: siblings were drawn without replacement; the rule holds for independent draws only.
     """
 
+    label = "optimal transport (K-SEQ)"
+
     lossless = True
     same_seed = False
 

@@ -16,6 +16,8 @@ class Typical(Tolerant):
     At temperature 0 that is the target's best token only. `delta` None stands for sqrt(epsilon).
     """
 
+    label = "typical acceptance"
+
     epsilon: float = 0.09
     delta: float | None = None
 

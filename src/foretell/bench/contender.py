@@ -66,7 +66,7 @@ class Spec:
         """Read it.
 
         Raises:
-            ValueError: unknown method (the nearest is suggested), or a budget that is no number in range.
+            ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or a method that reads none.
         """
         name, at, budget = text.partition("@")
         entry = find(name)
@@ -75,6 +75,10 @@ class Spec:
                 f"{text}: after @ comes the number of drafted tokens, 0 to 256; write for example {name}@8"
             )
         config = SpeculativeConfig(num_speculative_tokens=int(budget)) if at else SpeculativeConfig()
+        try:
+            entry.read(config)
+        except ValueError as error:
+            raise ValueError(f"{text}: {error}") from error
         return Spec(entry.name + at + budget, entry.name, config)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from foretell.bench.contender import PLAIN, Spec, Watched
 from foretell.bench.schema import Frozen, Record, Settings, Turn
 from foretell.bench.scripted import Recording, RecordingSettings, ScriptedRunner
-from foretell.catalogue import Parts, build
+from foretell.catalogue import BuildContext, build
 from foretell.engine import Engine, Request
 from foretell.load import load as load_model
 from foretell.model.runner import Runner
@@ -37,10 +37,10 @@ def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
 
 
 class Cast:
-    """Makes a fresh method for every question. `parts` makes what it is built from."""
+    """Makes a fresh method for every question. `context` makes what it is built from."""
 
-    def __init__(self, setting: RecordingSettings, spec: Spec, parts: Callable[[], Parts]) -> None:
-        self.setting, self.spec, self._parts = setting, spec, parts
+    def __init__(self, setting: RecordingSettings, spec: Spec, context: Callable[[], BuildContext]) -> None:
+        self.setting, self.spec, self._context = setting, spec, context
         self.name = f"{spec.text}/{setting.dtype}"
         if not self.engine(ScriptedRunner(setting.vocab, setting.context)).method.lossless:
             raise ValueError(
@@ -49,7 +49,7 @@ class Cast:
 
     def engine(self, runner: Runner) -> Engine:
         """An engine with a method that remembers nothing."""
-        return Engine(Watched(runner), build(self.spec.method, self._parts(), self.spec.config), rows=1)
+        return Engine(Watched(runner), build(self.spec.method, self._context(), self.spec.config), rows=1)
 
     def play(self, recording: Recording) -> Record:
         """The method's passes over one question.
@@ -100,8 +100,8 @@ def casts(
     codec = load_model(setting.model, setting.dtype).codec if references or drafts else None
     texts = [] if codec is None else [tuple(codec.encode(p.read_text("utf-8"), special=False)) for p in references]
 
-    def parts() -> Parts:
-        return Parts(
+    def context() -> BuildContext:
+        return BuildContext(
             vocab=setting.vocab,
             network=None,
             drafts=tuple(d.runner() for d in drafts),
@@ -111,12 +111,12 @@ def casts(
             draft_codecs=tuple(d.codec for d in drafts),
         )
 
-    return [_cast(setting, spec, parts) for spec in specs.values()]
+    return [_cast(setting, spec, context) for spec in specs.values()]
 
 
-def _cast(setting: RecordingSettings, spec: Spec, parts: Callable[[], Parts]) -> Cast:
+def _cast(setting: RecordingSettings, spec: Spec, context: Callable[[], BuildContext]) -> Cast:
     try:
-        return Cast(setting, spec, parts)
+        return Cast(setting, spec, context)
     except ValueError as error:
         raise ValueError(f"{spec.text} cannot be replayed: {error}") from error
 

@@ -1,6 +1,8 @@
-"""The catalogue of methods: `table.py` lists them, the other files build them."""
+"""The catalogue of methods: a file per family builds and describes them, `registry.py` lists them."""
 
-from foretell.catalogue.parts import Parts
-from foretell.catalogue.table import BUILT_IN, Entry, build, catalogue, find
+from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.options import MethodOptions
+from foretell.catalogue.registry import BUILT_IN, build, catalogue, find
 
-__all__ = ["BUILT_IN", "Entry", "Parts", "build", "catalogue", "find"]
+__all__ = ["BUILT_IN", "BuildContext", "Entry", "MethodOptions", "Paper", "build", "catalogue", "find"]

@@ -1,9 +1,10 @@
-"""Builders of methods that draft with heads on the target's last state."""
+"""Methods that draft with heads on the target's last hidden state."""
 
-from foretell.accept import Match, Typical
-from foretell.catalogue.parts import Parts, nodes_of, paths_of
-from foretell.catalogue.trained import trained
-from foretell.config import SpeculativeConfig
+from foretell.accept import Match
+from foretell.catalogue.build_context import BuildContext, sorted_paths
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.options import BlockwiseOptions, MedusaOptions
+from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import Heads
 from foretell.draft.network.heads import HeadsNetwork
 from foretell.draft.network.pack import packed
@@ -11,48 +12,81 @@ from foretell.method import AnyMethod, Method
 from foretell.shape import Chain, Fixed, optimal
 
 _RATES = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
-"""Acceptance by rank and depth that uncalibrated heads are given the benefit of."""
-_NODES = 8
+"""Acceptance by depth and rank that is assumed of heads whose own was not measured in training."""
 
 
-def medusa(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    """A sparse tree of what the heads guess."""
-    return heads_method(speculator(parts, "medusa"), config)
+def medusa(context: BuildContext, options: MedusaOptions) -> AnyMethod:
+    """A fixed tree of what the heads guess."""
+    return heads_method(trained_heads(context, "medusa"), options)
 
 
-def medusa_typical(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    """The same, typical acceptance."""
-    network = speculator(parts, "medusa")
-    return Method(
-        Heads(network), heads_tree(network, config), Typical(config.posterior_threshold, config.posterior_alpha)
-    )
-
-
-def blockwise(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+def blockwise(context: BuildContext, options: BlockwiseOptions) -> AnyMethod:
     """Every head's best guess, one after the other; a tree where one is asked for."""
-    network = speculator(parts, "blockwise")
-    if config.speculative_tree is not None or config.num_draft_tokens is not None:
-        return heads_method(network, config)
-    return Method(Heads(network), Chain(config.num_speculative_tokens or network.heads, draw=False), Match())
+    network = trained_heads(context, "blockwise")
+    if options.is_tree:
+        return heads_method(network, MedusaOptions(**options.model_dump(exclude_none=True)))
+    length = network.heads if options.num_speculative_tokens is None else options.num_speculative_tokens
+    return Method(Heads(network), Chain(length, draw=False), Match())
 
 
-def speculator(parts: Parts, kind: str) -> HeadsNetwork:
-    """The trained heads of this kind, fast."""
-    network = trained(parts, kind)
+def trained_heads(context: BuildContext, kind: str) -> HeadsNetwork:
+    """The trained heads of this kind, packed for the kernels."""
+    network = trained_speculator(context, kind)
     assert isinstance(network, HeadsNetwork)
     return packed(network)
 
 
-def heads_method(network: HeadsNetwork, config: SpeculativeConfig) -> AnyMethod:
+def heads_method(network: HeadsNetwork, options: MedusaOptions) -> AnyMethod:
     """Heads under their tree, matched: lossless."""
-    return Method(Heads(network), heads_tree(network, config), Match())
+    return Method(Heads(network), heads_tree(network, options), Match())
 
 
-def heads_tree(network: HeadsNetwork, config: SpeculativeConfig) -> Fixed:
+def heads_tree(network: HeadsNetwork, options: MedusaOptions) -> Fixed:
     """The tree that was asked for, else the best one by what the heads were seen to guess in training."""
-    if config.speculative_tree is not None:
-        return Fixed(paths_of(config.speculative_tree))
-    nodes = nodes_of(config) or _NODES
-    if config.acceptance is not None or not network.paths:
-        return optimal(nodes, config.acceptance or _RATES, depth=network.heads)
-    return Fixed(paths_of(network.paths[:nodes]))
+    if options.speculative_tree is not None:
+        return Fixed(sorted_paths(options.speculative_tree))
+    if options.acceptance is not None or not network.paths:
+        return optimal(options.num_draft_tokens, options.acceptance or _RATES, depth=network.heads)
+    return Fixed(sorted_paths(network.paths[: options.num_draft_tokens]))
+
+
+ENTRIES = (
+    Entry(
+        name="medusa",
+        family="heads",
+        description=(
+            "Heads on the target's last hidden state each guess one of the coming tokens, and a fixed tree of their "
+            "guesses is verified."
+        ),
+        pays=(
+            "when drafting must cost next to nothing; speculators whose guesses know of each other (`mlp_speculator`, "
+            "`eagle3`) draft deeper."
+        ),
+        papers=(
+            Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
+        ),
+        drafter=Heads,
+        shape=Fixed,
+        acceptor=Match,
+        builder=medusa,
+        options=MedusaOptions,
+        speculator="medusa",
+    ),
+    Entry(
+        name="blockwise",
+        family="heads",
+        description=(
+            "Blockwise parallel decoding, the ancestor of Medusa: one feed-forward layer gives a state per head, the "
+            "target's own output matrix scores them, and the best guesses form a chain."
+        ),
+        pays="as `medusa`, whose tree is worth more than the chain.",
+        papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
+        drafter=Heads,
+        shape=Chain,
+        acceptor=Match,
+        builder=blockwise,
+        options=BlockwiseOptions,
+        speculator="blockwise",
+        aliases=("blockwise_parallel_decoding",),
+    ),
+)

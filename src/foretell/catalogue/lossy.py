@@ -1,37 +1,138 @@
-"""Builders of lossy methods."""
+"""Lossy methods: they change the target's distribution."""
 
 from foretell.accept import Lenient, Near, Rollback, Topmost, Typical
-from foretell.catalogue.drafts import drafter_of, named_drafts_only
-from foretell.catalogue.heads import speculator
-from foretell.catalogue.parts import Parts, chain_of
-from foretell.config import SpeculativeConfig
-from foretell.draft import Heads
-from foretell.method import AnyMethod, Method
-from foretell.shape import (
-    Chain,
+from foretell.catalogue.build_context import BuildContext, chain
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.heads import heads_tree, trained_heads
+from foretell.catalogue.options import (
+    BiLDOptions,
+    BlockwiseLossyOptions,
+    LenienceOptions,
+    MedusaTypicalOptions,
+    TypicalOptions,
 )
+from foretell.catalogue.speculators import draft_predictor, only_draft_models_named
+from foretell.draft import DraftModel, Heads
+from foretell.method import AnyMethod, Method
+from foretell.shape import Chain, Fixed
 
 
-def lenience(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
     """Rejection that forgives a factor."""
-    return Method(drafter_of(parts), chain_of(config, 5), Lenient(config.lenience))
+    return Method(draft_predictor(context), chain(options), Lenient(options.lenience))
 
 
-def blockwise_tolerant(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> AnyMethod:
     """Among the target's best tokens, or near its best; heads draft where a speculator is named."""
-    chain = Chain(config.num_speculative_tokens or 5, draw=False)
-    draft = drafter_of(parts) if named_drafts_only(parts) else Heads(speculator(parts, "blockwise"))
-    if config.accept_distance is not None:
-        return Method(draft, chain, Near(config.accept_distance, minimum=config.minimum_block))
-    return Method(draft, chain, Topmost(config.accept_top_k, minimum=config.minimum_block))
+    shape = Chain(options.num_speculative_tokens, draw=False)
+    only_models = only_draft_models_named(context)
+    draft = draft_predictor(context) if only_models else Heads(trained_heads(context, "blockwise"))
+    if options.accept_distance is not None:
+        return Method(draft, shape, Near(options.accept_distance, minimum=options.minimum_block))
+    return Method(draft, shape, Topmost(options.accept_top_k, minimum=options.minimum_block))
 
 
-def bild(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
+def bild(context: BuildContext, options: BiLDOptions) -> AnyMethod:
     """A long chain, rolled back where the target disagrees strongly."""
-    chain = Chain(config.num_speculative_tokens or 10, draw=False, fallback=config.fallback_threshold)
-    return Method(drafter_of(parts), chain, Rollback(config.rollback_threshold))
+    shape = Chain(options.num_speculative_tokens, draw=False, fallback=options.fallback_threshold)
+    return Method(draft_predictor(context), shape, Rollback(options.rollback_threshold))
 
 
-def typical(parts: Parts, config: SpeculativeConfig) -> AnyMethod:
-    """Typical acceptance."""
-    return Method(drafter_of(parts), chain_of(config, 5), Typical(config.posterior_threshold, config.posterior_alpha))
+def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
+    """Medusa's tree, typical acceptance."""
+    network = trained_heads(context, "medusa")
+    rule = Typical(options.posterior_threshold, options.posterior_alpha)
+    return Method(Heads(network), heads_tree(network, options), rule)
+
+
+def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
+    """A chain, typical acceptance."""
+    rule = Typical(options.posterior_threshold, options.posterior_alpha)
+    return Method(draft_predictor(context), chain(options), rule)
+
+
+_MEDUSA = Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774")
+
+ENTRIES = (
+    Entry(
+        name="lenience_lossy",
+        family="lossy",
+        description=(
+            "Changes the text: the rejection test with the draft's probability scaled down by `lenience`, so that no "
+            "token becomes more than 1 / lenience times as likely as under the target."
+        ),
+        pays="where a bounded distortion per token is acceptable and the draft model is close.",
+        papers=(Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Lenient,
+        builder=lenience,
+        options=LenienceOptions,
+        needs="draft model",
+    ),
+    Entry(
+        name="blockwise_lossy",
+        family="lossy",
+        description=(
+            "Changes the text: a draft stands if it is among the target's most probable tokens, or if its number is "
+            "near the best token's."
+        ),
+        pays="images and audio; text drifts within a sentence.",
+        papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Topmost,
+        builder=blockwise_lossy,
+        options=BlockwiseLossyOptions,
+        needs="draft model",
+        drafts_with="draft model, or trained heads",
+    ),
+    Entry(
+        name="bild_lossy",
+        family="lossy",
+        description=(
+            "Changes the text: Big Little Decoder, in which a draft model writes until it is unsure, and the target "
+            "rolls back to the first token that it finds too unlikely."
+        ),
+        pays=(
+            "a draft model that was trained on the target's outputs, and answers that need to be good rather than the "
+            "target's own."
+        ),
+        papers=(Paper("Speculative Decoding with Big Little Decoder", "2302.07863"),),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Rollback,
+        builder=bild,
+        options=BiLDOptions,
+        needs="draft model",
+    ),
+    Entry(
+        name="medusa_lossy",
+        family="lossy",
+        description=(
+            "Changes the text when sampling: `medusa` with its typical acceptance, by which a guess stands that the "
+            "target finds probable enough for the entropy of its distribution."
+        ),
+        pays="sampling with heads whose scores are not distributions, where the exact test accepts little.",
+        papers=(_MEDUSA,),
+        drafter=Heads,
+        shape=Fixed,
+        acceptor=Typical,
+        builder=medusa_typical,
+        options=MedusaTypicalOptions,
+        speculator="medusa",
+    ),
+    Entry(
+        name="typical_lossy",
+        family="lossy",
+        description="Changes the text when sampling: a chain of a draft model under Medusa's typical acceptance.",
+        pays="sampling with a draft model whose choices are good, where the exact test accepts little.",
+        papers=(_MEDUSA,),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Typical,
+        builder=typical,
+        options=TypicalOptions,
+        needs="draft model",
+    ),
+)

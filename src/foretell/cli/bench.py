@@ -68,7 +68,10 @@ Tasks = Annotated[
     str, typer.Option(help="'builtin', or a file of questions: JSONL (Spec-Bench, HumanEval, prompts) or plain text.")
 ]
 Methods = Annotated[
-    str, typer.Option(help="Comma-separated; name@8 drafts 8 tokens. Plain decoding always takes part.")
+    str,
+    typer.Option(
+        help="Comma-separated; name@8 drafts 8 tokens, where the method reads such a number. Plain decoding always takes part."
+    ),
 ]
 Categories = Annotated[str, typer.Option(help="Comma-separated; none: all of the file.")]
 PerCategory = Annotated[int | None, typer.Option(min=1, help="Questions of each category; unsaid: all.")]

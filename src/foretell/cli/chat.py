@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from foretell.cli import options
 from foretell.cli.errors import say
+from foretell.config import SpeculativeConfig
 from foretell.names import unknown
 
 if TYPE_CHECKING:
@@ -186,4 +187,6 @@ class Conversation:
             raise ValueError(f"{error}; /reset forgets the conversation") from error
 
     def _engine(self, name: str) -> "Engine":
-        return self.ready.model.engine(self.ready.method(name), rows=1)
+        # The options are those of the method that the command line named.
+        ready = self.ready if name == self.method else replace(self.ready, config=SpeculativeConfig())
+        return ready.model.engine(ready.method(name), rows=1)

@@ -1,8 +1,9 @@
-"""`foretell methods`: the catalogue as the field's taxonomy table."""
+"""`foretell methods`: the catalogue as a table, or one method explained."""
 
 import json
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,42 +15,60 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
-COLUMNS = ("method", "draft", "tree", "accepts by", "lossless", "same seed", "needs", "training", "paper")
-_WIDE = 190
+COLUMNS = (
+    "method", "family", "draft", "tree", "accepts by", "lossless", "same seed", "needs", "training", "paper",
+)  # fmt: skip
+_WIDE = 200
 """Columns of a terminal on which every method fits on a line or two."""
+_TEXT_WIDTH = 100
+"""Columns of the explanation of one method."""
 
 
 @app.command()
 def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="Explain this method.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """List the decoding methods: what drafts, how the drafts are arranged, and which rule accepts them.
 
-    [bold]lossless[/]: the text follows the target's law exactly. [bold]same seed[/]: an equal seed also gives the very text of plain decoding.
+    With the name of a method: what it is, when it pays, its options with their defaults, and its paper.
+
+    [bold]lossless[/]: the text follows the target's distribution exactly.
+    [bold]same seed[/]: an equal seed also gives the text of plain decoding.
     """
     from rich.console import Console
 
-    from foretell.catalogue import catalogue
+    from foretell.catalogue import catalogue, find
     from foretell.cli.errors import say
     from foretell.speculator.installed import installed
 
-    entries = catalogue().values()
+    if as_json and markdown:
+        raise ValueError("--json and --markdown are two formats; give one of them")
+    entry = None if name is None else find(name)
+    entries = list(catalogue().values())
     if as_json:
-        typer.echo(json.dumps([record(e) for e in entries], indent=1, ensure_ascii=False))
+        shown = [record(e) for e in entries] if entry is None else record(entry)
+        typer.echo(json.dumps(shown, indent=1, ensure_ascii=False))
     elif markdown:
-        typer.echo("\n".join(markdown_lines(entries)))
+        typer.echo("\n".join(markdown_table(entries) if entry is None else markdown_section(entry)))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-        console.print(table(entries) if console.width >= _WIDE else paragraphs(entries))
+        if entry is not None:
+            console.print(explanation(entry), width=min(_TEXT_WIDTH, console.width))
+        else:
+            console.print(table(entries) if console.width >= _WIDE else paragraphs(entries))
     for problem in installed().problems:
         say(problem)
 
 
 def record(entry: "Entry") -> dict[str, object]:
-    """A line of the catalogue as `--json` prints it."""
+    """A method as `--json` prints it."""
     return {
         "name": entry.name,
+        "family": entry.family,
+        "description": entry.description,
+        "pays": entry.pays,
         "draft": entry.draft,
         "tree": entry.tree,
         "accept": entry.accept,
@@ -59,27 +78,34 @@ def record(entry: "Entry") -> dict[str, object]:
         "speculator": entry.speculator or None,
         "ships_for": ships_for(entry),
         "training": entry.training,
-        "paper": entry.paper,
+        "papers": [{"title": p.title, "arxiv": p.arxiv or None} for p in entry.papers],
         "aliases": list(entry.aliases),
+        "options": [
+            {
+                "name": o.name,
+                "aliases": list(o.aliases),
+                "type": o.kind,
+                "default": o.default,
+                "description": o.description,
+            }
+            for o in entry.option_list()
+        ],
     }
 
 
 def cells(entry: "Entry") -> tuple[str, ...]:
-    """A line of the catalogue in the order of `COLUMNS`."""
-    lossless, same_seed = (
-        ("yes" if entry.lossless else "NO"),
-        ("yes" if entry.same_seed else "same law" if entry.lossless else "no"),
-    )
+    """A method in the order of `COLUMNS`."""
     return (
         entry.name,
+        entry.family,
         entry.draft,
         entry.tree,
         entry.accept,
-        lossless,
-        same_seed,
+        "yes" if entry.lossless else "NO",
+        "yes" if entry.same_seed else "same distribution" if entry.lossless else "no",
         _needs(entry),
         entry.training,
-        entry.paper,
+        "; ".join(p.title if not p.arxiv else f"arXiv {p.arxiv}" for p in entry.papers) or "-",
     )
 
 
@@ -97,10 +123,46 @@ def _needs(entry: "Entry") -> str:
     return f"speculator (ships for {', '.join(ready)})" if ready else "speculator (train one)"
 
 
-def markdown_lines(entries: "Iterable[Entry]") -> list[str]:
+def _promise(entry: "Entry") -> str:
+    if not entry.lossless:
+        return "LOSSY"
+    return "lossless, same text for a seed" if entry.same_seed else "lossless, same distribution"
+
+
+def markdown_table(entries: "Iterable[Entry]") -> list[str]:
     """The table that the README holds."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{c[0]}`", *c[1:]) for c in map(cells, entries))]
     return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def markdown_section(entry: "Entry") -> list[str]:
+    """One method as docs/methods.md holds it."""
+    papers = "; ".join(
+        f"*{p.title}*" + (f", [arXiv {p.arxiv}](https://arxiv.org/abs/{p.arxiv})" if p.arxiv else "")
+        for p in entry.papers
+    )
+    lines = [
+        entry.description,
+        "",
+        f"- Parts: {entry.draft} × {entry.tree} × {entry.accept}; {_promise(entry)}.",
+        *([f"- Needs: {_needs(entry)}."] if _needs(entry) != "-" else []),
+        f"- Pays: {entry.pays}",
+        *([f"- Paper: {papers}."] if papers else []),
+        *([f"- Other names: {', '.join(f'`{a}`' for a in entry.aliases)}."] if entry.aliases else []),
+        "",
+    ]
+    options = entry.option_list()
+    if not options:
+        return [*lines, "It has no options."]
+    rows = (
+        f"| {', '.join(f'`{n}`' for n in (o.name, *o.aliases))} | {_default(o.default)} | {o.kind} | {o.description} |"
+        for o in options
+    )
+    return [*lines, "| option | default | type | |", "| --- | --- | --- | --- |", *rows]
+
+
+def _default(value: object) -> str:
+    return "unset" if value is None else json.dumps(value).strip('"')
 
 
 def table(entries: "Iterable[Entry]") -> "RenderableType":
@@ -109,33 +171,55 @@ def table(entries: "Iterable[Entry]") -> "RenderableType":
 
     out = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in COLUMNS:
-        out.add_column(name, no_wrap=name in ("method", "lossless", "same seed", "training"))
+        out.add_column(name, no_wrap=name in ("method", "family", "lossless", "training"))
     for entry in entries:
         out.add_row(*cells(entry), style="" if entry.lossless else "red")
     return out
 
 
 def paragraphs(entries: "Iterable[Entry]") -> "RenderableType":
-    """The same for a narrow terminal: a method takes two lines."""
+    """The same for a narrow terminal: a heading per family, two lines per method."""
     from rich.console import Group
     from rich.text import Text
 
     def paragraph(entry: "Entry") -> Text:
-        name, draft, tree, accept, *_, needs, training, paper = cells(entry)
+        name, _, draft, tree, accept, *_, needs, training, paper = cells(entry)
         text = Text(name, style="bold" if entry.lossless else "bold red")
         text.append(f"  {draft} × {tree} × {accept}\n", style="not bold")
-        promise = (
-            "LOSSY"
-            if not entry.lossless
-            else "lossless, same text for a seed"
-            if entry.same_seed
-            else "lossless, same law"
-        )
         extras = (
             [f"needs {needs}"] * (needs != "-")
             + [f"training {training}"] * (training != "none")
             + [paper] * (paper != "-")
         )
-        return text.append("    " + " · ".join([promise, *extras]), style="dim not bold")
+        return text.append("    " + " · ".join([_promise(entry), *extras]), style="dim not bold")
 
-    return Group(*map(paragraph, entries))
+    groups = groupby(entries, key=lambda e: e.family)
+    return Group(*(t for family, some in groups for t in (Text(family, style="underline"), *map(paragraph, some))))
+
+
+def explanation(entry: "Entry") -> "RenderableType":
+    """One method for the terminal."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(entry.name, style="bold" if entry.lossless else "bold red")
+    title.append(f"  {entry.family}, {_promise(entry)}", style="dim not bold")
+    facts = [
+        ("parts", f"{entry.draft} × {entry.tree} × {entry.accept}"),
+        ("needs", _needs(entry)),
+        ("pays", entry.pays),
+        *(("paper", f"{p.title}" + (f", arXiv {p.arxiv}" if p.arxiv else "")) for p in entry.papers),
+        ("also", ", ".join(entry.aliases) or "-"),
+    ]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for key, value in facts:
+        if value != "-":
+            grid.add_row(Text(key, style="dim"), Text(value))
+    out: list[RenderableType] = [title, Text(entry.description), grid]
+    for option in entry.option_list():
+        head = Text.assemble((option.name, "bold"), f" = {_default(option.default)}", (f"  {option.kind}", "dim"))
+        also = f" Also: {', '.join(option.aliases)}." if option.aliases else ""
+        out += [head, Padding(Text(option.description + also), (0, 0, 0, 4))]
+    return Group(*out)

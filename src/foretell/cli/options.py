@@ -27,7 +27,7 @@ SpeculativeJson = Annotated[
     typer.Option(
         "--speculative-config",
         metavar="JSON",
-        help='Options of the method under vLLM\'s names, as \'{"method": "ngram"}\'.',
+        help='The method and its options (`foretell methods NAME` lists them), as \'{"method": "ngram"}\'.',
     ),
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or int8.")]

@@ -38,16 +38,30 @@ class Ready:
         return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
 
 
-def understand(method: str | None, speculative_config: str | None, drafts: Sequence[str] | None) -> Wish:
-    """Bring `--method`, `--draft-model` and `--speculative-config` together.
+def understand(
+    method: str | None,
+    speculative_config: str | None,
+    drafts: Sequence[str] | None,
+    methods: Sequence[str] = (),
+) -> Wish:
+    """Bring `--method`, `--draft-model` and `--speculative-config` together. `methods`: further ones that the config is for.
 
     Raises:
-        ValueError: an unknown method, a bad config, or two answers to one question.
+        ValueError: an unknown method, a bad config, options of no method, or two answers to one question.
     """
     config = SpeculativeConfig() if speculative_config is None else SpeculativeConfig.parse(speculative_config)
-    names = [find(n).name for n in (method, config.method) if n is not None]
+    entries = [find(n) for n in (method, config.method) if n is not None]
+    names = [entry.name for entry in entries]
     if len(set(names)) > 1:
         raise ValueError(f"--method says {method} and the speculative config says {config.method}; give one of them")
+    entries += [find(n) for n in methods]
+    for entry in entries:
+        entry.read(config)
+    if config.options and not entries:
+        raise ValueError(
+            f"the speculative config sets {', '.join(config.options)} and names no method: "
+            'add --method NAME, or "method" to the config'
+        )
     in_config = tuple(config.model.split(",")) if config.model else ()
     if drafts and in_config and tuple(drafts) != in_config:
         raise ValueError(

@@ -69,6 +69,8 @@ def skip(
         )
 
     drafting = Drafting(draft_length, confidence)
-    found = tune_skip(target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, told)
+    found = tune_skip(
+        target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, told
+    )
     unit = "times plain decoding, by weights read" if objective == "counts" else "tokens per second"
     console.print(f"best of {len(found.trials)}: {found.best.value:.3f} {unit}, saved in {out}")

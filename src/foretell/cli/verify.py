@@ -60,7 +60,7 @@ def verify(
     from foretell.verify import Settings, Verifier, buildable
     from foretell.verify.prompts import PROMPTS
 
-    wish = understand(None, speculative_config, draft_model)
+    wish = understand(None, speculative_config, draft_model, methods or ())
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else _texts(prompts)
     settings = Settings(texts, max_new_tokens, samples, seed)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +16,11 @@ from foretell.tree import TokenTree
 
 class Drafter(ABC):
     """Guesses what the target will say. Memory is indexed by `context.rows`."""
+
+    label: ClassVar[str] = ""
+    """What drafts, in a few words, for the table of methods."""
+    learns: ClassVar[bool] = False
+    """Whether it is trained while it serves."""
 
     taps: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
@@ -49,6 +55,8 @@ def narrowed(step: Step, tapped: Sequence[int], taps: Sequence[int]) -> Step:
 
 class Nothing(Drafter):
     """Guesses nothing: plain decoding."""
+
+    label = "nothing"
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,9 @@ class Continuation:
 
 class Retriever(Drafter):
     """Finds whole continuations."""
+
+    single: ClassVar[bool] = False
+    """Whether it offers one continuation at most, of which a trie is a chain."""
 
     @abstractmethod
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:

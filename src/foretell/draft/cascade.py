@@ -41,6 +41,8 @@ class Cascade(Predictor):
     the draft model alone, so every acceptor keeps its law and every seed its text: only the number of passes changes. Cascades nest.
     """
 
+    label = "draft model, itself drafted for by n-gram copies or smaller models"
+
     def __init__(self, runner: Runner, ahead: Proposer, chunk: int = 512) -> None:
         self.runner, self.reach = runner, runner.context
         self.ahead, self.taps = ahead, ahead.taps

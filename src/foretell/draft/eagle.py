@@ -65,6 +65,8 @@ class Eagle(Predictor):
     are more than `most`; the others wait for the next draft, whose first call reads them with the root.
     """
 
+    label = "one layer in the target's feature space"
+
     def __init__(self, network: EagleNetwork, most: int = 32) -> None:
         self.network, self.taps, self.reach = network, network.taps, network.context
         self._most = max(most, 1)

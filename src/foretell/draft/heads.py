@@ -17,6 +17,8 @@ class Heads(Predictor):
     So drafting is one small pass per step, and no draft is deeper than there are heads. Nothing is drafted before the target has read the prompt.
     """
 
+    label = "heads on the target's last hidden state"
+
     def __init__(self, network: HeadsNetwork) -> None:
         self.network = network
         self.taps = network.taps

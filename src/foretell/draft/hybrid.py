@@ -11,6 +11,8 @@ class Hybrid(Drafter):
     The predictor catches up by itself with what was decided in steps that it did not see.
     """
 
+    label = "retrieval, and beside it a speculator, a draft model or the target's first blocks"
+
     def __init__(self, retriever: Retriever, predictor: Predictor) -> None:
         self.retriever, self.predictor = retriever, predictor
         self.taps = tuple(sorted({*retriever.taps, *predictor.taps}))

@@ -25,6 +25,9 @@ class Jacobi(Retriever):
         ValueError: `width` below 1.
     """
 
+    label = "its own previous iterate"
+    single = True
+
     def __init__(self, width: int = 8, slide: bool = True, fresh: Fresh = "last") -> None:
         if width < 1:
             raise ValueError(f"Jacobi decoding iterates on at least 1 token, found a width of {width}")

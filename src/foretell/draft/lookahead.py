@@ -113,6 +113,8 @@ class Lookahead(Retriever):
         ValueError: a width below 1, n-grams below 2 tokens, a negative number of candidates.
     """
 
+    label = "n-grams of its own Jacobi iterates"
+
     def __init__(
         self,
         width: int = 7,

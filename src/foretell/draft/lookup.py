@@ -22,6 +22,9 @@ class Lookup(Retriever):
     the text itself at each match length.
     """
 
+    label = "n-gram match in text and references"
+    single = True
+
     def __init__(
         self,
         longest: int = 3,

@@ -17,6 +17,8 @@ class Mix(Predictor):
     A draw from the average is a draw from one of the drafters chosen at random; averaging keeps one `q` per node, so every acceptor stays exact.
     """
 
+    label = "several draft models, averaged"
+
     def __init__(self, drafters: Sequence[Predictor], weights: Sequence[float] | None = None) -> None:
         if not drafters:
             raise ValueError("a mix needs at least one drafter")

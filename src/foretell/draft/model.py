@@ -19,6 +19,8 @@ class DraftModel(Predictor):
     the most tokens it reads at once for that.
     """
 
+    label = "draft model"
+
     def __init__(self, runner: Runner, chunk: int = 512) -> None:
         self.runner, self.reach = runner, runner.context
         self._chunk = chunk

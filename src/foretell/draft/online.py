@@ -89,6 +89,9 @@ class Online(Predictor):
     the target adds counts as a correction too, as it does in the published code. `longest`: tokens of context that a step reads.
     """
 
+    label = "draft model that learns from every correction"
+    learns = True
+
     def __init__(
         self,
         network: DraftNetwork,

@@ -23,6 +23,8 @@ class ParallelSampling(Predictor):
     Guesses of one group do not know of each other.
     """
 
+    label = "the target at learned look-ahead vectors"
+
     def __init__(self, network: LookAheadEmbeddings, groups: int | None = None) -> None:
         if groups is not None and groups < 0:
             raise ValueError(f"look-ahead groups per pass: a number from 0 on, found {groups}")

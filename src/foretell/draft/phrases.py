@@ -101,6 +101,8 @@ class PhraseRetrieval(Retriever):
     the text so far is one more document, at no cost. `best` phrases of `copy` tokens are merged; a phrase's chance is learned from its cosine.
     """
 
+    label = "phrases by hidden state, in text and references"
+
     def __init__(
         self, tap: int, documents: Phrases | None = None, best: int = 4, copy: int = 10, own: bool = True
     ) -> None:

@@ -21,6 +21,8 @@ class Recycling(Retriever):
     acceptance rates per rank. The matrix is shared by all texts and outlives them; that changes speed, never an answer of a matching acceptor.
     """
 
+    label = "successors from earlier passes"
+
     def __init__(self, vocab: int, width: int = 8) -> None:
         if not 1 <= width <= len(_RANKS):
             raise ValueError(f"token recycling keeps 1 to {len(_RANKS)} successors per token, found {width}")

@@ -55,6 +55,8 @@ class Rest(Retriever):
         ValueError: a size out of range, or longer than the datastore is sorted for.
     """
 
+    label = "frequent continuations in a datastore"
+
     def __init__(
         self,
         store: Datastore,

@@ -17,6 +17,8 @@ class Stages(Predictor):
     The first stage starts from the target's state that produced the root. Nothing is drafted before there is one, nor deeper than there are stages.
     """
 
+    label = "recurrent MLP on the target's last hidden state"
+
     def __init__(self, network: MLPSpeculator) -> None:
         self.network, self.taps = network, network.taps
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()

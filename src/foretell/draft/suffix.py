@@ -72,6 +72,8 @@ class Suffix(Retriever):
     `shortest` tokens must match; at most `copy` are proposed.
     """
 
+    label = "longest suffix match (automaton)"
+
     def __init__(
         self,
         references: Sequence[Sequence[int]] = (),

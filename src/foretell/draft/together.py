@@ -10,6 +10,8 @@ from foretell.tree import TokenTree
 class Together(Retriever):
     """Offers the continuations of all its retrievers; their estimated chances decide which enter the tree."""
 
+    label = "several retrievers"
+
     def __init__(self, retrievers: Sequence[Retriever]) -> None:
         if not retrievers:
             raise ValueError("at least one retriever is needed")

@@ -23,6 +23,9 @@ class Translated(Retriever):
     many of the last tokens are encoded again together with what is new, since a boundary may fall elsewhere in the other tokenizer.
     """
 
+    label = "draft model with another tokenizer"
+    single = True
+
     def __init__(
         self,
         draft: DraftModel,

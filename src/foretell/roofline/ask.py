@@ -15,7 +15,7 @@ from foretell.roofline.setting import FUSIONS, STAGES, Setting, Stage
 from foretell.roofline.speculate import Method, catalogue, with_acceptance
 from foretell.validation import Fields, read_json
 
-_PROFILE = '{"eagle-2": {"ranks": [0.7, 0.1]}}'
+_PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
 
 
 def stage(name: str) -> Stage:

@@ -39,25 +39,42 @@ class Method:
 
 
 @cache
-def catalogue() -> Mapping[str, Method]:
-    """The methods of methods.toml with their acceptance from the literature."""
-    raw = tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
-    return {name: _method(name, entry) for name, entry in raw.items()}
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
 
 
 @cache
-def _names() -> Mapping[str, str]:
-    raw = tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
-    return {other: name for name, entry in raw.items() for other in (name, *entry.get("also", ()))}
+def catalogue() -> Mapping[str, Method]:
+    """The methods that have costs of their own, by their names in the catalogue, with acceptance from the literature."""
+    return {name: _method(name, entry) for name, entry in _table().items()}
+
+
+@cache
+def priced() -> Mapping[str, str]:
+    """Every method of the catalogue that drafts, to the method whose costs it has: its own, or those of one that drafts alike."""
+    return {other: name for name, entry in _table().items() for other in (name, *entry.get("also", ()))}
+
+
+def not_runnable() -> set[str]:
+    """Methods that are analysed here only."""
+    return {name for name, entry in _table().items() if not entry.get("runnable", True)}
 
 
 def method(name: str) -> Method:
-    """The entry that prices a method of this name, the catalogue's names included.
+    """The costs of a method of the catalogue.
 
     Raises:
         ValueError: no such method; says which may have been meant.
     """
-    return catalogue()[look_up(_names(), name, "method")]
+    key = name.strip().lower()
+    if key not in priced():
+        former = {other: known for known, entry in _table().items() for other in entry.get("formerly", ())}
+        spelled = key.replace("-", "_")
+        now = spelled if spelled in priced() else former.get(spelled)
+        if now is not None:
+            raise ValueError(f"there is no method called {name!r}; its name is {now}")
+        look_up(priced(), key, "method")
+    return replace(catalogue()[priced()[key]], name=key)
 
 
 def _method(name: str, raw: Mapping[str, Any]) -> Method:

@@ -70,6 +70,8 @@ class Adaptive(Shape[Predictor]):
     The pace depends on earlier steps only, never on what the target says of the present chain, so every acceptor keeps its law.
     """
 
+    label = "adaptive chain"
+
     needs = Predictor
 
     def __init__(self, start: Chain, rule: Rule) -> None:

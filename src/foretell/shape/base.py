@@ -24,6 +24,8 @@ DRAFT = 1 << 12
 class Shape(ABC, Generic[D]):
     """Grows trees from one kind of drafter."""
 
+    label: ClassVar[str] = ""
+    """The form of the tree, in a few words, for the table of methods."""
     needs: ClassVar[type[Drafter]]
     """The kind of drafter it can work with."""
 
@@ -42,6 +44,8 @@ class Shape(ABC, Generic[D]):
 
 class Root(Shape[Drafter]):
     """No drafts at all: the tree of plain decoding."""
+
+    label = "root"
 
     needs = Drafter
 

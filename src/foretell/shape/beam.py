@@ -21,6 +21,8 @@ class Beam(Shape[Predictor]):
     whose score is below it.
     """
 
+    label = "dynamic tree"
+
     depth: int
     width: int
     budget: int

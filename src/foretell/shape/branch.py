@@ -16,6 +16,8 @@ class Branch(Shape[Predictor]):
     them into one trial would bias the law. `draw=False` picks the most probable tokens instead.
     """
 
+    label = "tree with fixed branching"
+
     widths: tuple[int, ...]
     distinct: bool = True
     draw: bool = True

@@ -33,6 +33,8 @@ class Chain(Shape[Predictor]):
     `draw`: sampled from the drafter's distribution; else its most probable token. `confidence` and `fallback` stop a row early: see `Pace`.
     """
 
+    label = "chain"
+
     length: int
     draw: bool = True
     confidence: float = 0.0

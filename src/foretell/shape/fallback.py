@@ -48,6 +48,8 @@ class Fallback(Shape[Hybrid]):
     often than drawn ones, and a chain that draws is refused.
     """
 
+    label = "trie, tree or none, by expected speed"
+
     needs = Hybrid
 
     def __init__(

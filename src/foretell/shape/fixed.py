@@ -18,6 +18,8 @@ class Fixed(Shape[Predictor]):
     `draw`: siblings are drawn without replacement instead of picked by rank (Sequoia's sampled trees, arXiv 2402.12374).
     """
 
+    label = "fixed tree"
+
     choices: tuple[Path, ...]
     draw: bool = False
 

@@ -87,6 +87,8 @@ class Frugal(Shape[Retriever]):
     seeds give equal text (`Match`) keep answers reproducible.
     """
 
+    label = "trie sized by cost"
+
     needs = Retriever
 
     def __init__(

@@ -31,6 +31,8 @@ class Paced(Shape[Predictor]):
     share of mistaken tokens after any other. Grows node by node, so drafting is as sequential as in a chain.
     """
 
+    label = "tree paced by confidence"
+
     needs = Predictor
 
     def __init__(self, budget: int = 16, fork: float = 0.3, threshold: float = 0.01, decay: float = 0.5) -> None:

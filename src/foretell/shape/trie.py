@@ -19,6 +19,8 @@ class Trie(Shape[Retriever]):
     pays while its chance exceeds about `c` times the tokens per pass.
     """
 
+    label = "trie"
+
     budget: int
     least: float = 0.0
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from foretell.accept import Match
+from foretell.catalogue.options import ChainOptions
 from foretell.divergence import divergences
 from foretell.draft import DraftModel
 from foretell.draft.network.base import Speculator
@@ -158,7 +159,7 @@ class DraftModelRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the catalogue's length."""
         assert isinstance(network, DraftNetwork)
-        return Method(DraftModel(network.runner()), Chain(5, draw=False), Match())
+        return Method(DraftModel(network.runner()), Chain(ChainOptions().num_speculative_tokens, draw=False), Match())
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.eagle import eagle_method
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.feature_level import eagle_method
+from foretell.catalogue.options import EagleTreeOptions
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.method import AnyMethod
@@ -106,7 +106,7 @@ class EagleRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A whole dynamic tree, matched."""
         assert isinstance(network, EagleNetwork)
-        return eagle_method(network, SpeculativeConfig(num_draft_tokens=TREE))
+        return eagle_method(network, EagleTreeOptions(num_draft_tokens=TREE))
 
 
 class Eagle3Recipe(EagleRecipe):

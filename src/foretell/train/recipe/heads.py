@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.heads import heads_method
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.options import MedusaOptions
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.heads import HeadsConfig, HeadsNetwork
 from foretell.method import AnyMethod
@@ -180,7 +180,7 @@ class HeadsRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A large tree of what was earned, matched."""
         assert isinstance(network, HeadsNetwork)
-        return heads_method(network, SpeculativeConfig(num_draft_tokens=2 * TREE))
+        return heads_method(network, MedusaOptions(num_draft_tokens=2 * TREE))
 
 
 def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:

@@ -6,8 +6,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.parallel import parallel_method
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.options import PassOptions
+from foretell.catalogue.parallel_decoding import parallel_method
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.method import AnyMethod
@@ -92,7 +92,7 @@ class LookAheadRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """The best guess of every place ahead, matched."""
         assert isinstance(network, LookAheadEmbeddings)
-        return parallel_method(network, SpeculativeConfig(draft_sample_method="greedy"))
+        return parallel_method(network, PassOptions(draft_sample_method="greedy"))
 
     def groups(self) -> list[dict[str, object]]:
         """The vectors, at their own pace."""

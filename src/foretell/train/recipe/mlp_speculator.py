@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.stages import stages_method
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.feature_level import stages_method
+from foretell.catalogue.options import MLPSpeculatorOptions as DraftingOptions
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.method import AnyMethod
@@ -105,7 +105,7 @@ class MLPSpeculatorRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A whole tree by confidence, matched."""
         assert isinstance(network, MLPSpeculator)
-        return stages_method(network, SpeculativeConfig(num_draft_tokens=TREE))
+        return stages_method(network, DraftingOptions(num_draft_tokens=TREE))
 
 
 class Said:

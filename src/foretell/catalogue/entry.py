@@ -1,0 +1,152 @@
+"""An entry of the catalogue: what a method is, what it is made of, and which options it reads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from foretell.accept import Acceptor
+from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.options import FixedTreeOptions, MethodOptions, spellings
+from foretell.config import SpeculativeConfig
+from foretell.draft.base import Drafter, Retriever
+from foretell.method import AnyMethod
+from foretell.shape import Shape, Trie
+
+Family = Literal[
+    "baseline",
+    "retrieval",
+    "draft model",
+    "self-drafting",
+    "heads",
+    "feature level",
+    "parallel decoding",
+    "hybrid",
+    "lossy",
+]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a method was published; `arxiv`: its number there, if it has one."""
+
+    title: str
+    arxiv: str = ""
+
+    def __str__(self) -> str:
+        return f"arXiv {self.arxiv}" if self.arxiv else self.title
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that a method reads."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    """Type and range, in words."""
+    default: object
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A method of the catalogue. What its parts decide is derived from their classes."""
+
+    name: str
+    family: Family
+    description: str
+    """What the method does, in one sentence."""
+    pays: str
+    """When it is worth using, in one sentence."""
+    papers: tuple[Paper, ...] = ()
+    drafter: type[Drafter]
+    shape: type[Shape[Any]]
+    acceptor: type[Acceptor]
+    """The parts of the method that `builder` makes with default options."""
+    builder: Callable[[BuildContext, Any], AnyMethod]
+    """From the target and the options to a method. Raises ValueError where something that it needs is not there."""
+    options: type[MethodOptions] = MethodOptions
+    needs: str = ""
+    """What the user has to bring: a draft model, references."""
+    speculator: str = ""
+    """Kind of the trained speculator that it drafts with."""
+    drafts_with: str = ""
+    """What drafts, where the drafter's class alone does not say it."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def draft(self) -> str:
+        """What drafts, in a few words."""
+        return self.drafts_with or self.drafter.label or self.drafter.__name__
+
+    @property
+    def tree(self) -> str:
+        """How the drafts are arranged, in a few words."""
+        if self.shape is Trie and issubclass(self.drafter, Retriever) and self.drafter.single:
+            return "chain"
+        return self.shape.label or self.shape.__name__
+
+    @property
+    def accept(self) -> str:
+        """Which rule accepts the drafts, in a few words."""
+        return self.acceptor.label or self.acceptor.__name__
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text follows the target's distribution exactly."""
+        return self.acceptor.lossless
+
+    @property
+    def same_seed(self) -> bool:
+        """Whether equal seeds give the text of plain decoding."""
+        return self.acceptor.same_seed
+
+    @property
+    def training(self) -> str:
+        """Whether something is trained for the method: required, optional (a draft model), while serving, or none."""
+        if self.drafter.learns:
+            return "while serving"
+        return "required" if self.speculator else "optional" if "draft model" in self.needs else "none"
+
+    def option_list(self) -> list[Option]:
+        """The options that the method reads, those of fixed trees last."""
+        schemas = self.options.model_json_schema(by_alias=False)["properties"] if self.options.model_fields else {}
+        fields = sorted(self.options.model_fields.items(), key=lambda item: item[0] in FixedTreeOptions.model_fields)
+        return [
+            Option(name, tuple(spellings(name, f)[1:]), _kind(schemas[name]), f.default, f.description or "")
+            for name, f in fields
+        ]
+
+    def read(self, config: SpeculativeConfig | Mapping[str, object]) -> MethodOptions:
+        """Validate option values.
+
+        Raises:
+            ValueError: an option that the method does not read, or a bad value.
+        """
+        return self.options.read(self.name, config.options if isinstance(config, SpeculativeConfig) else config)
+
+    def build(self, context: BuildContext, config: SpeculativeConfig | Mapping[str, object] | None = None) -> AnyMethod:
+        """The method, with fresh memory.
+
+        Raises:
+            ValueError: a bad option, or something that the method needs is missing or does not fit.
+        """
+        return replace(self.builder(context, self.read(config or {})), name=self.name)
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "anyOf" in schema:
+        return " or ".join(_kind(s) for s in schema["anyOf"] if s.get("type") != "null")
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return " or ".join(schema["enum"])
+    if schema["type"] == "array":
+        return f"list of ({_kind(schema['items'])})"
+    if schema["type"] == "object":
+        return f"table from integer to {_kind(schema['additionalProperties'])}"
+    low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+    lower = [f"at least {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
+    span = [f"{low} to {high}"] if None not in (low, high) else [*lower, *[f"at most {high}"] * (high is not None)]
+    return ", ".join([schema["type"], *span])

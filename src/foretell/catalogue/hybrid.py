@@ -1,0 +1,127 @@
+"""Methods that retrieve what can be copied and have a model draft the rest."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from foretell.accept import Match
+from foretell.catalogue.build_context import BuildContext, cost_aware_trie, early_exit_draft, text_retrievers
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.feature_level import eagle_method, stages_method
+from foretell.catalogue.heads import heads_method
+from foretell.catalogue.options import (
+    ChainConfidence,
+    ChainLength,
+    EagleTreeOptions,
+    ExitLayer,
+    HybridModelOptions,
+    HybridOptions,
+    MedusaOptions,
+    MethodOptions,
+    MLPSpeculatorOptions,
+)
+from foretell.catalogue.speculators import (
+    DRAFT_MODEL,
+    average,
+    find_draft_models,
+    only_draft_models_named,
+    read_speculator,
+    target_card,
+)
+from foretell.draft import Hybrid, Predictor, Retriever, Suffix
+from foretell.draft.network.base import Speculator
+from foretell.draft.network.pack import packed
+from foretell.method import AnyMethod, Method
+from foretell.shape import Chain, Fallback, Shape
+from foretell.speculator.installed import find_installed
+
+_DRAFTERS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
+    "eagle3": (eagle_method, EagleTreeOptions),
+    "mlp_speculator": (stages_method, MLPSpeculatorOptions),
+    "eagle": (eagle_method, EagleTreeOptions),
+    "medusa": (heads_method, MedusaOptions),
+    "blockwise": (heads_method, MedusaOptions),
+}
+"""How speculators of each kind draft, and what they read; of those that are installed, the first is taken."""
+
+
+class _ChainOptions(MethodOptions):
+    """What a draft model beside a retriever reads."""
+
+    num_speculative_tokens: ChainLength = 5
+    confidence_threshold: ChainConfidence = 0.4
+
+
+class _EarlyExitOptions(_ChainOptions):
+    """What the target's first blocks beside a retriever read."""
+
+    exit_layer: ExitLayer = None
+
+
+def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMethod:
+    """Copies, and where they promise too little a trained speculator, a draft model, or the target's first blocks.
+
+    Raises:
+        ValueError: an option that the drafter does not read.
+    """
+    named = options.model_dump(include=options.model_fields_set - set(HybridOptions.model_fields), exclude_none=True)
+    speculator = _speculator(context)
+    if speculator is not None:
+        make, reads = _DRAFTERS[speculator.kind]
+        method = make(packed(speculator), reads.read(f"hybrid_model, which drafts with {speculator.kind} here,", named))
+        # Successors of single tokens it knows better than a table of them.
+        return _beside(Suffix(context.references), method.draft, method.tree, options)
+    models = find_draft_models(context)
+    if models:
+        draft, shape = average(models), _ChainOptions.read("hybrid_model, which has a draft model here,", named)
+    else:
+        shape = _EarlyExitOptions.read("hybrid_model, which drafts with the target's first blocks here,", named)
+        draft = early_exit_draft(context, shape.exit_layer)
+    chain = Chain(shape.num_speculative_tokens, draw=False, confidence=shape.confidence_threshold)
+    return _beside(text_retrievers(context), draft, chain, options)
+
+
+def _beside(retriever: Retriever, draft: Predictor, tree: Shape[Predictor], options: HybridModelOptions) -> AnyMethod:
+    return Method(Hybrid(retriever, draft), Fallback(cost_aware_trie(options), tree), Match())
+
+
+def _speculator(context: BuildContext) -> Speculator | None:
+    """The trained speculator, unless it is a draft model: then None, as where there is none."""
+    if context.drafts or (context.speculators and only_draft_models_named(context)):
+        return None
+    if context.speculator is not None:
+        found = read_speculator(context, context.speculator)
+        if found.kind not in _DRAFTERS:
+            known = ", ".join([*_DRAFTERS, DRAFT_MODEL])
+            raise ValueError(f"{context.speculator}: a hybrid drafts with one of {known}, not with {found.kind}")
+        return found
+    if context.source is None:
+        return None
+    fingerprint = target_card(context).fingerprint
+    folder = next((f for kind in _DRAFTERS if (f := find_installed(kind, fingerprint))), None)
+    return None if folder is None else read_speculator(context, folder)
+
+
+ENTRIES = (
+    Entry(
+        name="hybrid_model",
+        family="hybrid",
+        description=(
+            "As `hybrid`, and where copies promise fewer tokens per second than a model does, the model drafts beside "
+            "them: a trained speculator, a draft model, or the target's first blocks."
+        ),
+        pays=(
+            "a good drafter and mixed work, partly copied and partly new: with the speculator that ships, the fastest "
+            "method here."
+        ),
+        papers=(
+            Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),
+            Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),
+        ),
+        drafter=Hybrid,
+        shape=Fallback,
+        acceptor=Match,
+        builder=hybrid_model,
+        options=HybridModelOptions,
+        needs="speculator or draft model (optional)",
+    ),
+)

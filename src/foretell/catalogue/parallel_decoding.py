@@ -1,0 +1,122 @@
+"""Methods in which the target decodes several positions at once: Jacobi iteration, lookahead, look-ahead vectors."""
+
+from foretell.accept import Match, Rejection
+from foretell.catalogue.build_context import BuildContext, chain, rejection
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.options import GaussSeidelJacobiOptions, JacobiOptions, LookaheadOptions, PassOptions
+from foretell.catalogue.speculators import trained_speculator
+from foretell.draft import Jacobi, Lookahead, ParallelSampling
+from foretell.draft.network.look_ahead import LookAheadEmbeddings
+from foretell.draft.network.pack import packed
+from foretell.method import AnyMethod, Method
+from foretell.shape import Chain, Trie
+
+
+def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
+    """Lookahead decoding."""
+    width, ngram = options.max_window_size, options.max_ngram_size
+    candidates = width if options.max_verification_set_size is None else options.max_verification_set_size
+    nodes = candidates * (ngram - 1) if options.num_speculative_tokens is None else options.num_speculative_tokens
+    drafter = Lookahead(width, ngram, candidates, eos=context.eos)
+    return Method(drafter, Trie(nodes, options.confidence_threshold), Match())
+
+
+def jacobi(context: BuildContext, options: JacobiOptions) -> AnyMethod:
+    """Jacobi decoding, its window sliding."""
+    width = options.max_window_size
+    return Method(Jacobi(width), Trie(width, options.confidence_threshold), Match())
+
+
+def gauss_seidel_jacobi(context: BuildContext, options: GaussSeidelJacobiOptions) -> AnyMethod:
+    """Jacobi decoding block by block."""
+    width = options.max_window_size
+    return Method(Jacobi(width, slide=False), Trie(width, options.confidence_threshold), Match())
+
+
+def look_ahead_embeddings(context: BuildContext, options: PassOptions) -> AnyMethod:
+    """PaSS."""
+    network = trained_speculator(context, "pass")
+    assert isinstance(network, LookAheadEmbeddings)
+    return parallel_method(packed(network), options)
+
+
+def parallel_method(network: LookAheadEmbeddings, options: PassOptions) -> AnyMethod:
+    """A chain of what the vectors guess: drawn and tested by rejection, or greedy and matched."""
+    if options.num_speculative_tokens is None:
+        options = options.model_copy(update={"num_speculative_tokens": network.ahead})
+    accept = Match() if options.draft_sample_method == "greedy" else rejection(options)
+    return Method(ParallelSampling(network, options.look_ahead_groups), chain(options), accept)
+
+
+ENTRIES = (
+    Entry(
+        name="lookahead",
+        family="parallel decoding",
+        description=(
+            "Jacobi iteration on a window of future positions runs beside the text in the same pass; the n-grams that "
+            "it produces are pooled, and those that begin with the last token are verified."
+        ),
+        pays=(
+            "hardware with much arithmetic to spare at batch 1 and text that repeats its own phrases (code, lists); "
+            "never small CPUs or large batches."
+        ),
+        papers=(Paper("Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "2402.02057"),),
+        drafter=Lookahead,
+        shape=Trie,
+        acceptor=Match,
+        builder=lookahead,
+        options=LookaheadOptions,
+    ),
+    Entry(
+        name="jacobi",
+        family="parallel decoding",
+        description=(
+            "Jacobi decoding: a sliding window of guesses is read in every pass, and what the target says after each "
+            "is the next guess."
+        ),
+        pays=(
+            "models in which a token depends weakly on its neighbours (images, audio) or that were tuned to converge; "
+            "hardly other language models."
+        ),
+        papers=(
+            Paper("Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving", "2002.03629"),
+            Paper("Predictive Sampling with Forecasting Autoregressive Models", "2002.09928"),
+        ),
+        drafter=Jacobi,
+        shape=Trie,
+        acceptor=Match,
+        builder=jacobi,
+        options=JacobiOptions,
+    ),
+    Entry(
+        name="gauss_seidel_jacobi",
+        family="parallel decoding",
+        description="Jacobi decoding in blocks, one after another, instead of a sliding window.",
+        pays="as `jacobi`, where wide passes are dear; it never takes fewer passes than `jacobi`.",
+        papers=(Paper("Accelerating Transformer Inference for Translation via Parallel Decoding", "2305.10427"),),
+        drafter=Jacobi,
+        shape=Trie,
+        acceptor=Match,
+        builder=gauss_seidel_jacobi,
+        options=GaussSeidelJacobiOptions,
+        drafts_with="its own previous iterate, block by block",
+        aliases=("gs_jacobi",),
+    ),
+    Entry(
+        name="pass",
+        family="parallel decoding",
+        description=(
+            "Parallel speculative sampling: the target reads learned vectors in the places of the tokens to come, and "
+            "its states there give the drafts."
+        ),
+        pays="where a pass over ten tokens costs about as much as one and memory for a drafter is short.",
+        papers=(Paper("PaSS: Parallel Speculative Sampling", "2311.13581"),),
+        drafter=ParallelSampling,
+        shape=Chain,
+        acceptor=Rejection,
+        builder=look_ahead_embeddings,
+        options=PassOptions,
+        speculator="pass",
+        aliases=("look_ahead_embeddings",),
+    ),
+)

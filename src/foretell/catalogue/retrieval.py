@@ -1,0 +1,248 @@
+"""Methods that draft by retrieval: from the text, from references, from a datastore, from earlier passes."""
+
+from pathlib import Path
+
+from foretell.accept import Match
+from foretell.catalogue.build_context import BuildContext, cost_aware_trie, require_network, text_retrievers, trie
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.options import (
+    HybridOptions,
+    LlmaOptions,
+    NgramOptions,
+    PhraseOptions,
+    RecyclingOptions,
+    RestOptions,
+    SamRecyclingOptions,
+    SuffixOptions,
+)
+from foretell.datastore import Datastore, open_datastore
+from foretell.draft import Lookup, PhraseRetrieval, Recycling, Rest, Suffix, Together
+from foretell.draft.phrases import encode
+from foretell.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Frugal, Trie
+
+
+def ngram(context: BuildContext, options: NgramOptions) -> AnyMethod:
+    """Prompt lookup."""
+    copied = max(options.num_speculative_tokens, 1)
+    lookup = Lookup(options.prompt_lookup_max, options.prompt_lookup_min, copied, context.references)
+    return Method(lookup, trie(options), Match())
+
+
+def llma(context: BuildContext, options: LlmaOptions) -> AnyMethod:
+    """Copies from references only.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not context.references:
+        raise ValueError("llma copies from reference documents: name at least one with --reference FILE")
+    lookup = Lookup(
+        options.prompt_lookup_max,
+        options.prompt_lookup_min,
+        max(options.num_speculative_tokens, 1),
+        context.references,
+        scope="references",
+        choice="first",
+    )
+    return Method(lookup, trie(options), Match())
+
+
+def suffix(context: BuildContext, options: SuffixOptions) -> AnyMethod:
+    """Longest suffix match."""
+    return Method(Suffix(context.references, options.prompt_lookup_min), trie(options), Match())
+
+
+def recycling(context: BuildContext, options: RecyclingOptions) -> AnyMethod:
+    """Successors seen in earlier passes."""
+    return Method(Recycling(context.vocab), trie(options), Match())
+
+
+def sam_recycling(context: BuildContext, options: SamRecyclingOptions) -> AnyMethod:
+    """Suffix matches and recycled successors together."""
+    return Method(text_retrievers(context), trie(options), Match())
+
+
+def hybrid(context: BuildContext, options: HybridOptions) -> AnyMethod:
+    """Suffix matches and recycled successors, or no drafts."""
+    return Method(text_retrievers(context), cost_aware_trie(options), Match())
+
+
+def rest(context: BuildContext, options: RestOptions) -> AnyMethod:
+    """Retrieval from a datastore.
+
+    Raises:
+        ValueError: there is neither a datastore nor a reference.
+    """
+    if options.datastore is not None:
+        store = open_datastore(Path(options.datastore), context.codec)
+    elif context.references:
+        store = Datastore.of(context.references)
+    else:
+        raise ValueError(
+            "rest drafts from a datastore: build one with `foretell datastore build` and name it under the key "
+            "datastore of the speculative config, or give documents with --reference FILE"
+        )
+    return Method(
+        Rest(store, options.prompt_lookup_max or store.depth, options.prompt_lookup_min), trie(options), Match()
+    )
+
+
+def phrases(context: BuildContext, options: PhraseOptions) -> AnyMethod:
+    """Phrases by hidden state."""
+    network = require_network(context, "reads hidden states of the target")
+    tap = network.config.layers + 1
+    documents = encode(DecoderRunner(network), context.references, tap) if context.references else None
+    return Method(PhraseRetrieval(tap, documents), trie(options), Match())
+
+
+_SAM = Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666")
+_RECYCLING = Paper(
+    "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", "2408.08696"
+)
+_BOTH = "longest suffix match, and successors from earlier passes"
+
+ENTRIES = (
+    Entry(
+        name="ngram",
+        family="retrieval",
+        description=(
+            "Prompt lookup: the last few tokens are sought in prompt, answer and `--reference` files, and what "
+            "followed the latest match is drafted."
+        ),
+        pays=(
+            "answers that repeat their prompt (extraction, editing, retrieval-augmented answers) or themselves; "
+            "hardly free prose."
+        ),
+        papers=(Paper("Prompt Lookup Decoding (Saxena 2023)"),),
+        drafter=Lookup,
+        shape=Trie,
+        acceptor=Match,
+        builder=ngram,
+        options=NgramOptions,
+        aliases=("prompt_lookup", "pld"),
+    ),
+    Entry(
+        name="llma",
+        family="retrieval",
+        description=(
+            "Inference with reference: as `ngram`, but only `--reference` documents are searched, and the first match "
+            "counts."
+        ),
+        pays="answers that quote documents which are known beforehand and are not in the prompt.",
+        papers=(Paper("Inference with Reference: Lossless Acceleration of Large Language Models", "2304.04487"),),
+        drafter=Lookup,
+        shape=Trie,
+        acceptor=Match,
+        builder=llma,
+        options=LlmaOptions,
+        needs="references",
+        drafts_with="n-gram match in references",
+    ),
+    Entry(
+        name="suffix",
+        family="retrieval",
+        description=(
+            "The longest repeated ending of any length is followed through suffix automata over the text and the "
+            "references, and what came after it is drafted."
+        ),
+        pays="wherever `ngram` does, with fewer wasted tokens; it rarely costs anything where nothing repeats.",
+        papers=(
+            _SAM,
+            Paper("SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference", "2411.04975"),
+        ),
+        drafter=Suffix,
+        shape=Trie,
+        acceptor=Match,
+        builder=suffix,
+        options=SuffixOptions,
+        aliases=("sam",),
+    ),
+    Entry(
+        name="recycling",
+        family="retrieval",
+        description=(
+            "Token recycling: for every token the eight tokens that scored best after it in the target's earlier "
+            "passes are kept, and the likeliest nodes of the tree they span are drafted."
+        ),
+        pays=(
+            "where a pass over some ten tokens costs about as much as one (GPUs at batch 1); little alone on a small "
+            "CPU."
+        ),
+        papers=(_RECYCLING,),
+        drafter=Recycling,
+        shape=Trie,
+        acceptor=Match,
+        builder=recycling,
+        options=RecyclingOptions,
+        aliases=("token_recycling",),
+    ),
+    Entry(
+        name="sam_recycling",
+        family="retrieval",
+        description=(
+            "`suffix` and `recycling` together: both offer their continuations, and the likeliest nodes enter the trie."
+        ),
+        pays="almost everywhere: the best default of the methods that need no model and no training.",
+        papers=(_SAM, _RECYCLING),
+        drafter=Together,
+        shape=Trie,
+        acceptor=Match,
+        builder=sam_recycling,
+        options=SamRecyclingOptions,
+        drafts_with=_BOTH,
+    ),
+    Entry(
+        name="rest",
+        family="retrieval",
+        description=(
+            "The longest ending of the text is looked up in a datastore, and the most frequent continuations are "
+            "drafted."
+        ),
+        pays="a corpus that the answers resemble, code above all, and no draft model.",
+        papers=(Paper("REST: Retrieval-Based Speculative Decoding", "2311.08252"),),
+        drafter=Rest,
+        shape=Trie,
+        acceptor=Match,
+        builder=rest,
+        options=RestOptions,
+        needs="datastore or references",
+    ),
+    Entry(
+        name="phrases",
+        family="retrieval",
+        description=(
+            "Phrases are found by hidden state: what followed the most similar earlier states of the target, in text "
+            "and references, is drafted."
+        ),
+        pays=(
+            "answers from given documents (summaries, questions with sources), where only the meaning tells which of "
+            "several places to copy."
+        ),
+        papers=(Paper("Copy Is All You Need", "2307.06962"),),
+        drafter=PhraseRetrieval,
+        shape=Trie,
+        acceptor=Match,
+        builder=phrases,
+        options=PhraseOptions,
+        aliases=("copy_is_all_you_need",),
+    ),
+    Entry(
+        name="hybrid",
+        family="retrieval",
+        description=(
+            "As `sam_recycling`, in a trie that holds as many nodes as make the most tokens per second by learned "
+            "acceptance rates and pass times; none where plain decoding is faster."
+        ),
+        pays="nearly always a little, hardly ever a loss: for those who do not want to choose.",
+        papers=(_SAM, _RECYCLING),
+        drafter=Together,
+        shape=Frugal,
+        acceptor=Match,
+        builder=hybrid,
+        options=HybridOptions,
+        drafts_with=_BOTH,
+    ),
+)
+"""In the order of `foretell methods`."""

@@ -1,0 +1,161 @@
+"""Methods that draft with the target itself, made cheaper."""
+
+from functools import partial
+from pathlib import Path
+
+from foretell.accept import Rejection
+from foretell.catalogue.build_context import (
+    BuildContext,
+    chain,
+    changed_copy,
+    early_exit_draft,
+    rejection,
+    require_network,
+)
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.options import (
+    LayerSkipOptions,
+    PrunedDraftOptions,
+    QuantisedDraftOptions,
+    SelfSpeculativeOptions,
+)
+from foretell.draft import DraftModel
+from foretell.method import AnyMethod, Method
+from foretell.model.compress import quantized, sparse, unchanged
+from foretell.model.influence import influence
+from foretell.model.runner import DecoderRunner
+from foretell.model.skip import default_skip, read_skip
+from foretell.shape import Adaptive, Chain, Threshold
+
+
+def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
+    """The target's first blocks draft."""
+    return Method(early_exit_draft(context, options.exit_layer), chain(options), rejection(options))
+
+
+def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
+    """Draft & Verify."""
+    network = require_network(context)
+    layers, model = network.config.layers, context.source.fingerprint() if context.source else ""
+    skip = read_skip(Path(options.skip_set), model, layers) if options.skip_set else default_skip(layers)
+    start = Chain(
+        options.num_speculative_tokens,
+        draw=options.draft_sample_method != "greedy",
+        confidence=options.confidence_threshold,
+    )
+    return Method(DraftModel(DecoderRunner(network.skipping(skip))), Adaptive(start, Threshold()), rejection(options))
+
+
+def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> AnyMethod:
+    """A copy in fewer bits drafts."""
+    bits = options.quantization_bits
+    if bits == 8 and context.source is not None:
+        network = changed_copy(context, unchanged, "int8")
+    else:
+        network = changed_copy(context, partial(quantized, bits=bits, group=options.quantization_group))
+    return Method(DraftModel(DecoderRunner(network)), chain(options), rejection(options))
+
+
+def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMethod:
+    """A copy without its least influential blocks drafts.
+
+    Raises:
+        ValueError: the model has fewer blocks than are left out.
+    """
+    network = require_network(context)
+    layers = network.config.layers
+    dropped = layers // 4 if options.pruned_layers is None else options.pruned_layers
+    if dropped > layers:
+        raise ValueError(f"a pruned draft cannot lack {dropped} blocks: the model has {layers}")
+    skip = influence(network, _sample_text(context)).drop(dropped)
+    whole = changed_copy(context, partial(sparse, share=options.sparsity)) if options.sparsity else network
+    return Method(DraftModel(DecoderRunner(whole.skipping(skip))), chain(options), rejection(options))
+
+
+_SAMPLE = """\
+The old harbour was quiet in the early morning. A few boats had come in with fish, and the market would open at seven.
+def mean(values): return sum(values) / len(values)
+Question: how many legs do three spiders have? Answer: 3 x 8 = 24."""
+_SAMPLE_TOKENS = 512
+"""Most tokens of a reference that the influence of blocks is measured on."""
+
+
+def _sample_text(context: BuildContext) -> list[int]:
+    """Tokens that the influence of blocks is measured on."""
+    if context.references and len(context.references[0]) > 1:
+        return list(context.references[0][:_SAMPLE_TOKENS])
+    if context.codec is not None:
+        return context.codec.encode(_SAMPLE)
+    return list(range(min(context.vocab, 64)))
+
+
+ENTRIES = (
+    Entry(
+        name="layer_skip",
+        family="self-drafting",
+        description="The target's own first blocks under its own head draft a chain that stops when unsure.",
+        pays="checkpoints that were trained for early exit, which then need no second model; others agree too rarely.",
+        papers=(Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Rejection,
+        builder=layer_skip,
+        options=LayerSkipOptions,
+        drafts_with="first blocks of the target",
+        aliases=("early_exit",),
+    ),
+    Entry(
+        name="self_speculative",
+        family="self-drafting",
+        description=(
+            "Draft & Verify: the target drafts for itself with some attention and feed-forward parts left out, and "
+            "verifies with all of them."
+        ),
+        pays="large models, where many parts can go before the draft errs; not models as small as the embedded one.",
+        papers=(
+            Paper(
+                "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", "2309.08168"
+            ),
+        ),
+        drafter=DraftModel,
+        shape=Adaptive,
+        acceptor=Rejection,
+        builder=self_speculative,
+        options=SelfSpeculativeOptions,
+        drafts_with="target without some sub-layers",
+        aliases=("draft_and_verify",),
+    ),
+    Entry(
+        name="quantised_draft",
+        family="self-drafting",
+        description="The target's own weights in fewer bits draft for it.",
+        pays=(
+            "kernels whose pass time follows the bytes read: acceptance is close to 1 at 8 bits, so what the narrow "
+            "pass saves bounds the gain."
+        ),
+        papers=(Paper("QSPEC: Speculative Decoding with Complementary Quantization Schemes", "2410.11305"),),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Rejection,
+        builder=quantised_draft,
+        options=QuantisedDraftOptions,
+        drafts_with="target in fewer bits",
+        aliases=("quantized_draft",),
+    ),
+    Entry(
+        name="pruned_draft",
+        family="self-drafting",
+        description="The target without its least influential blocks drafts for it.",
+        pays=(
+            "deep models whose middle blocks change little, best after distillation; small models lose acceptance "
+            "faster than time."
+        ),
+        papers=(Paper("ShortGPT: Layers in Large Language Models are More Redundant Than You Expect", "2403.03853"),),
+        drafter=DraftModel,
+        shape=Chain,
+        acceptor=Rejection,
+        builder=pruned_draft,
+        options=PrunedDraftOptions,
+        drafts_with="target without its least influential blocks",
+    ),
+)

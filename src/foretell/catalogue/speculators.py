@@ -1,0 +1,131 @@
+"""The trained speculators and draft models of a method: what the user named, else the one installed for the target."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from foretell.catalogue.build_context import BuildContext, require_network
+from foretell.draft import DraftModel, Mix, Predictor
+from foretell.draft.network.base import Speculator, TargetCard
+from foretell.draft.network.draft_model import DraftNetwork
+from foretell.model.decoder import Decoder
+from foretell.model.ends import Ends
+from foretell.model.runner import Runner
+from foretell.speculator.checkpoint import read_config
+from foretell.speculator.installed import find_installed, how_to_get
+from foretell.speculator.load import load_speculator
+
+DRAFT_MODEL = DraftNetwork.kind
+
+
+def trained_speculator(context: BuildContext, kind: str) -> Speculator:
+    """The speculator of this kind that the user named, else the one installed for the target, in the target's dtype.
+
+    Raises:
+        ValueError: there is none, it is of another kind or for another target, or the target is not on the own decoder.
+    """
+    card = target_card(context)
+    folder = context.speculator or find_installed(kind, card.fingerprint)
+    if folder is None:
+        raise ValueError(f"no {kind} speculator is installed for this target; {how_to_get(kind, card.fingerprint)}")
+    found = read_speculator(context, folder)
+    if found.kind != kind:
+        raise ValueError(f"{folder}: a speculator of kind {found.kind}, and this method drafts with one of kind {kind}")
+    return found
+
+
+def read_speculator(context: BuildContext, folder: Path) -> Speculator:
+    """The speculator in a directory, of whichever kind, in the dtype that the target runs in.
+
+    Raises:
+        ValueError: it is damaged or for another target, or the target is not on the own decoder.
+    """
+    return load_speculator(folder, target_card(context), embedding_and_head(context)).eval().requires_grad_(False)
+
+
+def target_card(context: BuildContext) -> TargetCard:
+    """Which model speculators must have been trained for; without a fingerprint where its checkpoint is not at hand.
+
+    Raises:
+        ValueError: the target is not on the own decoder.
+    """
+    c = require_network(context).config
+    fingerprint = context.source.fingerprint() if context.source else ""
+    return TargetCard(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+
+
+def embedding_and_head(context: BuildContext) -> Ends:
+    """The target's embedding and head, in the dtype that it runs in.
+
+    Raises:
+        ValueError: the target is not on the own decoder, or its weights cannot be read again.
+    """
+    if context.source is not None:
+        return context.source.ends(context.source.dtype)
+    network = require_network(context)
+    if not isinstance(network, Decoder):
+        raise ValueError("this method borrows the target's embedding and head, which cannot be read again here")
+    c = network.config
+    return Ends(network.embedding.detach(), network.head.weight.detach(), c.embedding_scale, c.logit_softcap)
+
+
+def draft_predictor(context: BuildContext) -> Predictor:
+    """The draft model, or the mean of several.
+
+    Raises:
+        ValueError: there is none, or one does not fit.
+    """
+    return average(draft_models(context))
+
+
+def average(runners: Sequence[Runner]) -> Predictor:
+    """One draft model, or the mean of several."""
+    models = [DraftModel(r) for r in runners]
+    return models[0] if len(models) == 1 else Mix(models)
+
+
+def draft_models(context: BuildContext) -> tuple[Runner, ...]:
+    """The draft models.
+
+    Raises:
+        ValueError: there is none, or one does not fit.
+    """
+    found = find_draft_models(context)
+    if not found:
+        fingerprint = context.source.fingerprint() if context.source else ""
+        raise ValueError(
+            f"this method needs a draft model: {how_to_get(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
+        )
+    return found
+
+
+def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
+    """The draft models that were named, else the one installed for the target; none where there is none.
+
+    Raises:
+        ValueError: one has another vocabulary than the target, or a speculator of another kind was named.
+    """
+    for runner in context.drafts:
+        if runner.vocab != context.vocab:
+            raise ValueError(
+                f"the draft model's vocabulary has {runner.vocab} tokens, the target's {context.vocab}; "
+                "use a draft model with the target's tokenizer"
+            )
+    if context.drafts or context.speculators:
+        trained = (_draft_network(context, read_speculator(context, folder)) for folder in context.speculators)
+        return (*context.drafts, *(network.runner() for network in trained))
+    if context.source is None:
+        return ()
+    installed = find_installed(DRAFT_MODEL, target_card(context).fingerprint)
+    return () if installed is None else (_draft_network(context, read_speculator(context, installed)).runner(),)
+
+
+def only_draft_models_named(context: BuildContext) -> bool:
+    """Whether no speculator but trained draft models was named."""
+    return all(read_config(folder).get("kind") == DRAFT_MODEL for folder in context.speculators)
+
+
+def _draft_network(context: BuildContext, found: Speculator) -> DraftNetwork:
+    if not isinstance(found, DraftNetwork):
+        named = ", ".join(map(str, context.speculators))
+        raise ValueError(f"{named}: this method drafts with small models, and a speculator of another kind was named")
+    return found

@@ -1,0 +1,163 @@
+"""The catalogue says what its methods are: the columns are those of the parts, and an option is read or refused."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foretell.bench.contender import Spec
+from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
+from foretell.catalogue.options import EagleTreeOptions, MethodOptions
+from foretell.catalogue.registry import find
+from foretell.config import SpeculativeConfig
+from foretell.draft import DraftModel
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Adaptive, Beam, Branch, Chain, Fallback, Fixed, Frugal, Trie
+from helpers import VARIANTS, VOCAB, Variant, sibling, speculator, target
+
+FAMILIES = {
+    "baseline", "retrieval", "draft model", "self-drafting", "heads", "feature level", "parallel decoding", "hybrid",
+    "lossy",
+}  # fmt: skip
+
+
+def context(*kinds: str, drafts: int = 0) -> BuildContext:
+    models = tuple(DecoderRunner(sibling()) for _ in range(drafts))
+    return BuildContext(VOCAB, target(), models, speculators=tuple(speculator(k) for k in kinds))
+
+
+@pytest.mark.parametrize(("entry", "variant"), list(zip(BUILT_IN, VARIANTS, strict=False)), ids=lambda p: p.name)
+def test_columns_are_those_of_the_parts_that_are_built(entry: Entry, variant: Variant) -> None:
+    method = variant.make(VOCAB)
+    assert (type(method.draft), type(method.tree), type(method.accept)) == (entry.drafter, entry.shape, entry.acceptor)
+    assert method.lossless == entry.lossless == (entry.family != "lossy")
+    assert entry.drafter.label and entry.shape.label and entry.acceptor.label
+
+
+def test_every_method_is_described() -> None:
+    for entry in BUILT_IN:
+        assert entry.family in FAMILIES and entry.description.endswith(".") and entry.pays.endswith("."), entry.name
+        assert entry.papers or entry.name == "autoregressive"
+        assert all(o.description.endswith(".") and o.kind for o in entry.option_list()), entry.name
+        assert all(re.fullmatch(r"(\d{4}\.\d{5})?", p.arxiv) for p in entry.papers)
+    assert {e.family for e in BUILT_IN} == FAMILIES
+    names = [n for e in BUILT_IN for n in (e.name, *e.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("entry", BUILT_IN, ids=lambda e: e.name)
+def test_an_option_that_a_method_does_not_read_is_refused(entry: Entry) -> None:
+    unread = {n for e in BUILT_IN for n in e.options.model_fields} - set(entry.options.model_fields)
+    for name in sorted(unread - {a for o in entry.option_list() for a in o.aliases}):
+        with pytest.raises(ValueError, match=f"method {entry.name} does not read '{name}'") as error:
+            entry.read({name: 1})
+        assert all(o.name in str(error.value) for o in entry.option_list())
+
+
+def test_every_option_is_read_somewhere() -> None:
+    folder = Path(registry.__file__).parent
+    code = "".join(p.read_text() for p in folder.glob("*.py") if p.name not in ("options.py", "entry.py"))
+    for name in {n for e in BUILT_IN for n in e.options.model_fields}:
+        assert re.search(rf"(options|shape)\.{name}\b", code), name
+
+
+def test_bad_options_are_named_in_one_sentence() -> None:
+    with pytest.raises(
+        ValueError, match="method ngram does not read 'prompt_lookup_mx': did you mean 'prompt_lookup_max'"
+    ):
+        find("ngram").read({"prompt_lookup_mx": 3})
+    with pytest.raises(ValueError, match="method autoregressive does not read 'num_steps': it has no options"):
+        find("plain").read({"num_steps": 3})
+    with pytest.raises(ValueError, match="num_draft_tokens and num_speculative_tokens are one option; give one"):
+        find("eagle3").read({"num_draft_tokens": 3, "num_speculative_tokens": 3})
+    with pytest.raises(ValueError, match=r"method medusa, num_draft_tokens: .*greater than or equal to 1"):
+        find("medusa").read({"num_draft_tokens": 0})
+    for method, values in (
+        ("medusa", {"speculative_tree": [[0]], "num_draft_tokens": 4}),
+        ("eagle2", {"acceptance": [0.5], "confidence_threshold": 0.1}),
+        ("blockwise", {"num_speculative_tokens": 2, "num_draft_tokens": 4}),
+        ("eagle3", {"draft_sample_method": "probabilistic", "confidence_threshold": 0.1}),
+        ("mlp_speculator", {"draft_sample_method": "probabilistic", "eagle_topk": 3}),
+    ):
+        with pytest.raises(ValueError, match=rf"{method}: .* so \w+ would not be read: leave that out"):
+            find(method).read(values)
+    with pytest.raises(ValueError, match="two criteria; give one of them"):
+        find("blockwise_lossy").read({"accept_top_k": 2, "accept_distance": 1})
+
+
+def test_any_key_of_the_json_is_an_option() -> None:
+    config = SpeculativeConfig.parse('{"method": "pld", "model": "a", "self": 1, "num_speculative_tokens": 3}')
+    assert (config.method, config.model) == ("pld", "a")
+    assert config.options == {"self": 1, "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match="speculative config, method: must be a string, found 3"):
+        SpeculativeConfig.parse('{"method": 3}')
+
+
+def test_names_of_other_engines_are_aliases() -> None:
+    read = find("eagle3").read({"speculative_num_steps": 3, "speculative_eagle_topk": 2, "num_speculative_tokens": 9})
+    assert read == EagleTreeOptions(num_steps=3, eagle_topk=2, num_draft_tokens=9)
+
+
+def shapes() -> Iterator[tuple[str, object]]:
+    yield "ngram@16", Trie(16, 0.1)
+    yield "draft_model@16", Chain(16)
+    yield "specinfer@16", Branch((2, 2, 1, 1))
+    yield "specinfer@5", Branch((2, 1))
+    yield "spectr@6", Branch((4, 1, 1, 1, 1, 1), distinct=False)
+    yield "dynamic_tree@60", Beam(5, 10, 60)
+
+
+@pytest.mark.parametrize(("text", "shape"), list(shapes()))
+def test_a_number_of_drafted_tokens_is_what_is_drafted(text: str, shape: object) -> None:
+    spec = Spec.parse(text)
+    assert build(spec.method, context(drafts=1), spec.config).tree == shape
+
+
+def test_a_number_of_drafted_tokens_bounds_the_cost_aware_trie() -> None:
+    spec = Spec.parse("hybrid@16")
+    tree = build(spec.method, context(), spec.config).tree
+    assert isinstance(tree, Frugal) and tree.budget == 16
+
+
+def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
+    with pytest.raises(ValueError, match="plain@4: method autoregressive does not read 'num_speculative_tokens'"):
+        Spec.parse("plain@4")
+
+
+def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
+    method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
+    assert isinstance(method.tree, Fallback)
+    assert method.tree.guess == Beam(7, 10, 60) and method.tree.frugal.budget == 9
+    with pytest.raises(ValueError, match="hybrid_model, which drafts with eagle3 here, does not read 'exit_layer'"):
+        build("hybrid_model", context("eagle3"), {"exit_layer": 1})
+    with pytest.raises(ValueError, match="hybrid_model, which has a draft model here, does not read 'eagle_topk'"):
+        build("hybrid_model", context(drafts=1), {"eagle_topk": 1})
+    early = build("hybrid_model", context(), {"exit_layer": 1, "num_speculative_tokens": 2}).tree
+    assert isinstance(early, Fallback) and early.guess == Chain(2, draw=False, confidence=0.4)
+
+
+def test_schedules_and_drawn_trees() -> None:
+    adaptive = build("draft_model", context(drafts=1), {"num_assistant_tokens_schedule": "heuristic"})
+    assert isinstance(adaptive.tree, Adaptive) and isinstance(adaptive.draft, DraftModel)
+    fixed = build("eagle2", context("eagle"), {"acceptance": [0.5, 0.2], "num_draft_tokens": 6}).tree
+    assert isinstance(fixed, Fixed) and len(fixed.choices) == 6
+    chain = build("eagle", context("eagle"), {"eagle_topk": 1, "num_steps": 3}).tree
+    assert chain == Chain(3, draw=False)
+
+
+def test_methods_of_other_packages_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Entry(
+        name="mine", family="retrieval", description="-", pays="-", drafter=BUILT_IN[0].drafter, shape=BUILT_IN[0].shape,
+        acceptor=BUILT_IN[0].acceptor, builder=BUILT_IN[0].builder,
+    )  # fmt: skip
+
+    def points(loaded: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="mine", value="some.module:ENTRY", load=lambda: loaded)]
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: points(mine))
+    assert catalogue()["mine"] is mine and find("mine").options is MethodOptions
+    monkeypatch.setattr(registry, "entry_points", lambda group: points("no entry"))
+    with pytest.raises(ValueError, match=r"mine = some\.module:ENTRY names no foretell\.catalogue.Entry"):
+        catalogue()
