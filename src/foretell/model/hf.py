@@ -183,11 +183,16 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     transformers = _transformers()
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
-        raise ValueError(f"{path}: transformers cannot load this model ({_reason(error)})") from error
+        raise cannot_load(path, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -199,13 +204,19 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except ValueError:
         raise
     except Exception as error:  # As above.
-        raise ValueError(f"{path}: transformers cannot run this model ({_reason(error)})") from error
+        raise cannot_load(path, error) from error
     return model
 
 
-def _reason(error: Exception) -> str:
-    """The first line of what it says, or its name."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+def cannot_load(path: Path, error: Exception) -> ValueError:
+    """The error to raise where transformers failed to build the model in a directory."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"{path}: this model needs Python code that comes with it (auto_map in config.json), and foretell never runs "
+            "code from a checkpoint; use a model whose architecture transformers itself knows"
+        )
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ValueError(f"{path}: transformers cannot load this model ({reason})")
 
 
 def _prove(runner: HFRunner) -> None:
