@@ -210,7 +210,8 @@ class Fields:
         name, value = self._find(names, [])
         values = list(value) if isinstance(value, list | tuple) else [value]
         for one in values:
-            if not isinstance(one, kind) or isinstance(one, bool) or (kind is int and abs(one) > MAX_INTEGER):
+            large = isinstance(one, int) and abs(one) > MAX_INTEGER
+            if not isinstance(one, kind) or isinstance(one, bool) or large:
                 raise self.wrong(name, wanted, value)
         return values
 

@@ -173,7 +173,7 @@ def test_rotary_embeddings_that_are_not_computed_are_refused_by_name(values: Map
     assert "\n" not in str(error.value)
 
 
-HOSTILE = ([], {}, "x", math.inf, math.nan, -1, 0, True, 0.5, 10**30, 10**400, {"a": 1}, [None], None)
+HOSTILE: tuple[Any, ...] = ([], {}, "x", math.inf, math.nan, -1, 0, True, 0.5, 10**30, 10**400, {"a": 1}, [None], None)
 
 
 def keys_of(raw: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -250,7 +250,7 @@ def test_the_sentence_names_file_key_and_what_was_found(values: Mapping[str, Any
         from_hf({"model_type": "llama", **SIZES, **values}, "c.json")
 
 
-def gguf_meta(name: str = "llama", **more: Any) -> dict[str, Any]:
+def gguf_meta(more: Mapping[str, Any], name: str = "llama") -> dict[str, Any]:
     sizes = {
         "embedding_length": 128, "block_count": 4, "attention.head_count": 4, "context_length": 64, "feed_forward_length": 32,
     }  # fmt: skip
@@ -264,14 +264,14 @@ def gguf_meta(name: str = "llama", **more: Any) -> dict[str, Any]:
 
 def test_gguf_end_tokens_are_those_of_llama_cpp() -> None:
     at = "tokenizer.ggml."
-    assert from_gguf(gguf_meta()).eos == ()
-    assert from_gguf(gguf_meta(**{at + "eos_token_id": 2})).eos == (2,)
+    assert from_gguf(gguf_meta({})).eos == ()
+    assert from_gguf(gguf_meta({at + "eos_token_id": 2})).eos == (2,)
     both = {at + "eos_token_id": 1, at + "eot_token_id": 106, at + "eom_token_id": 3, at + "eos_token_ids": [1, 5]}
-    assert from_gguf(gguf_meta(**both)).eos == (1, 106, 3, 5)
+    assert from_gguf(gguf_meta(both)).eos == (1, 106, 3, 5)
     # Without eot_token_id, control tokens of these names end a turn; others of these names do not.
     types = {at + "eos_token_id": 2, at + "token_type": [1, 3, 1, 1]}
-    assert from_gguf(gguf_meta(**types)).eos == (2, 1)
-    assert from_gguf(gguf_meta(**types, **{at + "eot_token_id": 2})).eos == (2,)
+    assert from_gguf(gguf_meta(types)).eos == (2, 1)
+    assert from_gguf(gguf_meta({**types, at + "eot_token_id": 2})).eos == (2,)
 
 
 @pytest.mark.parametrize(
@@ -290,14 +290,14 @@ def test_gemma_27b_in_gguf_divides_by_width_per_head(
         "attention.head_count": heads,
         "attention.key_length": head_dim,
     }
-    config = from_gguf(gguf_meta(name, **{f"{name}.{k}": v for k, v in values.items()}))
+    config = from_gguf(gguf_meta({f"{name}.{k}": v for k, v in values.items()}, name))
     assert config.scale == divisor**-0.5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_hostile_gguf_metadata_is_read_or_refused(name: str) -> None:
     more = {f"{name}.rope.scaling.type": "yarn", f"{name}.rope.scaling.factor": 2.0, f"{name}.rope.dimension_count": 32}
-    raw = gguf_meta(name, **more, **{"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.token_type": [1, 1, 1, 1]})
+    raw = gguf_meta({**more, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.token_type": [1] * 4}, name)
     from_gguf(raw)
     for key in raw:
         for value in HOSTILE:

@@ -131,7 +131,8 @@ def test_a_missing_weight_is_refused_by_name(name: str, tmp_path: Path) -> None:
 def test_a_configuration_that_does_not_fit_is_one_sentence(key: str, tmp_path: Path) -> None:
     model_of("gpt2").float().save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    for value in ([], "x", 0, -1, None, {"a": 1}, 3):
+    hostile: tuple[Any, ...] = ([], "x", 0, -1, None, {"a": 1}, 3)
+    for value in hostile:
         (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
         try:
             load_hf(tmp_path, torch.float32, torch.device("cpu"))

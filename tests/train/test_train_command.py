@@ -106,7 +106,7 @@ def test_names_and_values(tmp_path: Path) -> None:
     assert "write KEY=VALUE" in asked(out, "--set", "inner")
     assert "--lr: input should be greater than 0, found 0.0" in asked(out, "--lr", "0")
     assert "reads at most 512 tokens" in asked(out, "--sequence", "513")
-    assert "--sequence 2: " in asked(out, "--sequence", "2")
+    assert "--sequence: " in asked(out, "--sequence", "2")
     assert "how often an epoch shows" in refused(
         "train", "medusa", "--data", "answers=often", "--out", out, "--model", tiny()
     )

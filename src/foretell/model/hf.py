@@ -189,9 +189,14 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     transformers = _transformers()
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
         raise cannot_load(path, error) from error
     missing = sorted(report["missing_keys"])
@@ -205,7 +210,7 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except ValueError:
         raise
     except Exception as error:  # As above.
-        raise ValueError(f"{path}: transformers cannot run this model ({_reason(error)})") from error
+        raise cannot_load(path, error) from error
     return model
 
 

@@ -110,7 +110,8 @@ class SafetensorsWeights(Weights):
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._where[key] = handle.get_tensor
                 if fresh:
-                    refuse_quantized(path / name, key, handle.get_slice(key).get_dtype())
+                    dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
+                    refuse_quantized(path / name, key, dtype)
 
     def find(self, name: str) -> Tensor | None:
         """The tensor, or None if the checkpoint has none of this name."""
@@ -125,7 +126,8 @@ class SafetensorsWeights(Weights):
         Raises:
             ValueError: it is missing, or of another shape.
         """
-        return self.need(_HEAD, vocab, hidden)
+        found: Tensor = self.need(_HEAD, vocab, hidden)
+        return found
 
     def release(self) -> None:
         """Close and reopen: a mapping ends with the last tensor that uses it."""
