@@ -312,9 +312,10 @@ class Trainer:
         return out
 
     def _found(self, tensors: Tensors, key: str, shape: torch.Size) -> torch.Tensor:
-        if key not in tensors or tensors[key].shape != shape:
+        found: torch.Tensor | None = tensors.get(key)
+        if found is None or found.shape != shape:
             raise self._store.damaged(key)
-        return tensors[key]
+        return found
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in _plain(self._module.named_parameters()).items() if p.requires_grad}

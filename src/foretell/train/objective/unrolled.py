@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.draft.network.base import Candidates
 from foretell.model.ends import Ends
 from foretell.train.objective.candidates import candidates
+from foretell.train.objective.teacher import TargetHead
 
 Pair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
 """Guessed and the target's logits at the same places, over the drafted tokens."""
@@ -84,14 +85,11 @@ def labels(
     the whole vocabulary that would cost more than the drafter.
     """
     wanted = answer[:, 1:].clone()
-    head = ends.head
     if drafted is not None:
         known = torch.zeros(ends.vocab, dtype=torch.bool, device=token.device)
         known[drafted] = True
         wanted &= known[token[:, 1:]]
-        head = head[drafted.to(head.device)]
-    logits = F.linear(state[:, :-1][wanted].to(head.dtype), head).float()
-    logits = torch.tanh(logits / ends.softcap) * ends.softcap if ends.softcap else logits
+    logits = TargetHead(ends, drafted)(state[:, :-1][wanted])
     row = torch.full(wanted.shape, -1, device=state.device)
     row[wanted] = torch.arange(len(logits), device=state.device)
     asked = int(answer[:, 1:].sum())

@@ -80,6 +80,24 @@ class Setup:
             raise ValueError("this training needs the target's checkpoint, and there is none")
         return self.source.decoder(self.ends.embedding.dtype)
 
+    @property
+    def draft_vocab(self) -> int | None:
+        """How many tokens are drafted; None: all."""
+        return None if self.kept is None else len(self.kept)
+
+    def choose(self, network: Speculator) -> None:
+        """Give a fresh network the tokens that it drafts."""
+        if self.kept is not None:
+            network.choose(self.kept)
+
+    def draft_index(self) -> Int[torch.Tensor, " v"] | None:
+        """Place of every token of the target among the drafted ones, -1 for the others; None: all are drafted."""
+        if self.kept is None:
+            return None
+        out = torch.full((self.card.vocab,), -1)
+        out[self.kept.cpu()] = torch.arange(len(self.kept))
+        return out
+
     def parse(self, kind: type[Options]) -> Options:
         """The options as the recipe's own model, whose fields have defaults.
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, Setup
-from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe, initial
+from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
 class BlockwiseOptions(HeadsOptions):
@@ -37,14 +37,14 @@ class BlockwiseRecipe(HeadsRecipe):
         o = setup.parse(BlockwiseOptions)
         config = BlockwiseConfig(
             target=setup.card,
-            draft_vocab=None if setup.kept is None else len(setup.kept),
+            draft_vocab=setup.draft_vocab,
             heads=o.heads,
             inner=4 * setup.card.hidden if o.inner is None else o.inner,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
             network = Blockwise(config, setup.ends)
-        initial(setup, network)
+        setup.choose(network)
         return cls(setup, network, o)
 
     def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:

@@ -89,13 +89,12 @@ class DraftModelRecipe(Recipe):
         blocks = _chosen(options, setup)
         config = DraftModelConfig(
             target=setup.card,
-            draft_vocab=None if setup.kept is None else len(setup.kept),
+            draft_vocab=setup.draft_vocab,
             model=kept_config(setup.config, blocks),
             blocks=() if setup.source is None else blocks,
         )
         network = DraftNetwork(config, setup.ends)
-        if setup.kept is not None:
-            network.choose(setup.kept)
+        setup.choose(network)
         if setup.source is not None:
             network.start_from(setup.source.decoder(torch.float32, blocks), range(len(blocks)))
         else:

@@ -75,8 +75,7 @@ class EagleRecipe(Recipe):
         self.network, self.config, self._ends = network, network.config, setup.ends
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
         self._candidates = options.candidates
-        if setup.kept is not None:
-            network.choose(setup.kept)
+        setup.choose(network)
         blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
         start(network, setup.source.decoder(torch.float32, blocks) if setup.source else None, setup.seed)
 
@@ -175,7 +174,7 @@ def sizes_of(setup: Setup, kind: str, options: EagleOptions, more: dict[str, Any
     values = {
         "kind": kind,
         "target": setup.card,
-        "draft_vocab": None if setup.kept is None else len(setup.kept),
+        "draft_vocab": setup.draft_vocab,
         "own_head": options.own_head,
         "heads": c.heads,
         "kv_heads": c.kv_heads,

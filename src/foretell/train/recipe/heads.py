@@ -21,6 +21,7 @@ from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
+from foretell.train.objective.teacher import TargetHead
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup, State
 from foretell.train.recipe.tuned import Tuned
 
@@ -56,14 +57,10 @@ class HeadsRecipe(Recipe):
 
     def __init__(self, setup: Setup, network: HeadsNetwork, options: HeadsOptions) -> None:
         self.network, self.config, self._options = network, network.config, options
-        self._number = _numbers(setup)
-        self._teacher = (
-            setup.ends.head if setup.kept is None else setup.ends.head[setup.kept.to(setup.ends.head.device)]
-        )
-        self._cap = setup.ends.softcap
+        self._number = setup.draft_index()
+        self._teacher, self._target_head = TargetHead(setup.ends, setup.kept), TargetHead(setup.ends)
         self._counts, self._batches = PathCounts(), 0
         self._codec, self._source, self._joint = setup.codec, setup.source, False
-        self._head = setup.ends.head
         self._tuned = None if options.tune == "no" else _tuned(setup, network, options.rank)
 
     @abstractmethod
@@ -116,7 +113,7 @@ class HeadsRecipe(Recipe):
         learned = batch.answer[row, place + 1]
         if self._options.tune == "self":
             with torch.no_grad():
-                law = torch.softmax(self._capped(F.linear(h[row, place], self._head.to(h))), -1)
+                law = torch.softmax(self._target_head(h[row, place]), -1)
             each = (torch.xlogy(law, law) - law * F.log_softmax(own.float(), -1)).sum(-1)
         else:
             each = F.cross_entropy(own.float(), batch.token[row, place + 1], reduction="none")
@@ -148,7 +145,7 @@ class HeadsRecipe(Recipe):
         o = self._options
         if o.learn == "hard" and not o.candidates:
             return None
-        return Told(wanted, h, lambda state: self._capped(F.linear(state, self._teacher.to(state))), o.candidates)
+        return Told(wanted, h, self._teacher, o.candidates)
 
     def judged(self, logits: Float[torch.Tensor, "n k w"], wanted: Targets, told: Told | None) -> Loss:
         """The loss of these guesses."""
@@ -173,10 +170,6 @@ class HeadsRecipe(Recipe):
         if self._batches % _NOTED == 0:
             self.network.earn(*self._counts.best())
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.float()
-        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
-
     def method(self, network: Speculator) -> AnyMethod:
         """A large tree of what was earned, matched."""
         assert isinstance(network, HeadsNetwork)
@@ -190,18 +183,3 @@ def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
         return Tuned(network, setup.decoder, rank)
-
-
-def _numbers(setup: Setup) -> Int[torch.Tensor, " v"] | None:
-    """Place of every token among the drafted ones, -1 for the others; None: all are drafted."""
-    if setup.kept is None:
-        return None
-    out = torch.full((setup.card.vocab,), -1)
-    out[setup.kept.cpu()] = torch.arange(len(setup.kept))
-    return out
-
-
-def initial(setup: Setup, network: HeadsNetwork) -> None:
-    """Give fresh heads the tokens that are drafted."""
-    if setup.kept is not None:
-        network.choose(setup.kept)

@@ -50,21 +50,15 @@ class LookAheadRecipe(Recipe):
         # Not a module of its own, so that no trainer wraps or saves it.
         self._target: Decoder = setup.decoder
         self._weights = torch.tensor(weights(options.ahead, options.decay))
-        self._number = None
-        if setup.kept is not None:
-            self._number = torch.full((setup.card.vocab,), -1)
-            self._number[setup.kept.cpu()] = torch.arange(len(setup.kept))
+        self._number = setup.draft_index()
 
     @classmethod
     def of(cls, setup: Setup) -> Self:
         """Vectors that look like a token of no meaning in particular."""
         options = setup.parse(LookAheadOptions)
-        config = LookAheadConfig(
-            target=setup.card, draft_vocab=None if setup.kept is None else len(setup.kept), ahead=options.ahead
-        )
+        config = LookAheadConfig(target=setup.card, draft_vocab=setup.draft_vocab, ahead=options.ahead)
         network = LookAheadEmbeddings(config, setup.ends)
-        if setup.kept is not None:
-            network.choose(setup.kept)
+        setup.choose(network)
         return cls(network, config, setup, options)
 
     @property

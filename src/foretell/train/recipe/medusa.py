@@ -9,7 +9,7 @@ from pydantic import Field
 from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.train.objective.heads import weights
 from foretell.train.recipe.base import MAX_COUNT, Setup
-from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe, initial
+from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
 class MedusaOptions(HeadsOptions):
@@ -41,13 +41,13 @@ class MedusaRecipe(HeadsRecipe):
         o = setup.parse(MedusaOptions)
         config = MedusaConfig(
             target=setup.card,
-            draft_vocab=None if setup.kept is None else len(setup.kept),
+            draft_vocab=setup.draft_vocab,
             own_head=o.own_head,
             heads=o.heads,
             blocks=o.blocks,
         )
         network = Medusa(config, setup.ends)
-        initial(setup, network)
+        setup.choose(network)
         return cls(setup, network, o)
 
     def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:

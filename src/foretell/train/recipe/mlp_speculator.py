@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
@@ -14,10 +13,10 @@ from foretell.catalogue.options import MLPSpeculatorOptions as DraftingOptions
 from foretell.draft.network.base import Speculator
 from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.method import AnyMethod
-from foretell.model.ends import Ends
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import taps_of
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
+from foretell.train.objective.teacher import TargetHead
 from foretell.train.recipe.base import MAX_WIDTH, TREE, Loss, Recipe, Setup
 
 
@@ -58,12 +57,11 @@ class MLPSpeculatorRecipe(Recipe):
     network: MLPSpeculator
     config: MLPSpeculatorConfig
 
-    def __init__(self, network: MLPSpeculator, ends: Ends, options: MLPSpeculatorOptions) -> None:
+    def __init__(self, setup: Setup, network: MLPSpeculator, options: MLPSpeculatorOptions) -> None:
         self.network, self.config, self.options = network, network.config, options
-        kept = torch.arange(ends.vocab) if network.token_of is None else network.token_of.cpu()
-        self._place = torch.full((ends.vocab,), -1)
-        self._place[kept] = torch.arange(len(kept))
-        self._said = Said(ends, kept)
+        index = setup.draft_index()
+        self._place = torch.arange(setup.card.vocab) if index is None else index
+        self._said = TargetHead(setup.ends, setup.kept)
 
     @classmethod
     def of(cls, setup: Setup) -> Self:
@@ -71,7 +69,7 @@ class MLPSpeculatorRecipe(Recipe):
         o = setup.parse(MLPSpeculatorOptions)
         config = MLPSpeculatorConfig(
             target=setup.card,
-            draft_vocab=None if setup.kept is None else len(setup.kept),
+            draft_vocab=setup.draft_vocab,
             own_head=o.own_head,
             stages=o.stages,
             inner=o.inner,
@@ -82,9 +80,8 @@ class MLPSpeculatorRecipe(Recipe):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
             network = MLPSpeculator(config, setup.ends)
-        if setup.kept is not None:
-            network.choose(setup.kept)
-        return cls(network, setup.ends, o)
+        setup.choose(network)
+        return cls(setup, network, o)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """All stages at all positions of the answers."""
@@ -106,15 +103,3 @@ class MLPSpeculatorRecipe(Recipe):
         """A whole tree by confidence, matched."""
         assert isinstance(network, MLPSpeculator)
         return stages_method(network, DraftingOptions(num_draft_tokens=TREE))
-
-
-class Said:
-    """The target's own logits over the drafted tokens."""
-
-    def __init__(self, ends: Ends, kept: Int[torch.Tensor, " w"]) -> None:
-        self._head, self._softcap = ends.head[kept.to(ends.head.device)], ends.softcap
-
-    def __call__(self, state: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
-        """From what the target's head sees."""
-        out = F.linear(state.to(self._head.dtype), self._head.to(state.device)).float()
-        return torch.tanh(out / self._softcap) * self._softcap if self._softcap else out
