@@ -67,7 +67,11 @@ class Parts:
 
 
 def early_exit(parts: Parts, config: SpeculativeConfig) -> DraftModel:
-    """The target's first blocks as a draft model."""
+    """The target's first blocks as a draft model (LayerSkip, arXiv 2404.16710).
+
+    The draft shares the target's weights and not its cache: the drafter reads and keeps rows by its own schedule, and the target's pass starts from
+    embeddings. So accepted tokens go through the shared blocks twice, which the paper's self-verification saves.
+    """
     network = own(parts, "cuts the target after some layers")
     return DraftModel(DecoderRunner(network.cut(config.exit_layer or max(1, network.config.layers // 3))))
 
