@@ -164,8 +164,10 @@ def test_packed_heads_say_the_same_and_score_a_state_alike_whoever_shares_the_ca
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     h = torch.randn(6, 48)
+    fast, before = packed(made, "float32"), {name: tensor.clone() for name, tensor in made.state_dict().items()}
     plain = made(h)
-    fast = packed(made, "float32")
+    assert made.packed_head is None and made.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
     torch.testing.assert_close(fast(h), plain, rtol=1e-2, atol=0.1)
     assert fast.dtype == torch.float32
     if not own:

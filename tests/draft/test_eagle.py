@@ -1,6 +1,5 @@
 """EAGLE's layer follows the target: shifts, keys that stay, trees level by level as training unrolls them, and drawn trees."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -316,9 +315,8 @@ def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, ne
     made = Eagle1 if kind == "eagle" else Eagle3
     torch.manual_seed(5)
     plain = made(config, Ends(decoder.embedding.detach(), decoder.head.weight.detach()))
-    fast = copy.deepcopy(plain)
-    packed(fast, precision)
-    assert fast.stack is not None
+    fast = packed(plain, precision)
+    assert fast.stack is not None and plain.stack is None
     text, found = random_tokens(12, seed=9), list[dict[tuple[int, tuple[int, ...]], torch.Tensor]]()
     for network in (plain, fast):
         drafter, tree = Recording(network), chain_tree(text[:-1])

@@ -85,7 +85,12 @@ def changed_copy(context: BuildContext, change: Change, dtype: str | None = None
 
 
 def early_exit_draft(context: BuildContext, exit_layer: int | None) -> DraftModel:
-    """The target's first blocks as a draft model; by default a third of them."""
+    """The target's first blocks as a draft model (LayerSkip, arXiv 2404.16710); by default a third of them.
+
+    The draft shares the target's weights but has its own cache: the drafter decides itself which rows it reads and
+    keeps, and the target's pass starts from embeddings. So accepted tokens pass through the shared blocks twice, which
+    the paper's self-verification avoids.
+    """
     network = require_network(context, "cuts the target after some layers")
     return DraftModel(DecoderRunner(network.cut(exit_layer or max(1, network.config.layers // 3))))
 

@@ -1,5 +1,6 @@
 """A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
 
+import copy
 from typing import TypeVar
 
 import torch
@@ -51,29 +52,42 @@ class PackedNorm(nn.Module):
 
 
 def packed(network: S, precision: Precision = "int8") -> S:
-    """The network with every `nn.Linear` and its output matrix packed, in place; as it is where the kernels do not run or do not fit its dtype.
+    """A copy of the network with every `nn.Linear` and its output matrix packed; itself where the kernels do not run or do not fit its dtype.
 
-    What else it holds computes in float32 then. A packed network drafts; it can be neither trained nor saved. What a matrix makes of a state does not
-    depend on how many states share the call.
+    What else it holds computes in float32 then and is shared with the network where that is float32 already. A packed network drafts; it can be
+    neither trained nor saved. What a matrix makes of a state does not depend on how many states share the call.
     """
-    head = network.get_buffer("_borrowed_head") if network.head is None else network.head
-    if head.device.type != "cpu" or head.dtype == torch.float64 or not native.available():
+    head = network.output_matrix
+    unfit = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
+    if unfit or network.packed_head is not None:
         return network
+    fast = _copy(network)
     stacked: nn.Module | None = None
-    if isinstance(network, EagleNetwork):
-        network.stack = network.stack or _stack(network, precision)
-        stacked = network.layers if network.stack else None
-    network.packed_head = network.packed_head or NativeLinear(head, None, precision)
-    if isinstance(network, Eagle3):
-        network.kernels = network.kernels or _eagle(network, precision)
-    _swap(network, precision, stacked)
-    for parameter in network.parameters():
-        parameter.data = parameter.data.float()
-    if isinstance(network, MLPSpeculator) and not network.config.own_embedding:
-        stages = [_stage(network, i) for i in range(network.stages)]
-        table, scale = network.get_buffer("_embedding"), network.embedding_scale
-        network.kernels = NativeStages(stages, table, scale, network.token_of)
-    return network
+    if isinstance(fast, EagleNetwork):
+        fast.stack = _stack(fast, precision)
+        stacked = fast.layers if fast.stack else None
+    fast.packed_head = NativeLinear(head, None, precision)
+    if isinstance(fast, Eagle3):
+        fast.kernels = _eagle(fast, precision)
+    _swap(fast, precision, stacked)
+    for module in fast.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, nn.Parameter(parameter.detach().float(), requires_grad=False))
+    if isinstance(fast, MLPSpeculator) and not fast.config.own_embedding:
+        stages = [_stage(fast, i) for i in range(fast.stages)]
+        table, scale = fast.get_buffer("_embedding"), fast.embedding_scale
+        fast.kernels = NativeStages(stages, table, scale, fast.token_of)
+    return fast
+
+
+def _copy(network: S) -> S:
+    """Modules of its own around the same tensors."""
+    tensors = [
+        *network.parameters(),
+        *network.buffers(),
+        *(v for v in vars(network).values() if isinstance(v, torch.Tensor)),
+    ]
+    return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
 
 
 def _stage(network: MLPSpeculator, i: int) -> NativeStage:
