@@ -40,7 +40,12 @@ def load(reference: str, dtype: torch.dtype) -> Any:
     if path.is_dir():
         try:
             model = package.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+                path,
+                dtype=dtype,
+                attn_implementation="sdpa",  # its default; a configuration could name one that is downloaded code
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise cannot_load(path, error) from error
