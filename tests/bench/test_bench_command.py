@@ -119,9 +119,11 @@ def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -
         (("--methods", "draft_model"), "needs a draft model"),
         (("--peers", "transformers", "--temperature", "1"), "temperature 0 only"),
         (("--peers", "transformers-assisted"), "needs a draft model"),
+        (("--threads", "99999"), "threads must lie between 1 and"),
+        (("--threads", "0"), "threads must lie between 1 and"),
     ],
 )
-def test_wrong_names_get_a_suggestion(questions: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:
+def test_wrong_options_are_one_sentence(questions: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:
     assert words in refused(*run(questions, tmp_path / "out", *more))
 
 

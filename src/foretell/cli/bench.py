@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -29,6 +28,7 @@ from foretell.bench.tasks import BUILT_IN
 from foretell.bench.tasks import Tasks as TaskSet
 from foretell.bench.tasks import load as load_tasks
 from foretell.cli.errors import say, spoken
+from foretell.cli.setup import set_threads
 from foretell.load import EMBEDDED, load
 from foretell.store import Store
 
@@ -57,7 +57,7 @@ def bench() -> None:
 
 
 ModelName = Annotated[str, typer.Option("--model", help="Alias, directory, GGUF file or hub id.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of every runtime (unsaid: torch's own choice).")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of every runtime (unsaid: torch's own choice).")]
 Folder = Annotated[
     Path | None,
     typer.Option("--gguf-cache", help="Folder for GGUF files made for llama.cpp (unsaid: ~/.cache/foretell/gguf)."),
@@ -117,13 +117,6 @@ def resumable(out: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         say(f"interrupted; what was finished is kept in {out}: give the same command again to go on")
         raise typer.Exit(130) from None
-
-
-def set_threads(threads: int | None) -> int:
-    """Give every runtime this many threads; how many there are now."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
 
 
 @app.command()

@@ -307,9 +307,9 @@ def calibrate_command(
 ) -> None:
     """Measure this machine, add it as hardware, and hold predictions against the embedded model's real passes."""
     from foretell.cli import roofline_machine as machine
+    from foretell.cli.setup import set_threads
 
-    if threads is not None:
-        machine.use_threads(threads)
+    set_threads(threads)
     forms = {precision: machine.form(precision) for precision in dtype or ["bfloat16", "int8"]}
     if machine.busy():
         say("other programs keep this machine busy: the figures will be too low, calibrate again when it is idle")

@@ -37,17 +37,6 @@ def form(precision: str) -> Format:
     return parse(look_up(DTYPES, precision, "dtype"))
 
 
-def use_threads(count: int) -> None:
-    """Set the threads of torch and of the kernels.
-
-    Raises:
-        ValueError: not a number of threads.
-    """
-    if not 1 <= count <= (os.cpu_count() or 1):
-        raise ValueError(f"threads must lie between 1 and {os.cpu_count()}, found {count}")
-    torch.set_num_threads(count)
-
-
 def title() -> str:
     """What the processor calls itself."""
     try:
