@@ -306,6 +306,9 @@ def calibrate_command(
     as_csv: AsCsv = False,
 ) -> None:
     """Measure this machine, add it as hardware, and hold predictions against the embedded model's real passes."""
+    import torch
+
+    from foretell.bench.machine import read_bandwidth
     from foretell.cli import roofline_machine as machine
     from foretell.cli.setup import set_threads
 
@@ -317,7 +320,7 @@ def calibrate_command(
         f.name: calibrate.fit(calibrate.sample(machine.probes(precision, repeat))) for precision, f in forms.items()
     }
     file, title, source = out or user_file(), machine.title(), machine.source()
-    here = calibrate.hardware(name.lower(), title, source, machine.stream(), machine.memory(), fits)
+    here = calibrate.hardware(name.lower(), title, source, read_bandwidth(torch.device("cpu")), machine.memory(), fits)
     calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
     if not compare:

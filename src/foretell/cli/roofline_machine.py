@@ -9,20 +9,17 @@ from datetime import date
 import numpy as np
 import torch
 
+from foretell.bench.random_model import random_network
 from foretell.load import EMBEDDED, load
-from foretell.model import native
 from foretell.model.config import ModelConfig
-from foretell.model.native.decoder import NativeDecoder
+from foretell.model.native.structures import Precision
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.weights import build
 from foretell.roofline.calibrate import PROBES, Measure
 from foretell.roofline.formats import Format, parse
 from foretell.roofline.names import look_up
-from foretell.testing import RandomWeights
 from foretell.tree import TokenTree, from_lists
 
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
-STREAM_BYTES, STREAM_REPEATS = 256 << 20, 8
 PROMPT_CHUNK = 256
 PATIENCE = 2.0
 """Seconds after which a measurement ends whatever the machine does meanwhile."""
@@ -62,31 +59,10 @@ def memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def stream() -> float:
-    """Bytes per second of reading memory, the fastest of several sums over a quarter of a gigabyte."""
-    block = torch.ones(STREAM_BYTES // 4)
-    return STREAM_BYTES / min(_timed(block) for _ in range(STREAM_REPEATS))
-
-
-def _timed(block: torch.Tensor) -> float:
-    start = time.perf_counter()
-    block.sum()
-    return time.perf_counter() - start
-
-
-def probes(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
+def probes(precision: Precision, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
     """The calibration networks with random weights, one in memory at a time."""
     for config in PROBES:
-        yield config, timer(network(config, precision), repeat)
-
-
-def network(config: ModelConfig, precision: str) -> Network:
-    """A random network on the fastest kernels this machine has."""
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    decoder = build(config, RandomWeights(), dtype, torch.device("cpu"))
-    if native.available() and NativeDecoder.supports(config):
-        return NativeDecoder(decoder, precision)  # type: ignore[arg-type]
-    return decoder
+        yield config, timer(random_network(config, precision, torch.device("cpu")), repeat)
 
 
 def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:

@@ -26,7 +26,9 @@ def set_threads(threads: int | None) -> int:
     if threads is not None:
         processors = os.cpu_count() or 1
         if not 1 <= threads <= processors:
-            raise ValueError(f"threads must lie between 1 and {processors} (this machine's processors), found {threads}")
+            raise ValueError(
+                f"threads must lie between 1 and {processors} (this machine's processors), found {threads}"
+            )
         torch.set_num_threads(threads)
     return torch.get_num_threads()
 

@@ -52,6 +52,11 @@ class GraphedDecoder:
         """Where the weights are."""
         return self._decoder.device
 
+    @property
+    def eager(self) -> Decoder:
+        """The decoder whose passes are captured, to run it without graphs."""
+        return self._decoder
+
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         return self._decoder.new_cache()
