@@ -93,4 +93,4 @@ def test_models_of_transformers_have_none() -> None:
 
 def test_the_package_folder_is_where_wheels_take_it_from() -> None:
     assert SHIPPED.parent.name == "foretell"
-    assert all(s.kind and s.fingerprint for s in shipped())
+    assert shipped() and all(s.kind and s.fingerprint for s in shipped())
