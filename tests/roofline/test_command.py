@@ -88,6 +88,10 @@ def test_ten_thousand_settings_take_under_five_seconds_of_the_processor() -> Non
         (["plan", "gpt-j-6b", "--method", "sequoia", "--curve"], "name one with --draft"),
         (["figure", "4", "--out", "x.png"], "figure 4 cannot be drawn"),
         (["export", "/nowhere/page.html"], "there is no directory"),
+        (["figure", "5", "--out", "/nowhere/5.png"], "there is no directory /nowhere"),
+        (["analyze", "llama-3-8b", "--json", "--csv"], "leave out one of them"),
+        (["plan", "llama-3-8b", "--json", "--csv"], "leave out one of them"),
+        (["hardware", "--json", "--csv"], "leave out one of them"),
         (["view", "--port", "70000"], "is no port"),
         (["calibrate", "--dtype", "int4"], "no dtype called"),
         (["calibrate", "--threads", "0"], "threads must lie between"),
@@ -97,6 +101,27 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1 and said in result.stderr
     assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["hardware"], ["name", "bandwidth", "capacity", "fp16", "fp8", "h100-sxm", "3.35 T"]),
+        (["models"], ["name", "parameters", "layers", "deepseek-v3", "671 G"]),
+        (["table1"], ["stage", "layer", "bound", "gate_proj"]),
+        (["analyze", "llama-3-8b"], ["operation", "time", "bound", "memory", "gate_proj", "43.71 µs", "tokens/s"]),
+        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised-draft", "1.83", "3.31×"]),
+        (["plan", "llama-3-8b", "--curve"], ["method", "pays at batch", "256"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_tables_fit_the_width_and_cut_nothing(arguments: list[str], needed: list[str], width: int) -> None:
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line]
+    assert [word for word in needed if word not in result.stdout] == []
 
 
 def test_a_port_in_use_is_named() -> None:
