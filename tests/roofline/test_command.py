@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from foretell.cli import roofline_machine
 from foretell.cli.roofline import app
 from foretell.roofline.analysis import Model, seconds
 from foretell.roofline.calibrate import PROBES, ROWS, Sample, add_to_file, check, fit, hardware, setting
@@ -272,3 +273,20 @@ def test_every_method_of_the_catalogue_is_priced() -> None:
     for name in set(runnable()) - {"autoregressive"}:
         assert method(name).title, name
     assert method("block_verification").name == "draft-model"
+
+
+def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+    out = tmp_path / "hardware.toml"
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(out)])
+    assert result.exit_code == 1 and not out.exists()
+    assert "other programs use 63% of the processors" in result.stderr and "--force" in result.stderr
+
+
+def test_a_forced_calibration_says_so_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+    timed = [(c, lambda n, s: 1e-4 * n + 1e-7 * s) for c in PROBES]
+    monkeypatch.setattr(roofline_machine, "probes", lambda *_: iter(timed))
+    out = tmp_path / "hardware.toml"
+    ran("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
+    assert read_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")

@@ -331,6 +331,9 @@ def calibrate_command(
     out: Annotated[Path | None, typer.Option(help="Hardware file to add to; by default the user's own.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads to use; by default those torch uses.")] = None,
     repeat: Annotated[int, typer.Option(help="Timings of a pass without a faster one that end its measurement.")] = 10,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure although other programs keep the machine busy.")
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Then predict and measure the embedded model.")
     ] = True,
@@ -346,12 +349,15 @@ def calibrate_command(
 
     set_threads(threads)
     forms = {precision: machine.form(precision) for precision in dtype or ["bfloat16", "int8"]}
-    if machine.busy():
-        say("other programs keep this machine busy: the figures will be too low, calibrate again when it is idle")
+    disturbed = machine.disturbance()
+    if disturbed and not force:
+        raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
     fits = {
         f.name: calibrate.fit(calibrate.sample(machine.probes(precision, repeat))) for precision, f in forms.items()
     }
     file, title, source = out or user_file(), machine.title(), machine.source()
+    if disturbed:
+        source += f"; while {disturbed}"
     here = calibrate.hardware(name.lower(), title, source, read_bandwidth(torch.device("cpu")), machine.memory(), fits)
     calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -23,6 +24,8 @@ DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
 PATIENCE = 2.0
 """Seconds after which a measurement ends whatever the machine does meanwhile."""
+MOST_USED, MOST_SPREAD = 0.15, 0.5
+"""What others may use of the processors, and how much longer than the fastest the median may be, before a machine counts as busy."""
 
 
 def form(precision: str) -> Format:
@@ -49,9 +52,39 @@ def source() -> str:
     return f"foretell roofline calibrate, {date.today().isoformat()}, torch {torch.__version__}"
 
 
-def busy() -> bool:
-    """Whether other programs compete for the processors."""
-    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+def disturbance() -> str | None:
+    """What shows that other work competes for this machine; None: nothing does."""
+    used = _share_in_use()
+    if used > MOST_USED:
+        return f"other programs use {used:.0%} of the processors"
+    block = torch.ones(1 << 22)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        block.sum()
+        return time.perf_counter() - start
+
+    seconds()
+    times = [seconds() for _ in range(100)]
+    spread = statistics.median(times) / min(times) - 1
+    return f"the same work takes {spread:.0%} longer than at its fastest" if spread > MOST_SPREAD else None
+
+
+def _share_in_use() -> float:
+    """Share of the processors' time that others use while this program sleeps; 0 where the system does not tell."""
+
+    def ticks() -> tuple[int, int]:
+        with open("/proc/stat", encoding="ascii") as file:
+            each = [int(x) for x in file.readline().split()[1:9]]
+        return each[3] + each[4], sum(each)
+
+    try:
+        idle, total = ticks()
+        time.sleep(0.5)
+        idle_then, total_then = ticks()
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return 1 - (idle_then - idle) / max(1, total_then - total)
 
 
 def memory() -> float:
