@@ -102,22 +102,23 @@ class Variant:
         return self.name
 
 
+def build_context_of(entry: Entry, vocab: int, network: Decoder, draft: Decoder) -> BuildContext:
+    """What a method of the catalogue is built from: a tiny target, a smaller model, references, and a speculator."""
+    drafts = (DecoderRunner(draft), DecoderRunner(network.cut(1)))[: 2 if entry.name == "specinfer" else 1]
+    return BuildContext(
+        vocab,
+        network,
+        drafts,
+        references=(tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9))),
+        codec=letter_codec(vocab),
+        draft_codecs=(letter_codec(vocab, 2),),
+        speculators=(speculator(entry.speculator, vocab),) if entry.speculator else (),
+    )
+
+
 def _of_catalogue(entry: Entry) -> Variant:
     def make(vocab: int) -> AnyMethod:
-        drafts = (DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1)))[
-            : 2 if entry.name == "specinfer" else 1
-        ]
-        references = (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9)))
-        parts = BuildContext(
-            vocab,
-            target(vocab),
-            drafts,
-            references,
-            codec=letter_codec(vocab),
-            draft_codecs=(letter_codec(vocab, 2),),
-            speculators=(speculator(entry.speculator, vocab),) if entry.speculator else (),
-        )
-        return entry.build(parts)
+        return entry.build(build_context_of(entry, vocab, target(vocab), sibling(vocab)))
 
     return Variant(entry.name, make, entry.lossless, entry.same_seed)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,16 @@ from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 
 ROOT = Path(__file__).parent.parent
+PROSE, CODE = 100, 120
+"""Most columns of a line of Markdown prose, and of code."""
+FOLDERS = ("docs", "examples", "src", "tests", "tools")
+
+
+def _files(*suffixes: str) -> Iterator[Path]:
+    """Files of the repository with these suffixes."""
+    for folder in FOLDERS:
+        yield from (p for p in sorted((ROOT / folder).rglob("*")) if p.suffix in suffixes)
+    yield from (p for p in sorted(ROOT.iterdir()) if p.suffix in suffixes)
 
 
 def _example() -> Entry:
@@ -58,3 +69,48 @@ def test_every_method_has_its_section() -> None:
     assert sections == [(e.name, e.name) for e in BUILT_IN]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- table: methods -->" in readme
+
+
+def _prose(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines of Markdown that are prose: no code, table or picture; targets of links do not count."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = line.lstrip().startswith("```")
+        if not (fenced or fence or line.lstrip().startswith(("|", "!["))):
+            yield number, re.sub(r"\]\([^)]*\)|https?://\S+", "]", line)
+        fenced ^= fence
+
+
+def test_prose_is_wrapped_at_100_columns() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
+        for path in _files(".md")
+        for number, line in _prose(path.read_text("utf-8"))
+        if len(line) > PROSE
+    ]
+    assert not wide, "\n".join(wide)
+
+
+@pytest.mark.parametrize(
+    ("text", "wide"),
+    [
+        ("word " * 21, True),
+        ("- " + "word " * 20, True),
+        ("| " + "word " * 30, False),
+        ("```\n" + "word " * 30 + "\n```\n", False),
+        ("```\ncode\n```\n" + "word " * 30, True),
+        ("see [the page](https://example.org/" + "x" * 120 + ")", False),
+    ],
+)
+def test_what_counts_as_prose(text: str, wide: bool) -> None:
+    assert any(len(line.rstrip()) > PROSE for _, line in _prose(text)) is wide
+
+
+def test_code_is_wrapped_at_120_columns() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
+        for path in _files(".py", ".sh")
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > CODE
+    ]
+    assert not wide, "\n".join(wide)

@@ -1,6 +1,6 @@
 """What every method promises, whatever its parts: greedy text, the target's law, no dependence on company, and clean caches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.config import SpeculativeConfig
 from foretell.draft import Drafter, DraftModel, Mix
 from foretell.engine import Request
 from foretell.method import AnyMethod
@@ -41,6 +42,7 @@ PLAIN = VARIANTS[0]
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 every_lossless = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless], ids=str)
+every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
 every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
 every_counted = pytest.mark.parametrize("variant", [PLAIN, *(v for v in VARIANTS if not v.same_seed)], ids=str)
 KINDS = ("draft_model", "block_verification", "specinfer", "spectr", "sure_block", "independent", "fixed_drawn")
@@ -88,13 +90,48 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
     return tuple((name, request, naive(target(), request)) for name, request in requests.items())
 
 
-@every_variant
+@every_lossless
 def test_greedy_text_is_that_of_naive_decoding(variant: Variant) -> None:
-    requests = requests_of(0, eos=(3,))
-    if variant.lossless:
-        assert generate(variant.make(VOCAB), requests) == greedy_texts()
-    else:
-        assert len(generate(variant.make(VOCAB), requests)) == len(requests)
+    assert generate(variant.make(VOCAB), requests_of(0, eos=(3,))) == greedy_texts()
+
+
+def best(p: np.ndarray) -> np.ndarray:
+    token: np.ndarray = p == p.max()
+    return token
+
+
+CONFIG = SpeculativeConfig()
+GREEDY_RULES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "lenience_lossy": lambda p: p >= CONFIG.lenience * p.max(),
+    "blockwise_lossy": lambda p: p >= np.sort(p)[-CONFIG.accept_top_k],
+    "bild_lossy": lambda p: best(p) | (p >= np.exp(-CONFIG.rollback_threshold)),
+    "medusa_lossy": best,
+    "typical_lossy": best,
+    "typical_tree": best,
+}
+"""Tokens that each lossy variant may write at temperature 0, given the target's softmax."""
+
+
+@every_lossy
+def test_lossy_greedy_text_keeps_to_its_rule_and_counts_every_change(variant: Variant) -> None:
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=20) for n in range(1, 25)]
+    rule = GREEDY_RULES[variant.name]
+    engine = engine_for(variant.make(VOCAB))
+    numbers = [engine.submit(r) for r in requests]
+    texts: dict[int, list[int]] = {n: [] for n in numbers}
+    for update in engine.run():
+        texts[update.request] += update.tokens
+    changes = []
+    for number, request in zip(numbers, requests, strict=True):
+        text = texts[number]
+        assert len(text) == request.max_new_tokens
+        logits = all_logits(target(), [*request.prompt, *text])[len(request.prompt) - 1 : -1]
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        assert all(rule(row)[token] for row, token in zip(p, text, strict=True))
+        changes.append(int(sum(row.argmax() != token for row, token in zip(p, text, strict=True))))
+        assert engine.statistics[number].price.changed == changes[-1]
+    assert any(changes) is (rule is not best)
 
 
 @cache

@@ -59,7 +59,7 @@ def load(
     """
     if dtype not in get_args(Precision):
         raise unknown("dtype", dtype, get_args(Precision))
-    place = _device(device)
+    place = checked_device(device)
     path = resolve(reference)
     if path.is_dir() and not in_family(_configuration(path)):
         return _foreign(reference, path, dtype, place)
@@ -210,7 +210,12 @@ def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({*config.eos, *more}))
 
 
-def _device(name: str) -> torch.device:
+def checked_device(name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ValueError: an unknown name, or cuda where there is no GPU.
+    """
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise unknown("device", name, ["cpu", "cuda"])
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -50,10 +50,14 @@ def hash_name(name: str) -> int:
 
 
 def tiny_decoder(
-    config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 1.0
+    config: ModelConfig = TINY,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 1.0,
+    device: str = "cpu",
 ) -> Decoder:
     """A random decoder; float64 by default, so that argmaxes do not depend on the order of additions."""
-    return build(config, RandomWeights(seed, sharpness), dtype, torch.device("cpu"))
+    return build(config, RandomWeights(seed, sharpness), dtype, torch.device(device))
 
 
 def letter_codec(vocab: int, first: int = 0) -> TextCodec:

@@ -119,9 +119,11 @@ def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -
         (("--methods", "draft_model"), "needs a draft model"),
         (("--peers", "transformers", "--temperature", "1"), "temperature 0 only"),
         (("--peers", "transformers-assisted"), "needs a draft model"),
+        (("--threads", "99999"), "threads must lie between 1 and"),
+        (("--threads", "0"), "threads must lie between 1 and"),
     ],
 )
-def test_wrong_names_get_a_suggestion(questions: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:
+def test_wrong_options_are_one_sentence(questions: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:
     assert words in refused(*run(questions, tmp_path / "out", *more))
 
 
@@ -162,6 +164,47 @@ def test_a_step_is_timed_with_ratios(tmp_path: Path) -> None:
     assert all(len(p["samples"]) == 2 and p["median_ms"] > 0 for p in report["passes"])
     assert any("outside the target pass" in f["name"] for f in report["figures"])
     assert "whole numbers" in refused("step", "--model", target(), "--tokens", "1,x")
+
+
+TOY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+}
+
+
+def test_a_random_model_of_a_shape_is_timed_against_the_memory_bandwidth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretell.roofline.describe.built_in", lambda: {"toy": {"source": "owner/toy", **TOY}})
+    out = tmp_path / "step.json"
+    sizes = ["--tokens", "1,4", "--context", "16", "--repeats", "1", "--rows", "2", "--dtype", "float32"]
+    result = bench("step", "--shape", "toy", *sizes, "--json", out)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report["bandwidth"] > 1e8 and "GB/s" in result.stdout
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 300 * 64
+    for p in report["passes"]:
+        cache = 4 * 2 * 2 * 32 * (16 + 2 * p["tokens"])
+        assert p["bytes"] == pytest.approx(4 * matrices + cache, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shape", "lama-2-7b"), "did you mean llama-2-7b"),
+        (("--shape", "opt-125m"), "the decoder does not run opt"),
+        (("--shape", "llama-68m", "--dtype", "int9"), "did you mean 'int8'"),
+        (("--device", "tpu"), "unknown device"),
+        (("--device", "cuda", "--peers", "transformers"), "on the CPU only"),
+    ],
+)
+def test_wrong_shapes_and_devices_are_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused("step", *arguments)
 
 
 def test_the_built_in_questions_are_the_default() -> None:

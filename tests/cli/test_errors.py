@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -264,11 +263,13 @@ def test_ctrl_c_in_a_process_of_its_own() -> None:
     assert first and rest.endswith("\n") and "foretell: interrupted" in said and "Traceback" not in said
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    started = time.process_time()
+def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "from foretell.cli import main; main()", "--help"],
         capture_output=True, text=True, env=environment(), check=True,
     )  # fmt: skip
-    assert "| torch" not in done.stderr and "| foretell.engine" not in done.stderr
-    assert "generate" in done.stdout and time.process_time() - started < 1
+    # "import time:  self [us] | cumulative | imported package": what another module imports is indented.
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "generate" in done.stdout and "foretell.cli.app" in imported
+    heavy = {"torch", "numpy", "scipy", "pydantic", "transformers", "tokenizers"}
+    assert not {name for name in imported if name.split(".")[0] in heavy or name == "foretell.engine"}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from foretell.cli import roofline_machine
 from foretell.cli.roofline import app
 from foretell.roofline.analysis import Model, seconds
 from foretell.roofline.calibrate import PROBES, ROWS, Sample, add_to_file, check, fit, hardware, setting
@@ -51,11 +52,11 @@ def test_every_way_to_print() -> None:
     assert "offloaded" in ran("analyze", "llama-2-70b", "--offload", "weights=1")
 
 
-def test_ten_thousand_settings_in_under_five_seconds() -> None:
-    start = time.perf_counter()
+def test_ten_thousand_settings_take_under_five_seconds_of_the_processor() -> None:
+    start = time.process_time()
     text = ran("analyze", "llama-2-13b", "--sweep", "batch=1:100", "--sweep", "context=100:10000:100", "--csv")
     assert len(text.splitlines()) == 10_001
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,10 @@ def test_ten_thousand_settings_in_under_five_seconds() -> None:
         (["plan", "gpt-j-6b", "--method", "sequoia", "--curve"], "name one with --draft"),
         (["figure", "4", "--out", "x.png"], "figure 4 cannot be drawn"),
         (["export", "/nowhere/page.html"], "there is no directory"),
+        (["figure", "5", "--out", "/nowhere/5.png"], "there is no directory /nowhere"),
+        (["analyze", "llama-3-8b", "--json", "--csv"], "leave out one of them"),
+        (["plan", "llama-3-8b", "--json", "--csv"], "leave out one of them"),
+        (["hardware", "--json", "--csv"], "leave out one of them"),
         (["view", "--port", "70000"], "is no port"),
         (["calibrate", "--dtype", "int4"], "no dtype called"),
         (["calibrate", "--threads", "0"], "threads must lie between"),
@@ -108,6 +113,27 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1 and said in result.stderr
     assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["hardware"], ["name", "bandwidth", "capacity", "fp16", "fp8", "h100-sxm", "3.35 T"]),
+        (["models"], ["name", "parameters", "layers", "deepseek-v3", "671 G"]),
+        (["table1"], ["stage", "layer", "bound", "gate_proj"]),
+        (["analyze", "llama-3-8b"], ["operation", "time", "bound", "memory", "gate_proj", "43.71 µs", "tokens/s"]),
+        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised-draft", "1.83", "3.31×"]),
+        (["plan", "llama-3-8b", "--curve"], ["method", "pays at batch", "256"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_tables_fit_the_width_and_cut_nothing(arguments: list[str], needed: list[str], width: int) -> None:
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line]
+    assert [word for word in needed if word not in result.stdout] == []
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -263,3 +289,20 @@ def test_the_analyzer_prices_the_methods_of_the_catalogue_by_their_names() -> No
     assert method("block_verification") == replace(method("draft_model"), name="block_verification")
     rows = json.loads(ran("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
     assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]
+
+
+def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+    out = tmp_path / "hardware.toml"
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(out)])
+    assert result.exit_code == 1 and not out.exists()
+    assert "other programs use 63% of the processors" in result.stderr and "--force" in result.stderr
+
+
+def test_a_forced_calibration_says_so_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+    timed = [(c, lambda n, s: 1e-4 * n + 1e-7 * s) for c in PROBES]
+    monkeypatch.setattr(roofline_machine, "probes", lambda *_: iter(timed))
+    out = tmp_path / "hardware.toml"
+    ran("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
+    assert read_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")

@@ -1,17 +1,20 @@
 """Chains that adapt: the published check values, and that adapting changes no answer."""
 
+from copy import deepcopy
+
 import pytest
 
 from foretell.accept import Match, Rejection
-from foretell.draft import Nothing
+from foretell.draft import DraftModel, Nothing
 from foretell.engine import Engine, Request
 from foretell.method import Method
+from foretell.model.linear import Linear
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Adaptive, Chain, Root, Schedule, Threshold
 from foretell.shape.adaptive import Record
 from foretell.shape.chain import Pace
-from helpers import VOCAB, generate, good_model, random_tokens, small_model, target
+from helpers import VOCAB, engine_for, generate, random_tokens, small_model, target
 
 REQUESTS = [Request(random_tokens(n, seed=n), max_new_tokens=18) for n in (3, 17, 9)]
 RULES = [Schedule(), Threshold()]
@@ -62,11 +65,23 @@ def test_drawn_answers_do_not_depend_on_company(rule: Schedule | Threshold) -> N
     assert answers(3) == answers(1)
 
 
-def test_good_drafts_lengthen_the_chain_and_rows_are_forgotten() -> None:
-    shape = Adaptive(Chain(2), Schedule())
-    method = Method(good_model(VOCAB), shape, Match())
-    generate(method, [Request([1, 2, 3], max_new_tokens=20)], rows=1)
-    assert shape.record(0) == Record(Pace(2)), "the next request starts afresh"
+def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_forgotten() -> None:
+    def lengths(draft: DraftModel) -> list[int]:
+        """Length of the chain after every step of a request."""
+        shape, found = Adaptive(Chain(4), Schedule()), list[int]()
+        engine = engine_for(Method(draft, shape, Match()), rows=1)
+        engine.submit(Request([1, 2, 3], max_new_tokens=40))
+        while engine.busy:
+            engine.step()
+            found.append(shape.record(0).pace.length)
+        return found
+
+    assert lengths(DraftModel(DecoderRunner(target())))[:4] == [6, 8, 10, 12], "every draft is accepted"
+    wrong = deepcopy(target())
+    wrong.head = Linear(-wrong.head.weight)
+    found = lengths(DraftModel(DecoderRunner(wrong)))
+    assert found[:4] == [3, 2, 1, 1], "the target's least probable tokens are drafted"
+    assert found[-1] == 4, "the next request starts afresh"
 
 
 def test_a_row_falls_back_before_an_unsure_token() -> None:

@@ -23,7 +23,7 @@ def collect(
         contenders.append(_contender(name, mine, plain, peers, lossless[name], (memory or {}).get(name)))
     return Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=describe(),
+        machine=describe(settings.device),
         settings=settings,
         repeats=1 + max((r.repeat for r in records), default=0),
         definitions=DEFINITIONS,

@@ -10,6 +10,7 @@ from jaxtyping import Bool
 
 from foretell.api import Model
 from foretell.bench.arrivals import Arrivals, Clock
+from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Price, Record, Turn
 from foretell.bench.tasks import Question
@@ -105,7 +106,10 @@ class Watched(Runner):
     ) -> Output:
         """Read nodes of a tree; see `Runner.forward`."""
         self._tree = tree
-        return self.inner.forward(rows, tree, read=read, scored=scored, taps=taps)
+        output = self.inner.forward(rows, tree, read=read, scored=scored, taps=taps)
+        # A GPU returns before it has finished: without this its work would count as accepting, not as verifying.
+        synchronize(output.logits.device)
+        return output
 
     def keep(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree."""

@@ -40,7 +40,7 @@ class Lineup:
 
     def models(self) -> dict[str, Model]:
         """The target at every precision; changed copies of it, which some methods draft with, are read once."""
-        found = {d: load(self.settings.model, d) for d in self.settings.dtypes}
+        found = {d: load(self.settings.model, d, self.settings.device) for d in self.settings.dtypes}
         for model in found.values():
             model.remember_copies()
         return found
@@ -52,7 +52,7 @@ class Lineup:
         references = [Path(r).read_text("utf-8") for r in s.references]
         contenders: list[Contender] = []
         for precision, model in models.items():
-            drafts = [load_draft(r, precision) for r in (s.draft_model or "").split(",") if r]
+            drafts = [load_draft(r, precision, s.device) for r in (s.draft_model or "").split(",") if r]
             contenders += [OwnContender(model, spec, limits, drafts, references) for spec in self.methods]
         first = next(iter(models.values()))
         peers = choose.peers(self.peers, self._setting(first))
@@ -79,6 +79,7 @@ class Lineup:
                     draft_model=s.draft_model,
                     references=tuple(Path(r).read_text("utf-8") for r in s.references),
                     threads=s.threads,
+                    device=s.device,
                     context=self._setting(model).context,
                     folder=str(self.folder),
                     prompt=prompt,

@@ -2,13 +2,18 @@
 
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+_STREAM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+"""Size of the block that is read to measure bandwidth: many times the caches."""
+_STREAM_REPEATS = 8
 
-def describe() -> dict[str, str]:
-    """What was measured on: processor, cores, memory, versions."""
+
+def describe(device: str = "cpu") -> dict[str, str]:
+    """What was measured on: processor, cores, GPU, versions."""
     found = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -20,9 +25,31 @@ def describe() -> dict[str, str]:
             found["processor"] = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         found["processor"] = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        found["gpu"] = torch.cuda.get_device_name(device)
     for package in ("foretell", "torch", "transformers", "llama-cpp-python"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched on a GPU; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading memory: the fastest of several sums over one block."""
+    block = torch.ones(_STREAM_BYTES[device.type] // 4, device=device)
+
+    def seconds() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        block.sum()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return block.nbytes / min(seconds() for _ in range(_STREAM_REPEATS))

@@ -1,4 +1,4 @@
-"""Peak memory of one contender: a process of its own that loads nothing else and answers one prompt."""
+"""Peak memory of one contender (the GPU's on CUDA): a process of its own that loads nothing else and answers one prompt."""
 
 import ctypes
 import gc
@@ -24,6 +24,7 @@ class Task(Frozen):
     draft_model: str | None
     references: tuple[str, ...]
     threads: int
+    device: str
     context: int
     folder: str
     prompt: tuple[int, ...]
@@ -66,14 +67,14 @@ def main(text: str) -> None:
         _reset()
         peer.generate(task.prompt, task.max_new_tokens)
     else:
-        model, spec = load(task.model, precision), Spec.parse(kind)
-        drafts = [load_draft(r, precision) for r in (task.draft_model or "").split(",") if r]
+        model, spec = load(task.model, precision, task.device), Spec.parse(kind)
+        drafts = [load_draft(r, precision, task.device) for r in (task.draft_model or "").split(",") if r]
         engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=task.references), rows=1)
         engine.submit(Request(task.prompt, max_new_tokens=task.max_new_tokens))
         _reset()
         for _ in engine.run():
             pass
-    print(_highest())
+    print(torch.cuda.max_memory_allocated(task.device) if task.device.startswith("cuda") else _highest())
 
 
 if __name__ == "__main__":

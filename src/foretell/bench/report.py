@@ -29,8 +29,13 @@ def setting(results: Results) -> str:
     s, repeats = results.settings, results.repeats
     return (
         f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, {repeats} repeat{'s' * (repeats > 1)}, "
-        f"{s.threads} thread{'s' * (s.threads > 1)}, {results.machine.get('processor', 'unknown processor')}, {results.created}."
+        f"{s.threads} thread{'s' * (s.threads > 1)}, {machine(results)}, {results.created}."
     )
+
+
+def machine(results: Results) -> str:
+    """The device that ran the models."""
+    return results.machine.get("gpu") or results.machine.get("processor", "unknown processor")
 
 
 def sections(results: Results) -> list[Section]:

@@ -159,6 +159,7 @@ class Settings(Frozen):
     seed: int
     threads: int
     dtypes: tuple[str, ...]
+    device: str = "cpu"
     remember: bool = False
     """Methods kept what they learned from earlier questions."""
     draft_model: str | None = None

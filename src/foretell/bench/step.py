@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict
 from foretell.api import Model
 from foretell.bench.peers.base import Stepper
 from foretell.bench.stepper import EngineStretches, OwnStepper, Stretch
+from foretell.roofline.analysis import Model as PricedModel
+from foretell.roofline.analysis import analyse
+from foretell.roofline.calibrate import setting
+from foretell.roofline.cost import value
+from foretell.roofline.formats import parse
+from foretell.roofline.hardware import Hardware
 
 _BURST = 3
 """Passes per turn of a contender; the first, which still finds another's data in the caches, is not counted."""
@@ -23,6 +29,8 @@ class Pass(BaseModel):
     tokens: int
     median_ms: float
     samples: tuple[float, ...]
+    bytes: float | None = None
+    """Bytes of weights and cache that the pass must read or write; None: not counted (other runtimes)."""
 
 
 class Figure(BaseModel):
@@ -61,6 +69,9 @@ class StepReport(BaseModel):
     model: str
     context: int
     threads: int
+    device: str = "cpu"
+    bandwidth: float | None = None
+    """Bytes per second of reading memory, measured on this device."""
     machine: Mapping[str, str]
     passes: tuple[Pass, ...]
     throughput: tuple[Throughput, ...]
@@ -185,4 +196,27 @@ def figures(passes: Sequence[Pass], speeds: Sequence[Throughput], looked: Sequen
 
 def contenders(models: Sequence[Model]) -> list[Stepper]:
     """Our own: a chain per model, and a branching tree for each too."""
-    return [s for m in models for s in (OwnStepper(m), OwnStepper(m, branching=True))]
+    return [s for m in models for s in OwnStepper.all_of(m)]
+
+
+_BITS = {"float32": "32", "bfloat16": "16", "int8": "8"}
+_ANY_HARDWARE = Hardware("any", "any", 1.0, {"any": 1.0}, "")
+"""Bytes do not depend on the device."""
+
+
+def pass_bytes(model: Model, tokens: int, context: int) -> float:
+    """Bytes of weights and cache that one pass over `tokens` new tokens must move, by the roofline's count."""
+    asked = setting(parse(_BITS[model.precision]), tokens, context)
+    total = analyse(PricedModel(model.name, model.config), _ANY_HARDWARE, asked).total
+    return value(total.weights + total.kv_read + total.kv_write)
+
+
+def with_bytes(passes: Sequence[Pass], models: Sequence[Model], context: int) -> list[Pass]:
+    """The passes of our own contenders with the bytes that they must move."""
+    own = {f"foretell {m.precision}": m for m in models}
+
+    def counted(p: Pass) -> Pass:
+        model = own.get(" ".join(p.contender.split()[:2]))
+        return p if model is None else p.model_copy(update={"bytes": pass_bytes(model, p.tokens, context)})
+
+    return [counted(p) for p in passes]

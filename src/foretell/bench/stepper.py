@@ -7,17 +7,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretell.api import Model
+from foretell.bench.contender import Watched
+from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Stepper
-from foretell.engine import Request
+from foretell.engine import Engine, Request
+from foretell.model.graph import GraphedDecoder
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.tree import from_lists, root
 
 
 class OwnStepper(Stepper):
     """`Runner.forward` over a chain, or over a binary tree of as many nodes, every node scored."""
 
-    def __init__(self, model: Model, branching: bool = False) -> None:
-        self.name = f"foretell {model.precision}" + (" tree" if branching else "")
-        self._runner, self._branching = model.runner(), branching
+    def __init__(self, name: str, runner: Runner, branching: bool = False) -> None:
+        self.name = name + (" tree" if branching else "")
+        self._runner, self._branching = runner, branching
+
+    @staticmethod
+    def all_of(model: Model) -> "list[OwnStepper]":
+        """Chain and tree; where passes are replayed as CUDA graphs, both without graphs as well."""
+        name, runner = f"foretell {model.precision}", model.runner()
+        runners = {name: runner}
+        if isinstance(runner, DecoderRunner) and isinstance(runner.network, GraphedDecoder):
+            runners[f"{name} without graphs"] = DecoderRunner(runner.network.decoder)
+        return [OwnStepper(n, r, branching) for n, r in runners.items() for branching in (False, True)]
 
     def hold(self, text: Sequence[int]) -> None:
         """Read the text that every pass continues."""
@@ -31,7 +44,7 @@ class OwnStepper(Stepper):
     def read(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens; nothing is kept, so the next pass overwrites them."""
         parents = [(i - 1) // 2 if i and self._branching else i - 1 for i in range(len(tokens))]
-        self._runner.forward([0], from_lists([tokens], [parents]))
+        synchronize(self._runner.forward([0], from_lists([tokens], [parents])).logits.device)
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,9 @@ class EngineStretches:
     """Steps of a whole engine that decodes `rows` texts at once without end, past their prompts."""
 
     def __init__(self, model: Model, method: str, rows: int, text: Sequence[int], most: int) -> None:
-        self._engine = model.engine(method, rows=rows)
+        self._engine = Engine(
+            Watched(model.runner()), model.method(method), rows=rows, detokenizer=model.codec.detokenizer
+        )
         shifted = [[*text[r:], *text[:r]] for r in range(rows)]
         numbers = [self._engine.submit(Request(t, max_new_tokens=most)) for t in shifted]
         self._first = numbers[0]

@@ -11,14 +11,35 @@ from foretell.bench.step import StepReport
 def step_tables(report: StepReport) -> list[Table]:
     """Times of a pass, batch throughput, and the promised ratios."""
     sizes = sorted({p.tokens for p in report.passes})
-    times = Table(title=f"one pass over n new tokens, {report.context} cached, {report.threads} threads: median ms")
+    place = f"{report.threads} threads" if report.device == "cpu" else report.device
+    times = Table(title=f"one pass over n new tokens, {report.context} cached, {place}: median ms")
     times.add_column("contender")
     for n in sizes:
         times.add_column(f"n={n}", justify="right")
     by_key = {(p.contender, p.tokens): p.median_ms for p in report.passes}
     for name in dict.fromkeys(p.contender for p in report.passes):
         times.add_row(name, *(f"{by_key[name, n]:.2f}" for n in sizes))
-    return [times, *([_throughput(report)] if report.throughput else []), _figures(report)]
+    tables = [times]
+    if report.bandwidth is not None:
+        tables.append(_bandwidth(report, report.bandwidth))
+    if report.throughput:
+        tables.append(_throughput(report))
+    return [*tables, _figures(report)] if report.figures else tables
+
+
+def _bandwidth(report: StepReport, bandwidth: float) -> Table:
+    """How near each pass comes to reading its bytes at the memory's full speed."""
+    table = Table(title=f"weights and cache over time, as a share of the measured {bandwidth / 1e9:.0f} GB/s")
+    table.add_column("contender")
+    sizes = sorted({p.tokens for p in report.passes})
+    for n in sizes:
+        table.add_column(f"n={n}", justify="right")
+    shares = {
+        (p.contender, p.tokens): p.bytes / (p.median_ms / 1e3) / bandwidth for p in report.passes if p.bytes is not None
+    }
+    for name in dict.fromkeys(contender for contender, _ in shares):
+        table.add_row(name, *(f"{shares[name, n]:.0%}" for n in sizes))
+    return table
 
 
 def _throughput(report: StepReport) -> Table:

@@ -1,17 +1,18 @@
 """`foretell bench`: measure methods against plain decoding and against other runtimes, in one interleaved run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from foretell.api import Model
 from foretell.bench import record as recording
 from foretell.bench import replay as replaying
 from foretell.bench import step as stepping
@@ -20,16 +21,18 @@ from foretell.bench.collect import collect
 from foretell.bench.compare import compare, differing
 from foretell.bench.console import print_replay, print_summary, progress, read, write
 from foretell.bench.lineup import Lineup
-from foretell.bench.machine import describe
+from foretell.bench.machine import describe, read_bandwidth
 from foretell.bench.peers import choose
 from foretell.bench.peers.export import default_folder
+from foretell.bench.random_model import random_models
 from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.scripted import Recording
 from foretell.bench.tasks import BUILT_IN
 from foretell.bench.tasks import Tasks as TaskSet
 from foretell.bench.tasks import load as load_tasks
 from foretell.cli.errors import say, spoken
-from foretell.load import EMBEDDED, load
+from foretell.cli.setup import set_threads
+from foretell.load import EMBEDDED, checked_device, load
 from foretell.store import Store
 
 
@@ -57,7 +60,8 @@ def bench() -> None:
 
 
 ModelName = Annotated[str, typer.Option("--model", help="Alias, directory, GGUF file or hub id.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of every runtime (unsaid: torch's own choice).")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of every runtime (unsaid: torch's own choice).")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; other runtimes are measured on the CPU only.")]
 Folder = Annotated[
     Path | None,
     typer.Option("--gguf-cache", help="Folder for GGUF files made for llama.cpp (unsaid: ~/.cache/foretell/gguf)."),
@@ -122,17 +126,17 @@ def resumable(out: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def set_threads(threads: int | None) -> int:
-    """Give every runtime this many threads; how many there are now."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
-
-
 @app.command()
 def step(
     model: ModelName = EMBEDDED,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights in the shape of this model of `foretell roofline models`, in place of --model."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    device: Device = "cpu",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens per pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
     peers: Annotated[str, typer.Option(help="Comma-separated: transformers, llama.cpp.")] = "",
@@ -143,17 +147,21 @@ def step(
     gguf_cache: Folder = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file.")] = None,
 ) -> None:
-    """Time one pass of the target over a few new tokens, interleaved with other runtimes; medians and ratios."""
+    """Time one pass of the target over a few new tokens, interleaved with other runtimes; medians and ratios.
+
+    The bytes of a pass are held against the measured memory bandwidth. On CUDA passes are timed with and without graphs.
+    """
     count, sizes, batches = set_threads(threads), numbers(tokens, "--tokens"), numbers(rows, "--rows")
     named = words(peers)
+    refuse_peers(named, device)
     choose.check(choose.expand(named, "bfloat16", False))
-    models = [load(model, d) for d in words(dtype)]
+    models, place = _models(model, shape, words(dtype), device), checked_device(device)
     setting = choose.Setting(
         model, None, models[0].precision, context + max(sizes) + 64, count, gguf_cache or default_folder()
     )
     steppers = stepping.contenders(models) + choose.steppers(named, setting)
-    passage = models[0].codec.encode(" ".join(t for q in load_tasks(BUILT_IN).questions for t in q.turns))
-    text = (passage * (context // len(passage) + 1))[:context]
+    text = _passage(models[0], context, at_random=shape is not None)
+    bandwidth = read_bandwidth(place)
     console = Console()
     with Progress(
         SpinnerColumn(),
@@ -169,15 +177,41 @@ def step(
             if engine
             else ({}, [])
         )
-    speeds = stepping.throughput(plain)
+    speeds, passes = stepping.throughput(plain), stepping.with_bytes(passes, models, context)
+    figures = stepping.figures(passes, speeds, looked) if place.type == "cpu" else []
     report = stepping.StepReport(
-        model=model, context=context, threads=count, machine=describe(), passes=tuple(passes), throughput=tuple(speeds),
-        figures=tuple(stepping.figures(passes, speeds, looked)),
+        model=shape or model, context=context, threads=count, device=device, bandwidth=bandwidth, machine=describe(device),
+        passes=tuple(passes), throughput=tuple(speeds), figures=tuple(figures),
     )  # fmt: skip
     for table in tables.step_tables(report):
         console.print(table)
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=1))
+
+
+def refuse_peers(names: Sequence[str], device: str) -> None:
+    """Peers and a GPU do not go together.
+
+    Raises:
+        ValueError: both were asked for.
+    """
+    if names and device != "cpu":
+        raise ValueError(f"peers are measured on the CPU only: leave out --peers, or --device {device}")
+
+
+def _models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
+    """The model at every precision, or random ones of a shape."""
+    if shape is None:
+        return [load(reference, p, device) for p in precisions]
+    return random_models(shape, precisions, checked_device(device))
+
+
+def _passage(model: Model, length: int, at_random: bool) -> list[int]:
+    """Tokens that every pass continues: the built-in questions, or any tokens for a model without a language."""
+    if at_random:
+        return [int(t) for t in np.random.default_rng(0).integers(model.config.vocab, size=length)]
+    passage = model.codec.encode(" ".join(t for q in load_tasks(BUILT_IN).questions for t in q.turns))
+    return (passage * (length // len(passage) + 1))[:length]
 
 
 @app.command()
@@ -190,6 +224,7 @@ def run(
     max_new_tokens: Length = 160,
     model: ModelName = EMBEDDED,
     dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    device: Device = "cpu",
     peers: Annotated[
         str,
         typer.Option(
@@ -213,6 +248,7 @@ def run(
     gguf_cache: Folder = None,
 ) -> None:
     """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
+    refuse_peers(words(peers), device)
     everything, found = chosen(tasks, per_category, categories)
     settings = Settings(
         model=model,
@@ -223,6 +259,7 @@ def run(
         seed=seed,
         threads=set_threads(threads),
         dtypes=tuple(words(dtype)),
+        device=device,
         remember=remember,
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
@@ -251,13 +288,14 @@ def record_(
     max_new_tokens: Length = 160,
     model: ModelName = EMBEDDED,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
+    device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens kept at every position.")] = 32,
     threads: Threads = None,
 ) -> None:
     """Keep the target's greedy answers to a workload, with its best scores at every token, for `replay`."""
     set_threads(threads)
     everything, found = chosen(tasks, per_category, categories)
-    target = load(model, dtype)
+    target = load(model, dtype, device)
     setting = recording.describe(target, everything, len(found.questions), max_new_tokens, top_k)
     with resumable(out), Store(out, setting, Recording) as store, progress(len(found.questions)) as tick:
         recording.record(target, found.questions, setting, store, tick)

@@ -1,6 +1,7 @@
 """`foretell roofline`: predict before you run."""
 
 import json
+import os
 import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,18 +77,34 @@ AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
 def emit(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
     """Print records in the form asked for."""
+    check_form(as_json, as_csv)
     if as_json:
         typer.echo(json.dumps(records, indent=1))
     elif as_csv:
         typer.echo(report.to_csv(records), nl=False)
     else:
-        console().print(report.plain_table(records, title))
+        out = console()
+        out.print(report.plain_table(records, out.width, title))
+
+
+def check_form(as_json: bool, as_csv: bool) -> None:
+    """One form of output at a time.
+
+    Raises:
+        ValueError: two were asked for.
+    """
+    if as_json and as_csv:
+        raise ValueError("--json and --csv were given; leave out one of them")
+
+
+_PIPED_WIDTH = 160
+"""Columns of a table that no terminal and no COLUMNS limits."""
 
 
 def console() -> Console:
-    """Where tables go; wide enough for them where no terminal sets a width."""
+    """Where tables go: as wide as the terminal or COLUMNS says."""
     found = Console()
-    return found if found.is_terminal else Console(width=160)
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPED_WIDTH)
 
 
 def warn(sentence: str | None) -> None:
@@ -125,6 +142,7 @@ def analyze(
     as_csv: AsCsv = False,
 ) -> None:
     """Price every operation of a pass; totals, memory, and what still fits."""
+    check_form(as_json, as_csv)
     on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
     w, a, cache = parse(weights), parse(activations), parse(kv)
     asked = Setting(
@@ -145,9 +163,9 @@ def analyze(
     elif as_csv:
         typer.echo(report.to_csv([report.line_record(line) for line in answer.lines]), nl=False)
     else:
-        console().print(
-            report.operations_table(answer), report.totals_table(answer), *([report.offload_text(away)] if away else [])
-        )
+        out = console()
+        operations = report.fitted(report.operations_table(answer), out.width, report.OPERATIONS_DISPENSABLE)
+        out.print(operations, "", report.totals_table(answer), *([report.offload_text(away)] if away else []))
     warn(report.too_big(answer, away))
 
 
@@ -182,6 +200,7 @@ def plan_command(
     as_csv: AsCsv = False,
 ) -> None:
     """Rank decoding methods by predicted gain, and say when not to speculate."""
+    check_form(as_json, as_csv)
     on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
     other, chosen = Model(*find(draft)) if draft else None, ask.methods(method, accept, acceptance)
     w, a, cache = parse(weights), parse(activations), parse(kv)
@@ -202,7 +221,10 @@ def plan_command(
     elif as_csv:
         typer.echo(report.to_csv(report.plan_records(answer)), nl=False)
     else:
-        console().print(f"[bold]{answer.advice}[/]", report.plan_table(answer), report.changes_table(changes))
+        out = console()
+        ranking = report.fitted(report.plan_table(answer), out.width, report.PLAN_DISPENSABLE)
+        cheaper = report.fitted(report.changes_table(changes), out.width, ("OPs", "bytes"))
+        out.print(f"[bold]{answer.advice}[/]", "", ranking, "", cheaper)
         for name, why in answer.refused.items():
             typer.echo(f"left out {name}: {why}")
     warn(report.too_big(analyse(target, on, asked)))
@@ -227,6 +249,7 @@ def figure_command(
     """Draw a figure of the survey from our own numbers, and write its data as CSV."""
     from foretell.roofline.plots import draw
 
+    check_folder(out)
     drawn = figure(number)
     draw(drawn, out)
     out.with_suffix(".csv").write_text(report.to_csv(drawn.records), "utf-8")
@@ -260,6 +283,16 @@ def view(
         server.server_close()
 
 
+def check_folder(out: Path) -> None:
+    """The folder of a file to write must be there.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no directory {out.parent} to write {out.name} to")
+
+
 @app.command()
 def export(
     out: Annotated[Path, typer.Argument(help="HTML file to write.")],
@@ -267,8 +300,7 @@ def export(
     hardware_file: DeviceFile = None,
 ) -> None:
     """Write the analyzer as one HTML file that opens from disk."""
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no directory {out.parent} to write {out.name} to")
+    check_folder(out)
     text = page(devices(hardware_file), [Model(*find(m)) for m in model or ()])
     out.write_text(text, "utf-8")
     typer.echo(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
@@ -299,6 +331,9 @@ def calibrate_command(
     out: Annotated[Path | None, typer.Option(help="Hardware file to add to; by default the user's own.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads to use; by default those torch uses.")] = None,
     repeat: Annotated[int, typer.Option(help="Timings of a pass without a faster one that end its measurement.")] = 10,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure although other programs keep the machine busy.")
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Then predict and measure the embedded model.")
     ] = True,
@@ -306,18 +341,24 @@ def calibrate_command(
     as_csv: AsCsv = False,
 ) -> None:
     """Measure this machine, add it as hardware, and hold predictions against the embedded model's real passes."""
-    from foretell.cli import roofline_machine as machine
+    import torch
 
-    if threads is not None:
-        machine.use_threads(threads)
+    from foretell.bench.machine import read_bandwidth
+    from foretell.cli import roofline_machine as machine
+    from foretell.cli.setup import set_threads
+
+    set_threads(threads)
     forms = {precision: machine.form(precision) for precision in dtype or ["bfloat16", "int8"]}
-    if machine.busy():
-        say("other programs keep this machine busy: the figures will be too low, calibrate again when it is idle")
+    disturbed = machine.disturbance()
+    if disturbed and not force:
+        raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
     fits = {
         f.name: calibrate.fit(calibrate.sample(machine.probes(precision, repeat))) for precision, f in forms.items()
     }
     file, title, source = out or user_file(), machine.title(), machine.source()
-    here = calibrate.hardware(name.lower(), title, source, machine.stream(), machine.memory(), fits)
+    if disturbed:
+        source += f"; while {disturbed}"
+    here = calibrate.hardware(name.lower(), title, source, read_bandwidth(torch.device("cpu")), machine.memory(), fits)
     calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
     if not compare:

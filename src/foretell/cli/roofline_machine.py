@@ -2,6 +2,7 @@
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -9,23 +10,22 @@ from datetime import date
 import numpy as np
 import torch
 
+from foretell.bench.random_model import random_network
 from foretell.load import EMBEDDED, load
-from foretell.model import native
 from foretell.model.config import ModelConfig
-from foretell.model.native.decoder import NativeDecoder
+from foretell.model.native.structures import Precision
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.weights import build
 from foretell.roofline.calibrate import PROBES, Measure
 from foretell.roofline.formats import Format, parse
 from foretell.roofline.names import look_up
-from foretell.testing import RandomWeights
 from foretell.tree import TokenTree, from_lists
 
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
-STREAM_BYTES, STREAM_REPEATS = 256 << 20, 8
 PROMPT_CHUNK = 256
 PATIENCE = 2.0
 """Seconds after which a measurement ends whatever the machine does meanwhile."""
+MOST_USED, MOST_SPREAD = 0.15, 0.5
+"""What others may use of the processors, and how much longer than the fastest the median may be, before a machine counts as busy."""
 
 
 def form(precision: str) -> Format:
@@ -35,17 +35,6 @@ def form(precision: str) -> Format:
         ValueError: no dtype the engine runs.
     """
     return parse(look_up(DTYPES, precision, "dtype"))
-
-
-def use_threads(count: int) -> None:
-    """Set the threads of torch and of the kernels.
-
-    Raises:
-        ValueError: not a number of threads.
-    """
-    if not 1 <= count <= (os.cpu_count() or 1):
-        raise ValueError(f"threads must lie between 1 and {os.cpu_count()}, found {count}")
-    torch.set_num_threads(count)
 
 
 def title() -> str:
@@ -63,9 +52,39 @@ def source() -> str:
     return f"foretell roofline calibrate, {date.today().isoformat()}, torch {torch.__version__}"
 
 
-def busy() -> bool:
-    """Whether other programs compete for the processors."""
-    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+def disturbance() -> str | None:
+    """What shows that other work competes for this machine; None: nothing does."""
+    used = _share_in_use()
+    if used > MOST_USED:
+        return f"other programs use {used:.0%} of the processors"
+    block = torch.ones(1 << 22)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        block.sum()
+        return time.perf_counter() - start
+
+    seconds()
+    times = [seconds() for _ in range(100)]
+    spread = statistics.median(times) / min(times) - 1
+    return f"the same work takes {spread:.0%} longer than at its fastest" if spread > MOST_SPREAD else None
+
+
+def _share_in_use() -> float:
+    """Share of the processors' time that others use while this program sleeps; 0 where the system does not tell."""
+
+    def ticks() -> tuple[int, int]:
+        with open("/proc/stat", encoding="ascii") as file:
+            each = [int(x) for x in file.readline().split()[1:9]]
+        return each[3] + each[4], sum(each)
+
+    try:
+        idle, total = ticks()
+        time.sleep(0.5)
+        idle_then, total_then = ticks()
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return 1 - (idle_then - idle) / max(1, total_then - total)
 
 
 def memory() -> float:
@@ -73,31 +92,10 @@ def memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def stream() -> float:
-    """Bytes per second of reading memory, the fastest of several sums over a quarter of a gigabyte."""
-    block = torch.ones(STREAM_BYTES // 4)
-    return STREAM_BYTES / min(_timed(block) for _ in range(STREAM_REPEATS))
-
-
-def _timed(block: torch.Tensor) -> float:
-    start = time.perf_counter()
-    block.sum()
-    return time.perf_counter() - start
-
-
-def probes(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
+def probes(precision: Precision, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
     """The calibration networks with random weights, one in memory at a time."""
     for config in PROBES:
-        yield config, timer(network(config, precision), repeat)
-
-
-def network(config: ModelConfig, precision: str) -> Network:
-    """A random network on the fastest kernels this machine has."""
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    decoder = build(config, RandomWeights(), dtype, torch.device("cpu"))
-    if native.available() and NativeDecoder.supports(config):
-        return NativeDecoder(decoder, precision)  # type: ignore[arg-type]
-    return decoder
+        yield config, timer(random_network(config, precision, torch.device("cpu")), repeat)
 
 
 def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:

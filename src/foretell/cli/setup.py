@@ -1,11 +1,13 @@
 """From the command line's words to a model and a method."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from foretell.api import Model
@@ -13,6 +15,22 @@ from foretell.catalogue import find
 from foretell.config import SpeculativeConfig
 from foretell.load import load, load_draft
 from foretell.method import AnyMethod
+
+
+def set_threads(threads: int | None) -> int:
+    """Set the CPU threads of torch and of the kernels (None: torch's own choice), and return how many there are.
+
+    Raises:
+        ValueError: fewer than one thread, or more than the machine has processors.
+    """
+    if threads is not None:
+        processors = os.cpu_count() or 1
+        if not 1 <= threads <= processors:
+            raise ValueError(
+                f"threads must lie between 1 and {processors} (this machine's processors), found {threads}"
+            )
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
 
 
 @dataclass(frozen=True)

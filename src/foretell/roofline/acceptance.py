@@ -4,9 +4,11 @@ If p(d, r) is the probability that the child of rank r at depth d is the accepte
 F = 1 + the sum over drafted nodes of the products along their paths (the leading 1 is the token the target adds itself).
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+from foretell.best_tree import best_paths
 
 COVERAGE, FALL = 0.75, 0.5
 RANKS = 8
@@ -61,32 +63,19 @@ class Growth:
 
 
 def grow(acceptance: Acceptance, nodes: int, depth: int) -> Growth:
-    """The best tree of every size up to `nodes`, no deeper than `depth`.
+    """The best tree of every size up to `nodes`, no deeper than `depth`; stops early where no node is left."""
+    ranks = acceptance.ranks
 
-    Taking the likeliest next node is exact because a child is never likelier than its parent nor a sibling than the one before it,
-    so the n largest path products form a tree. Stops early where no node is left.
-    """
-    ranks = [p for p in acceptance.ranks if p > 0]
+    def rate(level: int, rank: int) -> float:
+        return ranks[rank] * acceptance.decay ** (level - 1) if rank < len(ranks) else 0.0
+
     width = [0] * depth
     tokens, expanded = [1.0], [(0,) * depth]
-    heap: list[tuple[float, int, int, int, float]] = []
-    made = 0
-
-    def offer(path: float, level: int, rank: int) -> None:
-        nonlocal made
-        if level <= depth and rank < len(ranks):
-            made += 1
-            heapq.heappush(heap, (-path * ranks[rank] * acceptance.decay ** (level - 1), made, level, rank, path))
-
-    offer(1.0, 1, 0)
-    while heap and len(tokens) < nodes:
-        negative, _, level, rank, path = heapq.heappop(heap)
-        if rank == 0:
-            width[level - 1] += 1
-        tokens.append(tokens[-1] - negative)
+    for path, chance in islice(best_paths(rate, depth), max(nodes - 1, 0)):
+        if path[-1] == 0:
+            width[len(path) - 1] += 1
+        tokens.append(tokens[-1] + chance)
         expanded.append(tuple(width))
-        offer(path, level, rank + 1)
-        offer(-negative, level + 1, 0)
     return Growth(tuple(tokens), tuple(expanded))
 
 

@@ -1,12 +1,12 @@
 """What a pass costs: OPs, bytes by class and time of every operation, on one device of given rates."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from foretell.roofline.amount import Extents, Number
 from foretell.roofline.hardware import Curve, Hardware
-from foretell.roofline.network import Block, Network, Op
+from foretell.roofline.network import Network, Op
 from foretell.roofline.setting import Phase, Setting, extents
 
 
@@ -183,8 +183,3 @@ def total(found: list[Line]) -> Cost:
     for line in found:
         result = result + line.cost.times(line.count)
     return result
-
-
-def block_total(network: Network, block: Block, phase: Phase, r: Rates) -> Cost:
-    """Cost of one layer of a block."""
-    return total(lines(replace(network, blocks=(replace(block, count=1),)), phase, r))

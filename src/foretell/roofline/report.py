@@ -5,6 +5,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from foretell.roofline.analysis import Analysis, Model
@@ -92,16 +94,41 @@ def offload_text(away: Offloaded) -> str:
     return f"offloaded  {duration(away.seconds)}, bound by {away.bound}; {fetched} fetched, {left} left on the device"
 
 
+def new_table(title: str = "") -> Table:
+    """An empty table without vertical lines, so that more columns fit a terminal."""
+    return Table(
+        title=title or None,
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def fitted(table: Table, width: int, dispensable: Sequence[str]) -> Table:
+    """The table without as many `dispensable` columns, in this order, as `width` demands; no figure is ever cut. Says what it left out."""
+    unlimited = Console(width=10_000)
+    left_out = list[str]()
+    for name in dispensable:
+        if unlimited.measure(table).maximum <= width:
+            break
+        table.columns = [c for c in table.columns if c.header != name]
+        left_out.append(name)
+    if left_out:
+        table.caption = f"left out to fit {width} columns: {', '.join(left_out)}; --csv has all"
+        table.caption_justify = "left"
+    return table
+
+
 def operations_table(a: Analysis) -> Table:
     """Every operation of one layer of each kind."""
-    table = Table(
-        title=f"{a.model.name} on {a.hardware.title}, {a.setting.stage}", title_justify="left", header_style="bold"
-    )
+    table = new_table(f"{a.model.name} on {a.hardware.title}, {a.setting.stage}")
     for name in ("block", "×", "operation", "shape"):
         table.add_column(name, justify="right" if name == "×" else "left", no_wrap=True)
     for name in ("OPs", "bytes", "OPs/byte", "attainable", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound")
+    table.add_column("bound", no_wrap=True)
     colour = {"memory": "cyan", "compute": "yellow", "link": "magenta"}
     for line in a.lines:
         c = line.cost
@@ -112,6 +139,10 @@ def operations_table(a: Analysis) -> Table:
             f"[{colour[line.bound]}]{line.bound}[/]",
         )  # fmt: skip
     return table
+
+
+OPERATIONS_DISPENSABLE = ("attainable", "OPs/byte", "shape", "OPs", "bytes")
+"""Columns of `operations_table` that go first where a terminal is narrow."""
 
 
 def totals_table(a: Analysis) -> Table:
@@ -196,11 +227,11 @@ def hardware_record(h: Hardware) -> dict[str, Any]:
 
 def plan_table(plan: Plan) -> Table:
     """Methods ranked, with the bytes and OPs per token that explain the order."""
-    table = Table(header_style="bold")
+    table = new_table()
     table.add_column("method", no_wrap=True)
     for name in ("tree", "tokens/pass", "pass", "draft", "needs", "speed-up", "tokens/s", "bytes/token", "OPs/token"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("acceptance")
+    table.add_column("acceptance", no_wrap=True)
     for g in (*plan.gains, plan.plain):
         used = g.nodes > 1
         fits = "" if plan.fits.get(g.method.name) is not False else " (does not fit)"
@@ -214,12 +245,16 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
+PLAN_DISPENSABLE = ("acceptance", "OPs/token", "bytes/token", "draft", "tree", "pass", "tokens/s")
+"""Columns of `plan_table` that go first where a terminal is narrow."""
+
+
 def changes_table(changes: Sequence[Change]) -> Table:
     """Cheaper passes, best first."""
-    table = Table(title="Cheaper passes (the text changes)", title_justify="left", header_style="bold")
+    table = new_table("Cheaper passes (the text changes)")
     table.add_column("change")
     for name in ("pass", "speed-up", "bytes", "OPs"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for c in changes:
         table.add_row(c.title, duration(c.seconds), f"{c.speedup:.2f}×", amount(c.bytes, "B"), amount(c.ops))
     return table
@@ -264,14 +299,14 @@ def table1_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def plain_table(records: Sequence[Record], title: str = "") -> Table:
-    """Records as they are, numbers with prefixes."""
-    table = Table(title=title or None, title_justify="left", header_style="bold")
+def plain_table(records: Sequence[Record], width: int, title: str = "") -> Table:
+    """Records as they are, numbers with prefixes; where `width` is short, the last columns go first."""
+    table = new_table(title)
     for name, sample in records[0].items():
         table.add_column(name, justify="left" if isinstance(sample, str) else "right", no_wrap=True)
     for row in records:
         table.add_row(*(amount(v) if isinstance(v, float) else "" if v is None else str(v) for v in row.values()))
-    return table
+    return fitted(table, width, list(records[0])[:0:-1])
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -1,9 +1,10 @@
 """The tree that promises most tokens for its size, from measured acceptance: Sequoia's shape."""
 
-import heapq
 from collections.abc import Sequence
+from itertools import islice
 
-from foretell.shape.fixed import Fixed, Path
+from foretell.best_tree import best_paths
+from foretell.shape.fixed import Fixed
 
 
 def optimal(
@@ -12,8 +13,7 @@ def optimal(
     """The best tree of `budget` drafted nodes (Sequoia, arXiv 2402.12374).
 
     `acceptance[r]` is the probability that the child of rank `r` is the one accepted, given that its parent was; one vector for all depths, or one
-    per depth (the last repeats). Expected tokens are a sum of path products, every product is at most its parent's and its better siblings', so
-    taking the largest products is exact: the same as Sequoia's dynamic programme, in O(n log n). Ranks are sorted first if need be.
+    per depth (the last repeats). Ranks are sorted first if need be.
 
     Raises:
         ValueError: a negative budget, or values that are not probabilities of exclusive events.
@@ -23,28 +23,16 @@ def optimal(
         raise ValueError(
             "an optimal tree needs a budget of 0 or more nodes and, per depth, acceptance rates in 0..1 that sum to at most 1"
         )
-    order = [[rank for _, rank in sorted((-rate, rank) for rank, rate in enumerate(row))] for row in table]
-    heap: list[tuple[float, Path]] = []
+    order = [sorted(range(len(row)), key=lambda rank: (-row[rank], rank)) for row in table]
+    last = len(table) - 1
 
-    def push(parent: Path, place: int, product: float) -> None:
-        """Offer the `place`-th likeliest child of `parent`."""
-        d = min(len(parent), len(table) - 1)
-        if place < len(order[d]) and not (depth and len(parent) >= depth):
-            rank = order[d][place]
-            if table[d][rank] > 0:
-                heapq.heappush(heap, (-product * table[d][rank], (*parent, rank)))
+    def rate(level: int, place: int) -> float:
+        d = min(level - 1, last)
+        return table[d][order[d][place]] if place < len(order[d]) else 0.0
 
-    chosen: list[Path] = []
-    values: dict[Path, float] = {(): 1.0}
-    push((), 0, 1.0)
-    while heap and len(chosen) < budget:
-        value, path = heapq.heappop(heap)
-        chosen.append(path)
-        values[path] = -value
-        d = min(len(path) - 1, len(table) - 1)
-        push(path[:-1], order[d].index(path[-1]) + 1, values[path[:-1]])
-        push(path, 0, -value)
-    return Fixed(tuple(sorted(chosen, key=lambda p: (len(p), p))), draw)
+    found = islice(best_paths(rate, depth or budget), budget)
+    paths = [tuple(order[min(d, last)][place] for d, place in enumerate(path)) for path, _ in found]
+    return Fixed(tuple(sorted(paths, key=lambda p: (len(p), p))), draw)
 
 
 def _by_depth(acceptance: Sequence[Sequence[float]] | Sequence[float]) -> list[list[float]]:

@@ -3,11 +3,14 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from foretell.train.data.dataset import Dataset
 from foretell.train.loop.trainer import Trainer
 
 CARD = "README.md"
+_WIDTH = 100
+"""Columns of Markdown prose."""
 
 
 def write(trainer: Trainer, command: str) -> None:
@@ -79,14 +82,21 @@ def _data(data: Sequence[Dataset]) -> list[str]:
             "prompts": f"`{known.model}` answered given prompts",
             "text": "plain text",
         }[known.kind]
-        lines.append(
-            f"- `{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed {known.seed}."
-        )
+        facts = [
+            f"`{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed {known.seed}."
+        ]
         if known.kind != "text":
-            lines.append(
-                f"  Answers in {known.precision}, {known.greedy_share:.0%} greedy, the rest sampled at temperature {known.temperature:g}."
+            share, temperature = f"{known.greedy_share:.0%}", f"{known.temperature:g}"
+            facts.append(
+                f"Answers in {known.precision}, {share} greedy, the rest sampled at temperature {temperature}."
             )
-        lines += [f"  Source: `{s}`." for s in known.sources]
+        facts += [f"Source: `{s}`." for s in known.sources]
+        lines.append(
+            fill(
+                " ".join(facts), _WIDTH, initial_indent="- ", subsequent_indent="  ",
+                break_long_words=False, break_on_hyphens=False,
+            )
+        )  # fmt: skip
     return lines
 
 

@@ -1,0 +1,76 @@
+"""Models with random weights in the shape of a published one: pass times depend on shapes alone, so nothing is downloaded."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from jaxtyping import Float
+from tokenizers import Tokenizer, models
+
+from foretell.api import Model
+from foretell.model import native
+from foretell.model.config import ARCHITECTURES, ModelConfig
+from foretell.model.graph import GraphedDecoder
+from foretell.model.linear import quantize
+from foretell.model.native.decoder import NativeDecoder
+from foretell.model.native.structures import Precision
+from foretell.model.runner import Network
+from foretell.model.weights import Weights, build
+from foretell.names import unknown
+from foretell.roofline.describe import find
+from foretell.testing import hash_name
+from foretell.text import TextCodec
+
+
+class DeviceRandomWeights(Weights):
+    """Gaussian matrices scaled by their input width, drawn where they will stay: 7B parameters take seconds on a GPU."""
+
+    source = "random weights"
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+
+    def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
+        """The head of a model that does not share it with the embedding; no other optional tensor exists."""
+        return self.need(name, self._config.vocab, self._config.hidden) if name == "lm_head.weight" else None
+
+    def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
+        """A tensor of this shape, drawn from a seed that depends on the name."""
+        if "norm" in name:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(hash_name(name))
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return tensor.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=generator)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def random_network(config: ModelConfig, precision: Precision, device: torch.device) -> Network:
+    """A random network as `foretell.load` would run it on this device: native kernels, captured graphs or plain torch."""
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    decoder = build(config, DeviceRandomWeights(config, dtype, device), dtype, device)
+    if device.type == "cpu" and native.available() and NativeDecoder.supports(config):
+        return NativeDecoder(decoder, precision)
+    if precision == "int8":
+        quantize(decoder)
+    return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
+
+
+def random_models(shape: str, precisions: Sequence[str], device: torch.device) -> list[Model]:
+    """A random model per precision in the shape of a built-in model of the roofline, such as `llama-2-7b`.
+
+    Raises:
+        ValueError: an unknown shape or precision, or an architecture that the decoder does not run.
+    """
+    known: dict[str, Precision] = {p: p for p in get_args(Precision)}
+    if wrong := [p for p in precisions if p not in known]:
+        raise unknown("dtype", wrong[0], known)
+    name, config = find(shape)
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"--shape {shape}: the decoder does not run {config.architecture}; it runs {', '.join(ARCHITECTURES)}"
+        )
+    vocabulary = {str(token): token for token in range(config.vocab)}
+    codec = TextCodec(Tokenizer(models.WordLevel(vocabulary, unk_token="0")))
+    return [Model(name, config, codec, random_network(config, known[p], device), p, eos=()) for p in precisions]
