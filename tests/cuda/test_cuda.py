@@ -91,7 +91,8 @@ def logits_after(network: Network, prompt: list[int], nodes: int) -> torch.Tenso
     tree = from_lists(
         [random_tokens(nodes, network.config.vocab, seed=1)], [[(i - 1) // 2 if i else -1 for i in range(nodes)]]
     )
-    return runner.forward([0], tree).logits.double().cpu()
+    logits: torch.Tensor = runner.forward([0], tree).logits.double().cpu()
+    return logits
 
 
 @cache
@@ -230,7 +231,7 @@ def test_replaying_a_graph_changes_no_bit(device: str) -> None:
 @needs_gpu
 def test_a_timed_pass_has_finished() -> None:
     stepper = OwnStepper("own", DecoderRunner(tiny_decoder(WIDE, device="cuda")))
-    torch.cuda._sleep(100_000_000)
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
     stepper.read([1, 2, 3])
     assert torch.cuda.current_stream().query(), "the GPU still works on what was timed"
 
@@ -249,7 +250,7 @@ def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_pa
             "--method",
             method,
             "--max-new-tokens",
-            24,
+            "24",
         ).stdout
         for place, method in (("cpu", "autoregressive"), (device, "sam_recycling"))
     }

@@ -13,7 +13,6 @@ import torch
 from foretell.bench.random_model import random_network
 from foretell.load import EMBEDDED, load
 from foretell.model.config import ModelConfig
-from foretell.model.native.structures import Precision
 from foretell.model.runner import DecoderRunner, Network
 from foretell.roofline.calibrate import PROBES, Measure
 from foretell.roofline.formats import Format, parse
@@ -92,10 +91,11 @@ def memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def probes(precision: Precision, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
+def probes(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
     """The calibration networks with random weights, one in memory at a time."""
     for config in PROBES:
-        yield config, timer(random_network(config, precision, torch.device("cpu")), repeat)
+        network = random_network(config, precision, torch.device("cpu"))  # type: ignore[arg-type]
+        yield config, timer(network, repeat)
 
 
 def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:
