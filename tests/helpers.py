@@ -31,6 +31,7 @@ from foretell.model.runner import DecoderRunner, Network
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Shape, Trie, optimal
 from foretell.speculator.checkpoint import save
+from foretell.statistics import Statistics
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.text import Detokenizer
 from foretell.tree import TokenTree, root
@@ -192,12 +193,16 @@ def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[Update]]:
-    """The updates of every request, all submitted at once."""
-    numbers = [engine.submit(r) for r in requests]
-    updates: dict[int, list[Update]] = {n: [] for n in numbers}
-    for update in engine.run():
-        updates[update.request].append(update)
-    return [updates[n] for n in numbers]
+    """The updates of every request, all submitted at once to an engine that has served none."""
+    updates: dict[int, list[Update]] = {n + 1: [] for n in range(len(requests))}
+    engine.complete(requests, lambda update: updates[update.request].append(update))
+    return list(updates.values())
+
+
+def statistics_of(updates: Sequence[Update]) -> Statistics:
+    """What a request that is over cost."""
+    assert updates[-1].statistics is not None
+    return updates[-1].statistics
 
 
 def tokens_of(updates: Sequence[Update]) -> list[int]:

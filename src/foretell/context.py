@@ -105,3 +105,7 @@ class Step:
     output: Output
     paths: tuple[tuple[int, ...], ...]
     decided: tuple[tuple[int, ...], ...]
+    draft_seconds: float = 0.0
+    """What proposing the trees took."""
+    pass_seconds: float = 0.0
+    """What the target's pass took, with accepting and keeping."""
