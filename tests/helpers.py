@@ -193,10 +193,10 @@ def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[Update]]:
-    """The updates of every request, all submitted at once to an engine that has served none."""
-    updates: dict[int, list[Update]] = {n + 1: [] for n in range(len(requests))}
-    engine.complete(requests, lambda update: updates[update.request].append(update))
-    return list(updates.values())
+    """The updates of every request, all submitted at once."""
+    updates: dict[int, list[Update]] = {}
+    engine.complete(requests, lambda update: updates.setdefault(update.request, []).append(update))
+    return [updates[number] for number in sorted(updates)]
 
 
 def statistics_of(updates: Sequence[Update]) -> Statistics:
@@ -240,7 +240,7 @@ def reading(network: Network, context: Context, taps: Sequence[int]) -> Step:
     tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
     output = DecoderRunner(network).forward(context.rows, tree, taps=taps)
     paths = tuple(tuple(range(len(t) - 1)) for t in texts)
-    return Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
+    return Step(context, tree, output, paths, tuple((t[-1],) for t in texts), (0,) * len(texts))
 
 
 def drafted(shape: Shape[Any], drafter: Predictor, step: Step) -> list[set[tuple[int, ...]]]:

@@ -15,7 +15,19 @@ from foretell.sampling import Sampling
 from foretell.shape import Chain, Root, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.text import Detokenizer
-from helpers import VOCAB, engine_for, generate, letters, naive, random_tokens, run, small_model, target, tokens_of
+from helpers import (
+    VOCAB,
+    engine_for,
+    generate,
+    letters,
+    naive,
+    random_tokens,
+    run,
+    small_model,
+    statistics_of,
+    target,
+    tokens_of,
+)
 
 PROMPT = random_tokens(12, seed=12)
 PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
@@ -45,8 +57,9 @@ def told(right: bool) -> tuple[Engine, Request, list[int]]:
 
 def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
     engine, request, truth = told(right=True)
-    assert tokens_of(run(engine, [request])[0]) == truth
-    statistics = engine.statistics[1]
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == truth
+    statistics = done.statistics
     assert statistics.target_passes == 4
     assert statistics.tokens_per_pass == 6
     assert statistics.accepted_per_position == [4] * 5
@@ -56,9 +69,10 @@ def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
 
 def test_an_adversary_costs_speed_and_nothing_else() -> None:
     engine, request, truth = told(right=False)
-    assert tokens_of(run(engine, [request])[0]) == truth
-    assert engine.statistics[1].target_passes == 24
-    assert engine.statistics[1].accepted_per_position == []
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == truth
+    assert done.statistics.target_passes == 24
+    assert done.statistics.accepted_per_position == []
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 11, 12, 500])
@@ -88,10 +102,10 @@ def test_a_text_longer_than_the_draft_model_reads_goes_on_without_drafts() -> No
     short = tiny_decoder(replace(TINY, vocab=VOCAB, layers=1, context=20))
     engine = engine_for(Method(DraftModel(DecoderRunner(short)), Chain(4), Rejection()), rows=2)
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=16) for n in (30, 8)]
-    texts = [tokens_of(u) for u in run(engine, requests)]
-    assert texts == [naive(target(), r) for r in requests]
-    assert engine.statistics[1].drafted == 0
-    assert engine.statistics[2].drafted > 0
+    long, short_one = engine.complete(requests)
+    assert [list(long.tokens), list(short_one.tokens)] == [naive(target(), r) for r in requests]
+    assert long.statistics.drafted == 0
+    assert short_one.statistics.drafted > 0
 
 
 def test_a_cancelled_request_ends_at_once_and_the_others_go_on() -> None:
@@ -141,7 +155,7 @@ def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> N
     assert "".join(u.text for u in updates) == text[:end]
     assert tokens_of(updates) == truth[: end + len(stop)]
     assert updates[-1].finish_reason == "stop"
-    assert sum(len(u.logprobs) for u in updates) == engine.statistics[1].new_tokens == end + len(stop)
+    assert sum(len(u.logprobs) for u in updates) == statistics_of(updates).new_tokens == end + len(stop)
 
 
 def test_an_end_of_sequence_among_the_drafts_ends_the_text() -> None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 
 from foretell.accept.base import Accepted
-from foretell.context import Context, Output, Step, Text
+from foretell.context import Context, Step, Text
 from foretell.laws import Laws
 from foretell.method import AnyMethod
 from foretell.model.runner import Runner
@@ -269,8 +269,8 @@ class Engine:
     def _advance(self, unread: dict[_Running, list[int]]) -> list[Update]:
         """Propose, forward, accept, keep, tell. What it raises, it raises before anything is kept, so that it may be called again."""
         started = self._clock()
-        context = self._context(unread)
-        tree, ready = self._propose(context, unread)
+        context, starts = self._context(unread), tuple(self.runner.length(r.row) for r in unread)
+        tree, ready = self._propose(context, unread, starts)
         drafted = self._clock()
         output = self.runner.forward(context.rows, tree, scored=_scored(tree, ready), taps=self.method.draft.taps)
         verified = self._clock()
@@ -282,7 +282,7 @@ class Engine:
             # Some texts have grown and some have not: none can be gone on with.
             return [self._fail(r, error) for r in unread]
         kept = self._clock()
-        step = Step(context, tree, output, paths, decided, drafted - started, kept - drafted)
+        step = Step(context, tree, output, paths, decided, starts, drafted - started, kept - drafted)
         failure = self._observe(step)
         over = self._clock()
         cost = Cost(draft=drafted - started + over - kept, verify=verified - drafted, all=over - started)
@@ -338,9 +338,11 @@ class Engine:
                 left -= take if backlog > 1 else 0
         return out
 
-    def _propose(self, context: Context, unread: dict[_Running, list[int]]) -> tuple[TokenTree, np.ndarray]:
+    def _propose(
+        self, context: Context, unread: dict[_Running, list[int]], starts: Sequence[int]
+    ) -> tuple[TokenTree, np.ndarray]:
         """Trees below the unread tokens: drafts for requests that have no more to read, in the order of `unread`; which those are."""
-        ready = np.array([self.runner.length(r.row) + len(u) == r.text.length for r, u in unread.items()])
+        ready = np.array([n + len(u) == r.text.length for n, (r, u) in zip(starts, unread.items(), strict=True)])
         drafting = np.flatnonzero(ready).tolist()
         parts = []
         if drafting:

@@ -275,7 +275,9 @@ def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
         silent = np.concatenate(padded)
     inputs = next((t.inputs for t in trees if t.inputs is not None), None)
     if any(t.inputs is not None and t.inputs is not inputs for t in trees):
-        raise ValueError("trees with inputs of their own cannot be read together: their token ids would mean two things")
+        raise ValueError(
+            "trees with inputs of their own cannot be read together: their token ids would mean two things"
+        )
     return replace(out, q=q, silent=silent, inputs=inputs)
 
 

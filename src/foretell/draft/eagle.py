@@ -104,9 +104,8 @@ class Eagle(Predictor):
         """Remember the target's states at the kept nodes."""
         self._proposed = {}
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
-            first = text.length - len(step.decided[i]) - int(step.tree.trunk[i])
-            known = self._known.setdefault(row, _Row()) if first == 0 else self._known.get(row)
-            if known is None or self._reach(known) != first or text.length > self.reach:
+            known = self._known.setdefault(row, _Row())
+            if self._reach(known) != step.starts[i] or text.length > self.reach:
                 # It has not seen how the text began, or the text is longer than it can read.
                 self.clear(row)
                 continue
