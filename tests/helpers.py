@@ -27,7 +27,7 @@ from foretell.draft.network import NETWORKS
 from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Shape, Trie, optimal
 from foretell.speculator.checkpoint import save
@@ -75,20 +75,34 @@ def sibling(vocab: int = VOCAB) -> Decoder:
 
 
 @cache
-def speculator(kind: str, vocab: int = VOCAB) -> Path:
-    """Directory of a speculator with random weights for the tiny target; it drafts three quarters of the vocabulary."""
+def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
+    """A small model in float32 whose sizes the CPU kernels run."""
+    return tiny_decoder(replace(TINY, hidden=64, head_dim=16, vocab=VOCAB, layers=layers), seed, torch.float32)
+
+
+@cache
+def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
+    """Directory of a speculator with random weights for the tiny target, or the wide one; it drafts three quarters of the vocabulary.
+
+    `context`: the longest text that it reads, for the kinds that have a limit.
+    """
     config_type, network_type = NETWORKS[kind]
-    card = target_card(Parts(vocab, target(vocab)))
+    parts = Parts(vocab, wide_target() if wide else target(vocab))
     kept = random_tokens(10 * vocab, vocab, seed=3)
     tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
-    config = config_type.model_validate({"target": card, "draft_vocab": len(tokens), **SPECULATORS[kind]})
+    sizes = dict(SPECULATORS[kind])
+    if "context" in sizes:
+        sizes |= {"context": context} | ({"head_dim": 16} if wide else {})
+    if "model" in sizes:
+        sizes["model"] = replace(wide_target().config if wide else TINY, layers=1, context=context)
+    config = config_type.model_validate({"target": target_card(parts), "draft_vocab": len(tokens), **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        network = network_type(config, ends_of(Parts(vocab, target(vocab))))
+        network = network_type(config, ends_of(parts))
         network.choose(tokens)
         for parameter in network.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
-    folder = _FOLDER / f"{kind}-{vocab}"
+    folder = _FOLDER / f"{kind}-{vocab}-{wide}-{context}"
     save(folder, network, config)
     return folder
 
@@ -106,22 +120,26 @@ class Variant:
         return self.name
 
 
+def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
+    """A method for a target, with small models and a trained speculator to draft with."""
+    vocab = network.config.vocab
+    parts = Parts(
+        vocab,
+        network,
+        tuple(drafts[: 2 if entry.name == "specinfer" else 1]),
+        (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9))),
+        codec=letter_codec(vocab),
+        draft_codecs=(letter_codec(vocab, 2),),
+        speculators=() if trained is None else (trained,),
+    )
+    return entry.build(parts, SpeculativeConfig())
+
+
 def _of_catalogue(entry: Entry) -> Variant:
     def make(vocab: int) -> AnyMethod:
-        drafts = (DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1)))[
-            : 2 if entry.name == "specinfer" else 1
-        ]
-        references = (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9)))
-        parts = Parts(
-            vocab,
-            target(vocab),
-            drafts,
-            references,
-            codec=letter_codec(vocab),
-            draft_codecs=(letter_codec(vocab, 2),),
-            speculators=(speculator(entry.speculator, vocab),) if entry.speculator else (),
-        )
-        return entry.build(parts, SpeculativeConfig())
+        drafts = DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1))
+        trained = speculator(entry.speculator, vocab) if entry.speculator else None
+        return of_catalogue(entry, target(vocab), drafts, trained)
 
     return Variant(entry.name, make, entry.lossless, entry.same_seed)
 

@@ -10,7 +10,7 @@ from foretell.catalogue.trained import read, trained
 from foretell.config import SpeculativeConfig
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator
-from foretell.engine import Engine, Request, Update
+from foretell.engine import Completion, Engine, Request, Update, describe
 from foretell.method import AnyMethod
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network, Runner
@@ -32,6 +32,22 @@ class Answer:
     lossless: bool
     statistics: Statistics
     logprobs: tuple[float, ...] = ()
+    error: str = ""
+    """What ended it, where `finish_reason` is `error`."""
+
+    @staticmethod
+    def of(completion: Completion, method: AnyMethod) -> "Answer":
+        """What a request got from a method."""
+        return Answer(
+            text=completion.text,
+            tokens=completion.tokens,
+            finish_reason=completion.finish_reason,
+            method=method.name,
+            lossless=method.lossless,
+            statistics=completion.statistics,
+            logprobs=completion.logprobs,
+            error="" if completion.error is None else describe(completion.error),
+        )
 
 
 class Model:
@@ -135,10 +151,14 @@ class Model:
             speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
 
-    def engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16) -> Engine:
-        """An engine that serves this model with one method."""
+    def engine(
+        self, method: AnyMethod | str = "autoregressive", rows: int = 16, prefix_caching: bool = False
+    ) -> Engine:
+        """An engine that serves this model with one method; see `Engine`."""
         method = self.method(method) if isinstance(method, str) else method
-        return Engine(self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer)
+        return Engine(
+            self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer, prefix_caching=prefix_caching
+        )
 
     def tokens(self, prompt: str | Sequence[Message], raw: bool = False) -> list[int]:
         """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless `raw`)."""
@@ -192,29 +212,14 @@ class Model:
         logprobs: bool = False,
         rows: int = 16,
     ) -> list[Answer]:
-        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts."""
+        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts.
+
+        A text that cannot be gone on with ends with `finish_reason` `error`; the others go on.
+        """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         engine = self.engine(method, rows=rows)
-        numbers = [
-            engine.submit(
-                self.request(p, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, logprobs=logprobs)
-            )
+        requests = [
+            self.request(p, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, logprobs=logprobs)
             for p in prompts
         ]
-        updates: dict[int, list[Update]] = {n: [] for n in numbers}
-        for update in engine.run():
-            updates[update.request].append(update)
-        return [collect(engine, n, updates[n]) for n in numbers]
-
-
-def collect(engine: Engine, number: int, updates: Sequence[Update]) -> Answer:
-    """The answer that a request's updates add up to."""
-    return Answer(
-        text="".join(u.text for u in updates),
-        tokens=tuple(t for u in updates for t in u.tokens),
-        finish_reason=updates[-1].finish_reason or "cancelled" if updates else "cancelled",
-        method=engine.method.name,
-        lossless=engine.method.lossless,
-        statistics=engine.statistics[number],
-        logprobs=tuple(p for u in updates for p in u.logprobs),
-    )
+        return [Answer.of(c, engine.method) for c in engine.complete(requests, raise_errors=False)]

@@ -465,6 +465,13 @@ def check(request: Request, vocab: int, context: int) -> None:
         raise ValueError(f"the bias names a token outside the model's vocabulary of {vocab}")
 
 
+def describe(error: Exception) -> str:
+    """What ended a request, in one line."""
+    lines = str(error).strip().splitlines()
+    sentence = lines[0] if lines else "no reason given"
+    return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
+
+
 def _whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
