@@ -15,7 +15,7 @@ from foretell.context import Context, Step, Text
 from foretell.laws import Laws
 from foretell.method import AnyMethod
 from foretell.model.runner import Runner
-from foretell.sampling import Noise, Sampling
+from foretell.sampling import Noise, Sampling, whole
 from foretell.statistics import Cost, Statistics
 from foretell.text import Detokenizer, StopStrings
 from foretell.tree import TokenTree, concatenate, root
@@ -318,13 +318,17 @@ class Engine:
         # The last common token is read again: drafters need the target's state at it, and what follows it may differ.
         common = {row: _common_prefix(text.tokens, tokens) - 1 for row, text in self._cached.items()}
         row = max(common, key=lambda r: common[r], default=-1)
-        length = min(common.get(row, 0), len(prompt) - 1)
+        length = common.get(row, 0)
         if length <= 0:
             row = next((r for r in self._free if r not in common), row)
         self._free.remove(row)
-        if self._cached.pop(row, None) is not None:
-            length = self.method.rewind(row, max(min(length, self.runner.length(row)), 0))
-        return row, max(length, 0)
+        length = max(min(length, self.runner.length(row)), 0)
+        if self._cached.pop(row, None) is None:
+            return row, 0
+        if length == 0:
+            self.method.clear(row)
+            return row, 0
+        return row, self.method.rewind(row, length)
 
     def _read_next(self) -> dict[_Running, list[int]]:
         """Decided tokens that each request has the target read now: the whole backlog, or as much as the chunk allows."""
@@ -441,15 +445,15 @@ def check(request: Request, vocab: int, context: int) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if isinstance(request.prompt, str) or not all(_whole(t) for t in request.prompt):
+    if isinstance(request.prompt, str) or not all(whole(t) for t in request.prompt):
         raise ValueError("the prompt must be a sequence of token ids, which are whole numbers; encode text first")
     if not isinstance(request.sampling, Sampling):
         raise ValueError(f"sampling must be a Sampling, found {type(request.sampling).__name__}")
-    if not _whole(request.max_new_tokens):
+    if not whole(request.max_new_tokens):
         raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
     if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
         raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    if not all(_whole(t) for t in request.eos):
+    if not all(whole(t) for t in request.eos):
         raise ValueError(f"eos must be a sequence of token ids, found {request.eos!r}")
     if len(request.prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
@@ -470,10 +474,6 @@ def describe(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     sentence = lines[0] if lines else "no reason given"
     return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
