@@ -172,17 +172,14 @@ def methods(small: PixelCNN) -> dict[str, AnyMethod]:
 def write(target: PixelCNN, method: AnyMethod, count: int) -> tuple[np.ndarray, int, float]:
     """Pictures of 0, 1, 2, …, passes of the target per picture, and seconds."""
     engine = Engine(PixelRunner(target), method, rows=count)
-    numbers = [
-        engine.submit(Request([LEVELS + i % CLASSES], Sampling(temperature=1.0, seed=i), max_new_tokens=PIXELS))
-        for i in range(count)
+    requests = [
+        Request([LEVELS + i % CLASSES], Sampling(temperature=1.0, seed=i), max_new_tokens=PIXELS) for i in range(count)
     ]
-    pixels: dict[int, list[int]] = {n: [] for n in numbers}
     start = time.perf_counter()
-    for update in engine.run():
-        pixels[update.request] += update.tokens
+    found = engine.complete(requests)
     seconds = time.perf_counter() - start
-    passes = round(float(np.mean([engine.statistics[n].target_passes for n in numbers])))
-    return np.array([pixels[n] for n in numbers]).reshape(count, SIDE, SIDE), passes, seconds
+    passes = round(float(np.mean([done.statistics.target_passes for done in found])))
+    return np.array([done.tokens for done in found]).reshape(count, SIDE, SIDE), passes, seconds
 
 
 def save(pictures: np.ndarray, path: Path, zoom: int = 8) -> None:

@@ -127,7 +127,7 @@ def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], 
         drawn_from=tree.drawn_from,
         trunk=tree.trunk,
         q=torch.from_numpy(np.stack(q))[None] if q else None,
-        distinct=distinct,
+        distinct=np.array([distinct]),
     )
 
 

@@ -24,10 +24,11 @@ from foretell.draft.network import NETWORKS
 from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner, Network, Runner
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Shape, Trie, optimal
 from foretell.speculator.checkpoint import save
+from foretell.statistics import Statistics
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.text import Detokenizer
 from foretell.tree import TokenTree, root
@@ -71,20 +72,34 @@ def sibling(vocab: int = VOCAB) -> Decoder:
 
 
 @cache
-def speculator(kind: str, vocab: int = VOCAB) -> Path:
-    """Directory of a speculator with random weights for the tiny target; it drafts three quarters of the vocabulary."""
+def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
+    """A small model in float32 whose sizes the CPU kernels run."""
+    return tiny_decoder(replace(TINY, hidden=64, head_dim=16, vocab=VOCAB, layers=layers), seed, torch.float32)
+
+
+@cache
+def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
+    """Directory of a speculator with random weights for the tiny target, or the wide one; it drafts three quarters of the vocabulary.
+
+    `context`: the longest text that it reads, for the kinds that have a limit.
+    """
     config_type, network_type = NETWORKS[kind]
-    card = target_card(BuildContext(vocab, target(vocab)))
+    context_of_target = BuildContext(vocab, wide_target() if wide else target(vocab))
     kept = random_tokens(10 * vocab, vocab, seed=3)
     tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
-    config = config_type.model_validate({"target": card, "draft_vocab": len(tokens), **SPECULATORS[kind]})
+    sizes = dict(SPECULATORS[kind])
+    if "context" in sizes:
+        sizes |= {"context": context} | ({"head_dim": 16} if wide else {})
+    if "model" in sizes:
+        sizes["model"] = replace(wide_target().config if wide else TINY, layers=1, context=context)
+    config = config_type.model_validate({"target": target_card(context_of_target), "draft_vocab": len(tokens), **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        network = network_type(config, embedding_and_head(BuildContext(vocab, target(vocab))))
+        network = network_type(config, embedding_and_head(context_of_target))
         network.choose(tokens)
         for parameter in network.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
-    folder = _FOLDER / f"{kind}-{vocab}"
+    folder = _FOLDER / f"{kind}-{vocab}-{wide}-{context}"
     save(folder, network, config)
     return folder
 
@@ -102,23 +117,26 @@ class Variant:
         return self.name
 
 
-def build_context_of(entry: Entry, vocab: int, network: Decoder, draft: Decoder) -> BuildContext:
-    """What a method of the catalogue is built from: a tiny target, a smaller model, references, and a speculator."""
-    drafts = (DecoderRunner(draft), DecoderRunner(network.cut(1)))[: 2 if entry.name == "specinfer" else 1]
-    return BuildContext(
+def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
+    """A method for a target, with small models and a trained speculator to draft with."""
+    vocab = network.config.vocab
+    context = BuildContext(
         vocab,
         network,
-        drafts,
-        references=(tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9))),
+        tuple(drafts[: 2 if entry.name == "specinfer" else 1]),
+        (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9))),
         codec=letter_codec(vocab),
         draft_codecs=(letter_codec(vocab, 2),),
-        speculators=(speculator(entry.speculator, vocab),) if entry.speculator else (),
+        speculators=() if trained is None else (trained,),
     )
+    return entry.build(context)
 
 
 def _of_catalogue(entry: Entry) -> Variant:
     def make(vocab: int) -> AnyMethod:
-        return entry.build(build_context_of(entry, vocab, target(vocab), sibling(vocab)))
+        drafts = DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1))
+        trained = speculator(entry.speculator, vocab) if entry.speculator else None
+        return of_catalogue(entry, target(vocab), drafts, trained)
 
     return Variant(entry.name, make, entry.lossless, entry.same_seed)
 
@@ -191,11 +209,15 @@ def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[Update]]:
     """The updates of every request, all submitted at once."""
-    numbers = [engine.submit(r) for r in requests]
-    updates: dict[int, list[Update]] = {n: [] for n in numbers}
-    for update in engine.run():
-        updates[update.request].append(update)
-    return [updates[n] for n in numbers]
+    updates: dict[int, list[Update]] = {}
+    engine.complete(requests, lambda update: updates.setdefault(update.request, []).append(update))
+    return [updates[number] for number in sorted(updates)]
+
+
+def statistics_of(updates: Sequence[Update]) -> Statistics:
+    """What a request that is over cost."""
+    assert updates[-1].statistics is not None
+    return updates[-1].statistics
 
 
 def tokens_of(updates: Sequence[Update]) -> list[int]:
@@ -233,7 +255,7 @@ def reading(network: Network, context: Context, taps: Sequence[int]) -> Step:
     tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
     output = DecoderRunner(network).forward(context.rows, tree, taps=taps)
     paths = tuple(tuple(range(len(t) - 1)) for t in texts)
-    return Step(context, tree, output, paths, tuple((t[-1],) for t in texts))
+    return Step(context, tree, output, paths, tuple((t[-1],) for t in texts), (0,) * len(texts))
 
 
 def drafted(shape: Shape[Any], drafter: Predictor, step: Step) -> list[set[tuple[int, ...]]]:

@@ -42,9 +42,8 @@ def test_the_drafter_of_the_design_page_is_lossless() -> None:
     def generate(method: str) -> tuple[list[int], float]:
         made = (entry if method == entry.name else plain).build(BuildContext(TINY.vocab, decoder))
         engine = Engine(DecoderRunner(decoder), made)
-        number = engine.submit(Request([1, 2, 3, 1, 2], max_new_tokens=60))
-        tokens = [t for update in engine.run() for t in update.tokens]
-        return tokens, engine.statistics[number].tokens_per_pass
+        (done,) = engine.complete([Request([1, 2, 3, 1, 2], max_new_tokens=60)])
+        return list(done.tokens), done.statistics.tokens_per_pass
 
     plain = find("autoregressive")
     expected, _ = generate("autoregressive")

@@ -1,21 +1,38 @@
 """The engine's own promises: chunks, limits, cancellation, statistics, and one sentence for what it cannot do."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from foretell.accept import Match, Rejection
 from foretell.context import Context
-from foretell.draft import Continuation, DraftModel, Nothing, Retriever
-from foretell.engine import Engine, Request
+from foretell.draft import Continuation, DraftModel, Mix, Nothing, Predictor, Retriever
+from foretell.engine import Engine, Request, Update
 from foretell.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
-from foretell.shape import Chain, Root, Trie
+from foretell.shape import Beam, Chain, Root, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.text import Detokenizer
-from helpers import VOCAB, engine_for, generate, letters, naive, random_tokens, run, small_model, target, tokens_of
+from helpers import (
+    VARIANTS,
+    VOCAB,
+    Variant,
+    engine_for,
+    generate,
+    letters,
+    naive,
+    random_tokens,
+    run,
+    small_model,
+    statistics_of,
+    target,
+    tokens_of,
+    unchecked,
+)
 
 PROMPT = random_tokens(12, seed=12)
 PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
@@ -45,8 +62,9 @@ def told(right: bool) -> tuple[Engine, Request, list[int]]:
 
 def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
     engine, request, truth = told(right=True)
-    assert tokens_of(run(engine, [request])[0]) == truth
-    statistics = engine.statistics[1]
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == truth
+    statistics = done.statistics
     assert statistics.target_passes == 4
     assert statistics.tokens_per_pass == 6
     assert statistics.accepted_per_position == [4] * 5
@@ -56,9 +74,10 @@ def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
 
 def test_an_adversary_costs_speed_and_nothing_else() -> None:
     engine, request, truth = told(right=False)
-    assert tokens_of(run(engine, [request])[0]) == truth
-    assert engine.statistics[1].target_passes == 24
-    assert engine.statistics[1].accepted_per_position == []
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == truth
+    assert done.statistics.target_passes == 24
+    assert done.statistics.accepted_per_position == []
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 11, 12, 500])
@@ -88,10 +107,10 @@ def test_a_text_longer_than_the_draft_model_reads_goes_on_without_drafts() -> No
     short = tiny_decoder(replace(TINY, vocab=VOCAB, layers=1, context=20))
     engine = engine_for(Method(DraftModel(DecoderRunner(short)), Chain(4), Rejection()), rows=2)
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=16) for n in (30, 8)]
-    texts = [tokens_of(u) for u in run(engine, requests)]
-    assert texts == [naive(target(), r) for r in requests]
-    assert engine.statistics[1].drafted == 0
-    assert engine.statistics[2].drafted > 0
+    long, short_one = engine.complete(requests)
+    assert [list(long.tokens), list(short_one.tokens)] == [naive(target(), r) for r in requests]
+    assert long.statistics.drafted == 0
+    assert short_one.statistics.drafted > 0
 
 
 def test_a_cancelled_request_ends_at_once_and_the_others_go_on() -> None:
@@ -141,7 +160,7 @@ def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> N
     assert "".join(u.text for u in updates) == text[:end]
     assert tokens_of(updates) == truth[: end + len(stop)]
     assert updates[-1].finish_reason == "stop"
-    assert sum(len(u.logprobs) for u in updates) == engine.statistics[1].new_tokens == end + len(stop)
+    assert sum(len(u.logprobs) for u in updates) == statistics_of(updates).new_tokens == end + len(stop)
 
 
 def test_an_end_of_sequence_among_the_drafts_ends_the_text() -> None:
@@ -177,6 +196,113 @@ def test_requests_that_cannot_be_served_are_refused(request_: Request, words: st
         engine.submit(request_)
     assert "\n" not in str(error.value)
     assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number, found 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be a whole number, found True"),
+        ({"prompt": "abc"}, "the prompt must be a sequence of token ids"),
+        ({"prompt": [1, 2.0]}, "the prompt must be a sequence of token ids"),
+        ({"sampling": {"temperature": 1}}, "sampling must be a Sampling, found dict"),
+        ({"stop": "abc"}, "stop must be a sequence of strings"),
+        ({"stop": ("a", "")}, "that are not empty"),
+        ({"eos": ("x",)}, "eos must be a sequence of token ids"),
+    ],
+)
+def test_requests_of_wrong_types_are_refused_and_the_others_go_on(values: dict[str, Any], words: str) -> None:
+    engine, good = engine_for(PLAIN), Request(PROMPT, max_new_tokens=5)
+    with unchecked():
+        bad = replace(good, **values)
+        engine.submit(good)
+        with pytest.raises(ValueError, match=words):
+            engine.submit(bad)
+    assert [t for u in engine.run() for t in u.tokens] == naive(target(), good)
+    with unchecked(), pytest.raises(ValueError, match=words):
+        engine.complete([good, bad])
+    assert not engine.busy, "a list with a bad request is refused as a whole"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, found 'hot'"),
+        ({"top_k": 1.5}, "top_k must be a whole number, found 1.5"),
+        ({"seed": 0.5}, "seed must be a whole number, found 0.5"),
+        ({"bias": {1: "x"}}, "bias must give a number for every token id"),
+        ({"bias": {"1": 2.0}}, "bias must give a number for every token id"),
+        ({"bias": [1]}, "bias must give a number for every token id"),
+    ],
+)
+def test_sampling_parameters_of_wrong_types_are_refused(values: dict[str, Any], words: str) -> None:
+    with unchecked(), pytest.raises(ValueError, match=words):
+        Sampling(**values)
+
+
+def test_a_request_cancelled_between_updates_gets_none_after_its_last() -> None:
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=8) for n in (5, 9, 4)]
+    engine = engine_for(PLAIN)
+    numbers = [engine.submit(r) for r in requests]
+    updates: dict[int, list[Update]] = {n: [] for n in numbers}
+    for update in engine.run():
+        updates[update.request].append(update)
+        if update.request == numbers[0] and len(updates[numbers[0]]) == 3:
+            # Its third tokens have been decided, and not been given yet.
+            last = engine.cancel(numbers[1])
+            assert last is not None
+            updates[numbers[1]].append(last)
+    assert [
+        [u.finish_reason for u in updates[n]].index(r) + 1
+        for n, r in zip(numbers, ("length", "cancelled", "length"), strict=True)
+    ] == [len(updates[n]) for n in numbers]
+    whole = [naive(target(), r) for r in requests]
+    assert [tokens_of(updates[n]) for n in numbers] == [whole[0], whole[1][:3], whole[2]]
+    assert [statistics_of(updates[n]).new_tokens for n in numbers] == [8, 3, 8]
+
+
+def test_statistics_are_held_while_a_request_runs() -> None:
+    engine = engine_for(PLAIN)
+    first = engine.submit(Request(PROMPT, max_new_tokens=3))
+    engine.step()
+    assert engine.statistics[first].new_tokens == 1
+    list(engine.run())
+    assert not engine.statistics
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("make", [small_model, lambda v: Mix([small_model(v), small_model(v)])])
+def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) -> None:
+    method, request = Method(make(VOCAB), Chain(3), Rejection()), Request(PROMPT, Sampling(1.0), 9)
+    one = engine_for(method)
+    one.submit(request)
+    one.step()
+    for shape in (method.tree, Beam(2, 2, 4)):
+        with pytest.raises(ValueError, match="serves another engine, which is busy: build a method for every engine"):
+            engine_for(replace(method, tree=shape))
+    rest = [t for u in one.run() for t in u.tokens]
+    two = engine_for(method)
+    (whole,) = two.complete([request])
+    assert list(whole.tokens[-len(rest) :]) == rest
+    two.submit(request)
+    with pytest.raises(ValueError, match="serves another engine"):
+        one.submit(request)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_method_that_is_handed_over_has_forgotten_the_requests(variant: Variant) -> None:
+    """Even those of an engine that was given up before they were over."""
+    requests = [Request(random_tokens(n, seed=n), Sampling(1.0, seed=n), 9) for n in (13, 4)]
+    expected = generate(variant.make(VOCAB), requests)
+    method = variant.make(VOCAB)
+    given_up = engine_for(method)
+    for number in range(3):
+        given_up.submit(Request(random_tokens(9, seed=number), max_new_tokens=20))
+    for _ in range(4):
+        given_up.step()
+    del given_up
+    gc.collect()
+    assert generate(method, requests) == expected
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

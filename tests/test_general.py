@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from foretell.config import SpeculativeConfig
+from foretell.catalogue import BUILT_IN
 from foretell.draft import Drafter, DraftModel, Mix
 from foretell.engine import Request
 from foretell.method import AnyMethod
@@ -100,11 +101,15 @@ def best(p: np.ndarray) -> np.ndarray:
     return token
 
 
-CONFIG = SpeculativeConfig()
+def _default(option: str) -> Any:
+    """The default of an option of the lossy methods."""
+    return next(e.options.model_fields[option].default for e in BUILT_IN if option in e.options.model_fields)
+
+
 GREEDY_RULES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "lenience_lossy": lambda p: p >= CONFIG.lenience * p.max(),
-    "blockwise_lossy": lambda p: p >= np.sort(p)[-CONFIG.accept_top_k],
-    "bild_lossy": lambda p: best(p) | (p >= np.exp(-CONFIG.rollback_threshold)),
+    "lenience_lossy": lambda p: p >= _default("lenience") * p.max(),
+    "blockwise_lossy": lambda p: p >= np.sort(p)[-_default("accept_top_k")],
+    "bild_lossy": lambda p: best(p) | (p >= np.exp(-_default("rollback_threshold"))),
     "medusa_lossy": best,
     "typical_lossy": best,
     "typical_tree": best,

@@ -105,7 +105,7 @@ def test_a_byte_level_tokenizer_streams_any_bytes_as_they_decode(text: bytes, si
     letters = {
         b: codec.tokenizer.token_to_id(c) for b, c in zip(text, pre_tokenizers.ByteLevel.alphabet(), strict=False)
     }
-    tokens = [letters[b] for b in text if b in letters]
+    tokens = [token for b in text if (token := letters.get(b)) is not None]
     assert "".join(streamed(codec.detokenizer(), tokens, sizes)) == codec.decode(tokens)
 
 
@@ -185,7 +185,8 @@ def test_a_message_writes_no_special_tokens(content: str) -> None:
         allowed, skip_special_tokens=False
     )
     assert len(special_tokens(codec, allowed)) == 10
-    assert tokens.count(codec.tokenizer.token_to_id("<think>")) == 1
+    think = codec.tokenizer.token_to_id("<think>")
+    assert think is not None and tokens.count(think) == 1
 
 
 @given(st.lists(st.text(st.sampled_from("a<|im_end>\ufdd0\ufdd1§0é "), max_size=12), min_size=1, max_size=3))

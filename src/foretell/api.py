@@ -10,7 +10,7 @@ from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.config import SpeculativeConfig
 from foretell.draft.network import NETWORKS
 from foretell.draft.network.base import Speculator
-from foretell.engine import Engine, Request, Update
+from foretell.engine import Completion, Engine, Request, Update, describe
 from foretell.method import AnyMethod
 from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
@@ -35,6 +35,23 @@ class Answer:
     backend: Backend
     """What computed the target's passes, in which precision."""
     logprobs: tuple[float, ...] = ()
+    error: str = ""
+    """What ended it, where `finish_reason` is `error`."""
+
+    @staticmethod
+    def of(completion: Completion, engine: Engine) -> "Answer":
+        """A completed request of an engine."""
+        return Answer(
+            text=completion.text,
+            tokens=completion.tokens,
+            finish_reason=completion.finish_reason,
+            method=engine.method.name,
+            lossless=engine.method.lossless,
+            statistics=completion.statistics,
+            backend=engine.runner.backend,
+            logprobs=completion.logprobs,
+            error="" if completion.error is None else describe(completion.error),
+        )
 
     @property
     def exact(self) -> bool:
@@ -148,10 +165,14 @@ class Model:
             speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
 
-    def engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16) -> Engine:
-        """An engine that serves this model with one method."""
+    def engine(
+        self, method: AnyMethod | str = "autoregressive", rows: int = 16, prefix_caching: bool = False
+    ) -> Engine:
+        """An engine that serves this model with one method; see `Engine`."""
         method = self.method(method) if isinstance(method, str) else method
-        return Engine(self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer)
+        return Engine(
+            self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer, prefix_caching=prefix_caching
+        )
 
     def tokens(
         self, prompt: str | Sequence[Message], raw: bool = False, *, allow_special_tokens: bool = False
@@ -230,38 +251,23 @@ class Model:
         rows: int = 16,
         allow_special_tokens: bool = False,
     ) -> list[Answer]:
-        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts."""
+        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts.
+
+        A text that cannot be gone on with ends with `finish_reason` `error`; the others go on.
+        """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         engine = self.engine(method, rows=rows)
-        numbers = [
-            engine.submit(
-                self.request(
-                    p,
-                    sampling,
-                    max_new_tokens=max_new_tokens,
-                    stop=stop,
-                    raw=raw,
-                    logprobs=logprobs,
-                    allow_special_tokens=allow_special_tokens,
-                )
+        requests = [
+            self.request(
+                p,
+                sampling,
+                max_new_tokens=max_new_tokens,
+                stop=stop,
+                raw=raw,
+                logprobs=logprobs,
+                allow_special_tokens=allow_special_tokens,
             )
             for p in prompts
         ]
-        updates: dict[int, list[Update]] = {n: [] for n in numbers}
-        for update in engine.run():
-            updates[update.request].append(update)
-        return [collect(engine, n, updates[n]) for n in numbers]
-
-
-def collect(engine: Engine, number: int, updates: Sequence[Update]) -> Answer:
-    """The answer that a request's updates add up to."""
-    return Answer(
-        text="".join(u.text for u in updates),
-        tokens=tuple(t for u in updates for t in u.tokens),
-        finish_reason=updates[-1].finish_reason or "cancelled" if updates else "cancelled",
-        method=engine.method.name,
-        lossless=engine.method.lossless,
-        statistics=engine.statistics[number],
-        backend=engine.runner.backend,
-        logprobs=tuple(p for u in updates for p in u.logprobs),
-    )
+        completions = engine.complete(requests, raise_errors=False)
+        return [Answer.of(c, engine) for c in completions]

@@ -105,3 +105,9 @@ class Step:
     output: Output
     paths: tuple[tuple[int, ...], ...]
     decided: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    """How many tokens of each text the target had read before the step: the position of node 0."""
+    draft_seconds: float = 0.0
+    """What proposing the trees took."""
+    pass_seconds: float = 0.0
+    """What the target's pass took, with accepting and keeping."""

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 from foretell.accept.base import Acceptor
 from foretell.context import Context, Step
 from foretell.draft.base import Drafter
+from foretell.ownership import Owner
 from foretell.shape.base import Shape
 from foretell.tree import TokenTree
 
@@ -57,6 +58,15 @@ class Method(Generic[D]):
         """Have drafter and shape forget a row: its request is over."""
         self.draft.clear(row)
         self.tree.clear(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Prepare a row for a request that begins with the first `length` tokens of its last one; see `Drafter.rewind`."""
+        self.tree.clear(row)
+        return self.draft.rewind(row, length)
+
+    def claim(self, owner: Owner) -> bool:
+        """Serve this engine from now on; whether another one was served before. See `Exclusive.claim`."""
+        return any([self.draft.claim(owner), self.tree.claim(owner)])
 
 
 AnyMethod = Method[Any]

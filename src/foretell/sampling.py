@@ -7,6 +7,7 @@ history is its text plus its ancestors in the tree, so every parameter is exact 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from numbers import Real
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ class Sampling:
     """How one request turns logits into a distribution; names and meanings as in vLLM and Hugging Face.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value of a wrong type or outside its range.
     """
 
     temperature: float = 0.0
@@ -38,6 +39,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            if not whole(value := getattr(self, name)):
+                raise ValueError(f"{name} must be a whole number, found {value!r}")
+        bias = self.bias.items() if isinstance(self.bias, Mapping) else ((None, None),)
+        if not all(whole(token) and isinstance(value, Real) for token, value in bias):
+            raise ValueError(f"bias must give a number for every token id, found {self.bias!r}")
         _check("temperature", self.temperature, 0)
         _check("top_k", self.top_k, 0)
         _check("top_p", self.top_p, 0, 1, above=True)
@@ -58,9 +65,16 @@ class Sampling:
 
 
 def _check(name: str, value: float, low: float, high: float = inf, above: bool = False) -> None:
+    if not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, found {value!r}")
     if not (isfinite(value) and low <= value <= high) or (above and value == low):
         bound = f"{'above' if above else 'at least'} {low:g}" + ("" if high == inf else f" and at most {high:g}")
         raise ValueError(f"{name} must be {bound}, found {value}")
+
+
+def whole(value: object) -> bool:
+    """Whether this is a whole number, as token ids and counts are."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Noise:

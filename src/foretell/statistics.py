@@ -19,6 +19,8 @@ class Statistics:
     """What a request cost and gained. Times in seconds; a shared pass counts fully for every request in it."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not read again, because the cache still held them."""
     new_tokens: int = 0
     target_passes: int = 0
     """Passes that decided tokens. The last chunk of a prompt is read by such a pass."""

@@ -35,10 +35,10 @@ class TokenTree:
     drawn_from: Int[np.ndarray, "b n"]
     """Row of `q` that the node was sampled from; -1: picked deterministically, so its distribution is a point mass."""
     trunk: Int[np.ndarray, " b"]
+    distinct: Bool[np.ndarray, " b"]
+    """Whether the drawn siblings of a text were drawn without replacement."""
     q: Float[torch.Tensor, "b m v"] | None = None
     """Distributions the drawn nodes were sampled from, after temperature, truncation and penalties."""
-    distinct: bool = False
-    """Siblings were drawn without replacement."""
     silent: Bool[np.ndarray, "b n"] | None = None
     """Probes whose scores nobody needs; None: there are none."""
     inputs: Float[torch.Tensor, "e d"] | None = None
@@ -154,6 +154,7 @@ class TokenTree:
             probe=self.probe[rows],
             drawn_from=self.drawn_from[rows],
             trunk=self.trunk[rows],
+            distinct=self.distinct[rows],
             q=None if self.q is None else self.q[torch.from_numpy(rows).to(self.q.device)],
             silent=None if self.silent is None else self.silent[rows],
         )
@@ -189,6 +190,7 @@ def _blank(rows: int, nodes: int) -> TokenTree:
         probe=np.zeros((rows, nodes), bool),
         drawn_from=np.full((rows, nodes), -1, np.int64),
         trunk=np.ones(rows, np.int64),
+        distinct=np.zeros(rows, bool),
     )
 
 
@@ -245,7 +247,11 @@ def joined(first: TokenTree, second: TokenTree) -> TokenTree:
 
 
 def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
-    """Stack trees of different texts into one batch, padding to the widest; `distinct` and `inputs` must agree."""
+    """Stack trees of different texts into one batch, padding to the widest.
+
+    Raises:
+        ValueError: two trees have different `inputs`.
+    """
     if len(trees) == 1:
         return trees[0]
     n = max(t.nodes for t in trees)
@@ -259,7 +265,7 @@ def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
         rows = slice(at, at + t.rows)
         for name in ("token", "parent", "live", "probe", "drawn_from"):
             getattr(out, name)[rows, : t.nodes] = getattr(t, name)
-        out.trunk[rows] = t.trunk
+        out.trunk[rows], out.distinct[rows] = t.trunk, t.distinct
         if q is not None and t.q is not None:
             q[rows, : t.q.shape[1]] = t.q
         at += t.rows
@@ -268,7 +274,11 @@ def concatenate(trees: Sequence[TokenTree]) -> TokenTree:
         padded = [np.pad(_silent(t), ((0, 0), (0, n - t.nodes))) for t in trees]
         silent = np.concatenate(padded)
     inputs = next((t.inputs for t in trees if t.inputs is not None), None)
-    return replace(out, q=q, distinct=any(t.distinct for t in trees), silent=silent, inputs=inputs)
+    if any(t.inputs is not None and t.inputs is not inputs for t in trees):
+        raise ValueError(
+            "trees with inputs of their own cannot be read together: their token ids would mean two things"
+        )
+    return replace(out, q=q, silent=silent, inputs=inputs)
 
 
 def _silent(tree: TokenTree) -> Bool[np.ndarray, "b n"]:

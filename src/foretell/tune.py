@@ -76,12 +76,9 @@ def _decode(
 ) -> tuple[list[list[int]], float]:
     """Greedy answers, and the seconds they took."""
     engine = Engine(DecoderRunner(network), method, rows=1)
-    numbers = [engine.submit(Request(p, max_new_tokens=new_tokens, eos=eos)) for p in prompts]
-    found: dict[int, list[int]] = {n: [] for n in numbers}
     start = time.perf_counter()
-    for update in engine.run():
-        found[update.request] += update.tokens
-    return [found[n] for n in numbers], time.perf_counter() - start
+    found = engine.complete([Request(p, max_new_tokens=new_tokens, eos=eos) for p in prompts])
+    return [list(c.tokens) for c in found], time.perf_counter() - start
 
 
 def count(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> Counts:

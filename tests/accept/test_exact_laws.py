@@ -180,7 +180,7 @@ def test_testing_picked_children_against_the_drafters_softmax_is_biased_and_as_p
 
 def test_taking_draws_without_replacement_for_independent_ones_is_biased() -> None:
     def forgetful(tree: TokenTree) -> TokenTree:
-        return replace(tree, distinct=False)
+        return replace(tree, distinct=np.array([False]))
 
     distances = [check(Altered(forgetful), lambda d: d.siblings(2, distinct=True), seed, length=2) for seed in range(6)]
     assert max(distances) > 0.01

@@ -24,7 +24,6 @@ from helpers import (
     good_model,
     p_value,
     random_tokens,
-    run,
     small_model,
     target,
     unchecked,
@@ -42,8 +41,7 @@ def chain(accept: Acceptor, draw: bool = True, **stops: float) -> AnyMethod:
 
 def statistics(method: AnyMethod, requests: list[Request]) -> list[Statistics]:
     engine = Engine(DecoderRunner(target()), method, rows=3)
-    run(engine, requests)
-    return list(engine.statistics.values())
+    return [done.statistics for done in engine.complete(requests)]
 
 
 def law(*values: float) -> torch.Tensor:
@@ -157,8 +155,8 @@ def test_the_law_of_a_typical_chain_is_what_the_price_says() -> None:
     law = q * allowed + p * float(q[~allowed].sum())
     assert p_value(np.bincount(answers, minlength=vocab), law.numpy()) > 1e-3
     engine = Engine(DecoderRunner(target(vocab)), method)
-    run(engine, [Request(prompt, Sampling(temperature=1.5), max_new_tokens=2)])
-    price = engine.statistics[1].price
+    (done,) = engine.complete([Request(prompt, Sampling(temperature=1.5), max_new_tokens=2)])
+    price = done.statistics.price
     assert total_variation(law, p) <= price.variation + 1e-9
     assert divergence(law, p) <= price.divergence + 1e-9
 

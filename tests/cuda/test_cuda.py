@@ -27,13 +27,14 @@ from foretell.testing import TINY, tiny_decoder
 from foretell.tree import from_lists
 from helpers import (
     VOCAB,
-    build_context_of,
     chain_tree,
     exact_law,
     naive,
+    of_catalogue,
     p_value,
     random_tokens,
     run,
+    speculator,
     target,
     tokens_of,
     unchecked,
@@ -149,7 +150,8 @@ def engine_on(device: str, entry: Entry, vocab: int, rows: int) -> Engine:
     """A method of the catalogue over the tiny target of the general tests, all on one device."""
     network = tiny_decoder(replace(TINY, vocab=vocab), device=device)
     draft = tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5, device=device)
-    method = entry.build(build_context_of(entry, vocab, network, draft))
+    trained = speculator(entry.speculator, vocab) if entry.speculator else None
+    method = of_catalogue(entry, network, (DecoderRunner(draft), DecoderRunner(network.cut(1))), trained)
     return Engine(DecoderRunner(GraphedDecoder(network)), method, rows=rows, chunk=64)
 
 

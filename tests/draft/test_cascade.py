@@ -56,9 +56,8 @@ def test_reading_ahead_saves_passes() -> None:
     def passes(ahead: AnyMethod) -> tuple[int, int]:
         cascade = Cascade(small(), ahead)
         engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Match()))
-        engine.submit(Request(random_tokens(9), max_new_tokens=20))
-        list(engine.run())
-        return cascade.passes, engine.statistics[1].target_passes
+        (done,) = engine.complete([Request(random_tokens(9), max_new_tokens=20)])
+        return cascade.passes, done.statistics.target_passes
 
     perfect, steps = passes(Method(DraftModel(small()), Chain(4), Match()))
     nothing, _ = passes(Method(Lookup(), Trie(0), Match()))

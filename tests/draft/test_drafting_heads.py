@@ -34,6 +34,7 @@ from helpers import (
     random_tokens,
     run,
     speculator,
+    statistics_of,
     target,
 )
 
@@ -113,15 +114,13 @@ def test_no_draft_is_deeper_than_there_are_heads(shape: object) -> None:
     (updates,) = run(engine, [request])
     assert [t for u in updates for t in u.tokens] == naive(target(), request)
     assert all(1 <= len(u.tokens) <= 4 for u in updates)
-    (statistics,) = engine.statistics.values()
-    assert len(statistics.accepted_per_position) <= 3
+    assert len(statistics_of(updates).accepted_per_position) <= 3
 
 
 def test_a_tree_of_the_root_alone_is_plain_decoding() -> None:
-    parts = BuildContext(VOCAB, target(), speculators=(speculator("medusa"),))
-    engine = engine_for(build("medusa", parts, {"speculative_tree": []}))
-    run(engine, [Request(PROMPT, max_new_tokens=15)])
-    (statistics,) = engine.statistics.values()
+    context = BuildContext(VOCAB, target(), speculators=(speculator("medusa"),))
+    engine = engine_for(build("medusa", context, {"speculative_tree": []}))
+    statistics = engine.complete([Request(PROMPT, max_new_tokens=15)])[0].statistics
     assert (statistics.drafted, statistics.target_passes) == (0, 15)
 
 

@@ -190,7 +190,7 @@ def reader(network: EagleNetwork, text: Sequence[int]) -> Eagle:
     """A drafter that has been told all about a text."""
     drafter, tree = Eagle(network), chain_tree(text[:-1])
     output = DecoderRunner(target()).forward([0], tree, taps=network.taps)
-    drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),)))
+    drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
     return drafter
 
 
@@ -292,11 +292,11 @@ def test_pieces_of_the_layer_are_what_they_say() -> None:
 
 
 def test_nothing_is_drafted_before_the_target_has_read_the_text() -> None:
-    drafter, context = Eagle(network_of("eagle3")), context_of([1, 2, 3], [4])
+    drafter, context = Eagle(network_of("eagle3")), context_of([1, 2, 3], [4, 5], prompt=1)
     assert drafter.depths(context).tolist() == [0, 0]
     output = DecoderRunner(target()).forward([0], chain_tree([1, 2]), taps=drafter.taps)
     first = context.select([0])
-    drafter.keep(Step(first, chain_tree([1, 2]), output, ((0, 1),), ((3,),)))
+    drafter.keep(Step(first, chain_tree([1, 2]), output, ((0, 1),), ((3,),), (0,)))
     assert drafter.depths(context).tolist() == [99, 0]
     drafter.clear(0)
     assert drafter.depths(context).tolist() == [0, 0]
@@ -321,7 +321,7 @@ def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, ne
     for network in (plain, fast):
         drafter, tree = Recording(network), chain_tree(text[:-1])
         output = DecoderRunner(decoder).forward([0], tree, taps=network.taps)
-        drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),)))
+        drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
         Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0))).grow(drafter, context_of(text))
         found.append(drafter.found)
     shared = found[0].keys() & found[1].keys()

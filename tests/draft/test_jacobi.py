@@ -11,7 +11,7 @@ from foretell.engine import Request
 from foretell.method import Method
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Trie
-from helpers import all_logits, engine_for, generate, naive, process, random_tokens, run, target, tokens_of
+from helpers import all_logits, engine_for, generate, naive, process, random_tokens, target
 
 GREEDY = Request(random_tokens(17, seed=4), max_new_tokens=24)
 SAMPLED = Request(random_tokens(9, seed=5), Sampling(temperature=1.0, seed=3, frequency_penalty=0.3), 24)
@@ -66,16 +66,17 @@ def test_the_fixed_point_is_the_text_of_plain_decoding(width: int, slide: bool, 
 
 def passes(method: Method[Jacobi], request: Request) -> int:
     engine = engine_for(method, chunk=512)
-    assert tokens_of(run(engine, [request])[0]) == naive(target(), request)
-    return engine.statistics[1].target_passes
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == naive(target(), request)
+    return done.statistics.target_passes
 
 
 def test_a_block_takes_no_more_passes_than_tokens() -> None:
     for width in (3, 5):
         assert passes(Method(Jacobi(width, slide=False), Trie(width), Match()), GREEDY) <= 24
     one = engine_for(Method(Jacobi(1, slide=False), Trie(5), Match()))
-    run(one, [GREEDY])
-    assert one.statistics[1].target_passes == 24 and one.statistics[1].drafted == 0
+    (done,) = one.complete([GREEDY])
+    assert done.statistics.target_passes == 24 and done.statistics.drafted == 0
 
 
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -37,7 +37,7 @@ def step_of(text: list[int], decided: list[int], logits: torch.Tensor) -> Step:
     """A pass over the root only, after which `text` holds what was decided."""
     context = context_of(text)
     root = from_lists([[text[-len(decided) - 1]]], [[-1]])
-    return Step(context, root, Output(logits, np.array([[0]])), ((0,),), (tuple(decided),))
+    return Step(context, root, Output(logits, np.array([[0]])), ((0,),), (tuple(decided),), (0,))
 
 
 def test_recycling_offers_the_runners_up_of_earlier_passes() -> None:

@@ -16,7 +16,7 @@ from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import TINY
 from foretell.tree import root
-from helpers import all_logits, engine_for, generate, naive, random_tokens, run, target, tokens_of
+from helpers import all_logits, engine_for, generate, naive, random_tokens, run, target
 
 REQUESTS = [
     Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n, repetition_penalty=1.1), 16 + n // 2, eos=(3,))
@@ -165,8 +165,9 @@ def test_the_end_of_the_context_is_not_passed() -> None:
 def test_without_candidates_a_pass_decides_one_token_and_with_them_more() -> None:
     for candidates in (0, 7):
         engine = engine_for(Method(Lookahead(7, 4, candidates, from_text=False), Trie(21), Match()))
-        assert len(tokens_of(run(engine, [Request(random_tokens(9, seed=3), max_new_tokens=80)])[0])) == 80
-        found = engine.statistics[1].tokens_per_pass
+        (done,) = engine.complete([Request(random_tokens(9, seed=3), max_new_tokens=80)])
+        assert len(done.tokens) == 80
+        found = done.statistics.tokens_per_pass
         assert found > 2 if candidates else found == 1
 
 

@@ -16,7 +16,7 @@ from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import TINY
-from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, run, target, tokens_of
+from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, target
 
 TAP = TINY.layers + 1
 REQUESTS = [
@@ -75,8 +75,9 @@ def test_the_text_itself_is_found_aligned_and_accepted_at_full_length() -> None:
     assert score == pytest.approx(1, abs=1e-5) and index.copy(place, 5) == tuple(text[31:36])
     draft = PhraseRetrieval(TAP, index, best=1, own=False)
     engine = engine_for(Method(draft, Trie(10), Match()), chunk=64)
-    assert tokens_of(run(engine, [request])[0]) == text[17:]
-    assert engine.statistics[1].target_passes == 5
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == text[17:]
+    assert done.statistics.target_passes == 5
 
 
 def test_the_own_text_has_the_states_of_a_fresh_pass(monkeypatch: pytest.MonkeyPatch) -> None:

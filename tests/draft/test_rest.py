@@ -18,7 +18,7 @@ from foretell.engine import Request
 from foretell.method import Method
 from foretell.sampling import Noise, Sampling
 from foretell.shape import Trie
-from helpers import engine_for, generate, naive, random_tokens, run, target, tokens_of
+from helpers import engine_for, generate, naive, random_tokens, target
 
 REQUESTS = [Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 14) for n, t in ((3, 0.0), (17, 1.0))]
 TEXTS = cache(lambda: [naive(target(), r) for r in REQUESTS])
@@ -106,8 +106,9 @@ def test_a_datastore_that_holds_the_text_is_copied_at_full_length() -> None:
     text = naive(target(), request)
     store = Datastore.of([random_tokens(100, seed=1), [*request.prompt, *text]])
     engine = engine_for(Method(Rest(store), Trie(10), Match()), chunk=64)
-    assert tokens_of(run(engine, [request])[0]) == text
-    assert engine.statistics[1].target_passes == 4
+    (done,) = engine.complete([request])
+    assert list(done.tokens) == text
+    assert done.statistics.target_passes == 4
 
 
 def test_an_end_of_sequence_in_a_continuation_ends_the_text() -> None:

@@ -16,7 +16,7 @@ from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import letter_codec
 from foretell.text import TextCodec
-from helpers import VOCAB, generate, random_tokens, run, sibling, target
+from helpers import VOCAB, generate, random_tokens, sibling, target
 
 
 def pairs(vocab: int = VOCAB) -> TextCodec:
@@ -100,8 +100,8 @@ def test_text_after_a_place() -> None:
 def test_the_same_model_under_the_same_tokenizer_is_always_right() -> None:
     draft = Translated(DraftModel(DecoderRunner(target())), letter_codec(VOCAB), letter_codec(VOCAB), 4, 0.0)
     engine = Engine(DecoderRunner(target()), Method(draft, Trie(8), Match()))
-    run(engine, [Request(random_tokens(9), max_new_tokens=40)])
-    assert engine.statistics[1].tokens_per_pass == 5
+    (done,) = engine.complete([Request(random_tokens(9), max_new_tokens=40)])
+    assert done.statistics.tokens_per_pass == 5
 
 
 @pytest.mark.parametrize(("temperature", "confidence"), [(0.0, 0.3), (1.0, 0.0), (1.0, 1.0)])

@@ -13,7 +13,7 @@ from foretell.model.influence import influence
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
-from helpers import VOCAB, all_logits, random_tokens, run
+from helpers import VOCAB, all_logits, random_tokens, run, statistics_of
 
 DEEP = replace(TINY, vocab=VOCAB, layers=4)
 
@@ -30,8 +30,8 @@ def acceptance(method: str, values: dict[str, object]) -> float:
         DecoderRunner(target),
         find(method).build(BuildContext(VOCAB, target), {**values, **chain}),
     )
-    run(engine, [Request(random_tokens(9, seed=i), max_new_tokens=40) for i in range(5)])
-    counts = engine.statistics.values()
+    updates = run(engine, [Request(random_tokens(9, seed=i), max_new_tokens=40) for i in range(5)])
+    counts = [statistics_of(u) for u in updates]
     return sum(sum(s.accepted_per_position) for s in counts) / sum(s.drafted for s in counts)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from foretell.accept import Match
 from foretell.draft import DraftModel, Nothing
-from foretell.engine import Engine, Request
+from foretell.engine import Completion, Engine, Request
 from foretell.method import AnyMethod, Method
 from foretell.model.config import Experts
 from foretell.model.decoder import Decoder
@@ -18,7 +18,7 @@ from foretell.model.runner import DecoderRunner
 from foretell.sampling import Sampling
 from foretell.shape import Chain, Root
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
-from helpers import VOCAB, chain_tree, random_tokens, run, tokens_of
+from helpers import VOCAB, chain_tree, random_tokens
 
 
 def mixture(count: int, active: int, seed: int = 0) -> ExpertFeedForward:
@@ -33,10 +33,9 @@ def sparse_target() -> Decoder:
     return tiny_decoder(tiny_mixture(replace(TINY, vocab=VOCAB)))
 
 
-def decoded(method: AnyMethod) -> tuple[list[int], Engine]:
+def decoded(method: AnyMethod) -> Completion:
     engine = Engine(DecoderRunner(sparse_target()), method)
-    updates = run(engine, [Request(random_tokens(12), Sampling(temperature=2.5), max_new_tokens=30)])
-    return tokens_of(updates[0]), engine
+    return engine.complete([Request(random_tokens(12), Sampling(temperature=2.5), max_new_tokens=30)])[0]
 
 
 @pytest.mark.parametrize(("count", "active"), [(8, 2), (64, 8), (4, 4)])
@@ -79,15 +78,14 @@ def test_a_pass_reports_distinct_experts_per_layer() -> None:
 
 
 def test_speculation_reads_more_experts_per_pass_for_the_same_text() -> None:
-    plain, alone = decoded(Method(Nothing(), Root(), Match()))
+    plain = decoded(Method(Nothing(), Root(), Match()))
     draft = DraftModel(DecoderRunner(sparse_target()))
-    text, engine = decoded(Method(draft, Chain(4), Match()))
-    assert text == plain
-    assert alone.statistics[1].experts_per_pass == 2
-    assert 2 < engine.statistics[1].experts_per_pass <= 4
+    fast = decoded(Method(draft, Chain(4), Match()))
+    assert fast.tokens == plain.tokens
+    assert plain.statistics.experts_per_pass == 2
+    assert 2 < fast.statistics.experts_per_pass <= 4
 
 
 def test_dense_models_report_no_experts() -> None:
     engine = Engine(DecoderRunner(tiny_decoder()), Method(Nothing(), Root(), Match()))
-    run(engine, [Request([1, 2], max_new_tokens=4)])
-    assert engine.statistics[1].experts_per_pass == 0
+    assert engine.complete([Request([1, 2], max_new_tokens=4)])[0].statistics.experts_per_pass == 0

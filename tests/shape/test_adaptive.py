@@ -86,13 +86,10 @@ def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_forgott
 
 def test_a_row_falls_back_before_an_unsure_token() -> None:
     never = Engine(DecoderRunner(target()), Method(small_model(VOCAB), Chain(5, fallback=1.0), Match()))
-    never.submit(REQUESTS[0])
-    list(never.run())
-    assert never.statistics[1].drafted == 0
+    assert never.complete(REQUESTS[:1])[0].statistics.drafted == 0
     one = Engine(DecoderRunner(target()), Method(small_model(VOCAB), Chain(5, confidence=1.0), Match()))
-    one.submit(REQUESTS[0])
-    list(one.run())
-    assert 0 < one.statistics[1].drafted <= one.statistics[1].target_passes
+    (done,) = one.complete(REQUESTS[:1])
+    assert 0 < done.statistics.drafted <= done.statistics.target_passes
 
 
 def test_bad_thresholds_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Drafting that turns itself off: what pays is drafted, what does not is not, and the text stays the same either way."""
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -75,20 +76,39 @@ def whole_texts() -> list[list[int]]:
     return [[*r.prompt, *t] for r, t in zip(GREEDY, generate(plain, GREEDY), strict=True)]
 
 
-def statistics(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> Statistics:
-    engine = Engine(DecoderRunner(target()), method, rows=rows)
-    for r in requests:
-        engine.submit(r)
-    list(engine.run())
-    return engine.statistics[1]
+def statistics(
+    method: AnyMethod, requests: Sequence[Request], clock: Callable[[], float] = perf_counter
+) -> list[Statistics]:
+    engine = Engine(DecoderRunner(target()), method, rows=1, clock=clock)
+    return [done.statistics for done in engine.complete(requests)]
+
+
+class Slow(DraftModel):
+    """Takes some seconds of a clock for every guess."""
+
+    def __init__(self, model: DraftModel, clock: Clock, seconds: float) -> None:
+        super().__init__(model.runner)
+        self._clock, self._seconds = clock, seconds
+
+    def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
+        if tree.nodes == 1:
+            self._clock.now += self._seconds
+        return super().expand(tree, frontier, context)
+
+
+def drafts_per_pass(model: DraftModel, clock: Clock, requests: Sequence[Request] = GREEDY[:1]) -> list[float]:
+    """Where retrieval finds nothing and a pass takes a second."""
+    shape = Fallback(Frugal(0, CHEAP), Chain(4, draw=False), again=1000)
+    found = statistics(Method(Hybrid(Lookup(), model), shape, Match()), requests, clock)
+    return [s.drafted / s.target_passes for s in found]
 
 
 def copies() -> Together:
     return Together([Suffix(), Recycling(VOCAB)])
 
 
-def hybrid(model: Predictor, cost: PassCost | None = None, tick: float = 0.0) -> AnyMethod:
-    shape = Fallback(Frugal(12, cost, Clock(tick)), Chain(4, draw=False, confidence=0.3), again=8, clock=Clock(tick))
+def hybrid(model: Predictor, cost: PassCost | None = None) -> AnyMethod:
+    shape = Fallback(Frugal(12, cost), Chain(4, draw=False, confidence=0.3), again=8)
     return Method(Hybrid(copies(), model), shape, Match())
 
 
@@ -97,8 +117,8 @@ METHODS: dict[str, Callable[[], AnyMethod]] = {
     "dear": lambda: Method(copies(), Frugal(12, DEAR), Match()),
     "learned": lambda: Method(copies(), Frugal(12), Match()),
     "hybrid, good model": lambda: hybrid(good_model(VOCAB), CHEAP),
-    "hybrid, bad model": lambda: hybrid(small_model(VOCAB), CHEAP, tick=0.1),
-    "hybrid, learned": lambda: hybrid(good_model(VOCAB), tick=0.01),
+    "hybrid, bad model": lambda: hybrid(small_model(VOCAB), CHEAP),
+    "hybrid, learned": lambda: hybrid(good_model(VOCAB)),
 }
 
 
@@ -110,7 +130,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
-    assert statistics(Method(copies(), Frugal(12, DEAR), Match()), GREEDY[:1]).drafted == 0
+    assert statistics(Method(copies(), Frugal(12, DEAR), Match()), GREEDY[:1])[0].drafted == 0
 
 
 def test_trees_are_as_large_as_pays() -> None:
@@ -124,9 +144,9 @@ def test_trees_are_as_large_as_pays() -> None:
 def test_an_oracle_is_used_and_a_liar_is_not_believed() -> None:
     texts = whole_texts()
     cost = PassCost({1: 1.0, 2: 1.4, 64: 8.0})
-    told = statistics(Method(Oracle(texts), Frugal(12, cost, Clock()), Match()), GREEDY[:1])
+    (told,) = statistics(Method(Oracle(texts), Frugal(12, cost), Match()), GREEDY[:1], Clock())
     assert told.tokens_per_pass > 4
-    lied = statistics(Method(Oracle(texts, wrong=True), Frugal(12, cost, Clock()), Match()), GREEDY[:1])
+    (lied,) = statistics(Method(Oracle(texts, wrong=True), Frugal(12, cost), Match()), GREEDY[:1], Clock())
     assert lied.drafted / lied.target_passes < 0.5 * told.drafted / told.target_passes, (
         "broken promises shrink the tree"
     )
@@ -134,7 +154,7 @@ def test_an_oracle_is_used_and_a_liar_is_not_believed() -> None:
 
 def test_a_text_that_does_not_pay_is_asked_less_often() -> None:
     liar = Oracle(whole_texts(), wrong=True)
-    s = statistics(Method(liar, Frugal(12, CHEAP, Clock(tick=0.02)), Match()), GREEDY[:1])
+    (s,) = statistics(Method(liar, Frugal(12, CHEAP), Match()), GREEDY[:1], Clock(tick=0.02))
     assert liar.asked < s.target_passes
 
 
@@ -196,55 +216,45 @@ def test_a_large_pass_costs_in_proportion() -> None:
 def test_the_model_drafts_where_retrieval_finds_nothing() -> None:
     """With a free model and empty retrieval, chains are drafted; with a model that takes long, they soon are not."""
 
-    def drafted(tick: float) -> float:
-        shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(tick))
-        s = statistics(Method(Hybrid(Lookup(), good_model(VOCAB)), shape, Match()), GREEDY[:1])
-        return s.drafted / s.target_passes
+    def drafted(seconds: float) -> float:
+        clock = Clock()
+        return drafts_per_pass(Slow(good_model(VOCAB), clock, seconds), clock)[0]
 
     assert drafted(0.0) > 3
     assert drafted(50.0) < 1
 
 
-class Stalls(Clock):
-    """A clock that loses much at its first looks."""
-
-    def __call__(self) -> float:
-        self._tick = 50.0 if self.now < 600 else 0.0
-        return super().__call__()
-
-
 def test_guesses_that_took_long_once_are_not_held_against_the_model() -> None:
-    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Stalls())
-    s = statistics(Method(Hybrid(Lookup(), good_model(VOCAB)), shape, Match()), GREEDY[:1])
-    assert s.drafted / s.target_passes > 3
+    class Stalls(Slow):
+        """Loses much time at first."""
+
+        def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
+            out = super().expand(tree, frontier, context)  # type: ignore[no-untyped-call]
+            self._seconds = 50.0 if self._clock.now < 100 else 0.0
+            return out
+
+    clock = Clock()
+    assert drafts_per_pass(Stalls(good_model(VOCAB), clock, 50.0), clock)[0] > 3
 
 
 def test_what_stood_in_one_text_says_nothing_of_the_next() -> None:
     """A model that is wrong throughout the first text soon drafts no more there, and drafts all the second one."""
 
-    class Moody(DraftModel):
+    class Moody(Slow):
         def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
-            scores, at = super().expand(tree, frontier, context)
+            scores, at = super().expand(tree, frontier, context)  # type: ignore[no-untyped-call]
             wrong = context.texts[0].prompt_length == len(GREEDY[0].prompt)
             return scores.roll(1, -1) if wrong else scores, at
 
-    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(0.7))
-    engine = Engine(
-        DecoderRunner(target()), Method(Hybrid(Lookup(), Moody(good_model(VOCAB).runner)), shape, Match()), rows=1
-    )
-    first, second = (engine.submit(r) for r in GREEDY)
-    list(engine.run())
-    drafted = [engine.statistics[n].drafted / engine.statistics[n].target_passes for n in (first, second)]
+    clock = Clock()
+    drafted = drafts_per_pass(Moody(good_model(VOCAB), clock, 0.7), clock, GREEDY)
     assert drafted[0] < 2 and drafted[1] > 3
 
 
 def test_a_model_that_was_right_before_is_trusted_with_the_next_text() -> None:
     """Its guesses take half as long again as a pass, which more of them must make up for than a new text is thought to take."""
-    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(1.5))
-    engine = Engine(DecoderRunner(target()), Method(Hybrid(Lookup(), good_model(VOCAB)), shape, Match()), rows=1)
-    numbers = [engine.submit(r) for r in GREEDY]
-    list(engine.run())
-    assert all(engine.statistics[n].drafted / engine.statistics[n].target_passes > 3 for n in numbers)
+    clock = Clock()
+    assert min(drafts_per_pass(Slow(good_model(VOCAB), clock, 1.5), clock, GREEDY)) > 3
 
 
 def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
@@ -255,15 +265,14 @@ def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
             fresh = np.array([not len(text.generated) for text in context.texts])
             return np.where(fresh, 0, super().depths(context))
 
-    shape = Fallback(Frugal(0, CHEAP, Clock()), Chain(4, draw=False), again=1000, clock=Clock(0.0))
-    s = statistics(Method(Hybrid(Lookup(), Late(good_model(VOCAB).runner)), shape, Match()), GREEDY[:1])
-    assert s.drafted / s.target_passes > 3
+    assert drafts_per_pass(Late(good_model(VOCAB).runner), Clock())[0] > 3
 
 
 def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:
-    model = good_model(VOCAB)
-    shape = Fallback(Frugal(12, CHEAP, Clock()), Chain(3, draw=False), again=5, clock=Clock(10.0))
-    engine = Engine(DecoderRunner(target()), Method(Hybrid(copies(), model), shape, Match()), rows=2)
+    clock = Clock()
+    model = Slow(good_model(VOCAB), clock, 10.0)
+    shape = Fallback(Frugal(12, CHEAP), Chain(3, draw=False), again=5)
+    engine = Engine(DecoderRunner(target()), Method(Hybrid(copies(), model), shape, Match()), rows=2, clock=clock)
     for r in GREEDY:
         engine.submit(r)
     behind = []

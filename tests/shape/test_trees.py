@@ -101,7 +101,7 @@ def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predic
     for row, room in enumerate(context.room.tolist()):
         assert tree.depth[row][tree.live[row]].max() <= room
     assert tree.token[:, 0].tolist() == [2, 3, 5]
-    if tree.distinct:
+    if tree.distinct.any():
         for row in range(tree.rows):
             for children in tree.children(row).values():
                 assert len({int(tree.token[row, c]) for c in children}) == len(children)

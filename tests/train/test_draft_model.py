@@ -162,12 +162,10 @@ def train(recipe: DraftModelRecipe, batch: Batch, steps: int, rate: float = 3e-3
 
 def tokens_per_pass(method: AnyMethod, texts: Sequence[Sequence[int]]) -> float:
     engine = Engine(DecoderRunner(SOURCE.decoder(torch.float32)), method, rows=len(texts))
-    found = {engine.submit(Request(t[:4], max_new_tokens=len(t) - 4)): list(t[:4]) for t in texts}
     with unchecked():
-        for update in engine.run():
-            found[update.request] += update.tokens
-    assert list(found.values()) == [list(t) for t in texts]
-    counts = engine.statistics.values()
+        found = engine.complete([Request(t[:4], max_new_tokens=len(t) - 4) for t in texts])
+    assert [list(done.tokens) for done in found] == [list(t[4:]) for t in texts]
+    counts = [done.statistics for done in found]
     return sum(s.new_tokens for s in counts) / sum(s.target_passes for s in counts)
 
 

@@ -27,7 +27,7 @@ from foretell.train.objective.heads import cross_entropies, ranks, soft_cross_en
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.heads import HeadsRecipe
-from helpers import random_tokens, run, tokens_of
+from helpers import random_tokens
 
 WIDE = replace(TINY, vocab=29, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)
 PLAIN = build("autoregressive", BuildContext(29, None))
@@ -144,8 +144,9 @@ def answers(decoder: Decoder, method: AnyMethod) -> tuple[list[list[int]], float
     prompts = [random_tokens(n, seed=n) for n in (3, 5, 8, 12)]
     requests = [Request(p, Sampling(temperature=1.0, seed=len(p)), max_new_tokens=41) for p in prompts]
     engine = Engine(DecoderRunner(decoder), method)
-    texts = [[*p, *tokens_of(got)] for p, got in zip(prompts, run(engine, requests), strict=True)]
-    return texts, float(np.mean([s.tokens_per_pass for s in engine.statistics.values()]))
+    found = engine.complete(requests)
+    texts = [[*p, *done.tokens] for p, done in zip(prompts, found, strict=True)]
+    return texts, float(np.mean([done.statistics.tokens_per_pass for done in found]))
 
 
 def batch_of(decoder: Decoder, texts: list[list[int]]) -> Batch:

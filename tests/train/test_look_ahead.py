@@ -18,7 +18,6 @@ from foretell.model.ends import Ends
 from foretell.model.runner import DecoderRunner
 from foretell.model.source import Source
 from foretell.shape import Root
-from foretell.statistics import Statistics
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
@@ -147,8 +146,9 @@ def engine_of(method: AnyMethod) -> Engine:
 
 def tokens_per_pass(recipe: LookAheadRecipe) -> float:
     engine = engine_of(recipe.method(recipe.network))
-    assert [tokens_of(u) for u in run(engine, [Request(p, max_new_tokens=NEW) for p in PROMPTS])] == answers()
-    counted: list[Statistics] = list(engine.statistics.values())
+    found = engine.complete([Request(p, max_new_tokens=NEW) for p in PROMPTS])
+    assert [list(done.tokens) for done in found] == answers()
+    counted = [done.statistics for done in found]
     return sum(s.new_tokens for s in counted) / sum(s.target_passes for s in counted)
 
 

@@ -134,8 +134,9 @@ def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str
             optimizer.step()
     assert loss.total.item() < first
     engine = Engine(DecoderRunner(network), recipe.method(recipe.network), rows=3)
-    assert [p + tokens_of(u) for p, u in zip(prompts, run(engine, requests(prompts)), strict=True)] == texts
-    passes = [s.tokens_per_pass for s in engine.statistics.values()]
+    found = engine.complete(requests(prompts))
+    assert [[*p, *done.tokens] for p, done in zip(prompts, found, strict=True)] == texts
+    passes = [done.statistics.tokens_per_pass for done in found]
     assert min(passes) > 4.2, (passes, loss.figures)
 
 

@@ -25,7 +25,7 @@ from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.heads import HeadsRecipe
 from foretell.train.recipe.tuned import Tuned
-from helpers import all_logits, random_tokens, run, tokens_of
+from helpers import all_logits, random_tokens
 
 WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)
 
@@ -121,9 +121,10 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
     ):
         engine = Engine(model.runner(), method)
         requests = [Request(tuple(data.token[i, :4].tolist()), max_new_tokens=21) for i in range(4)]
-        texts.append([tokens_of(u) for u in run(engine, requests)])
+        found = engine.complete(requests)
+        texts.append([done.tokens for done in found])
     assert texts[0] == texts[1]
-    assert max(s.tokens_per_pass for s in engine.statistics.values()) > 1.5
+    assert max(done.statistics.tokens_per_pass for done in found) > 1.5
     measured = recipe.runner()
     assert isinstance(measured, DecoderRunner)
     torch.testing.assert_close(

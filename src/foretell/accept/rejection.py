@@ -76,7 +76,7 @@ class Origins:
     def refuse(self, child: int) -> None:
         """Take a refused child out of the law of its later siblings."""
         origin = int(self._tree.drawn_from[self._row, child])
-        if origin >= 0 and self._tree.distinct:
+        if origin >= 0 and self._tree.distinct[self._row]:
             left = self._left[origin].clone()
             left[int(self._tree.token[self._row, child])] = 0
             total = left.sum()

@@ -45,7 +45,7 @@ class Transport(Acceptor):
         drawn = [c for c in drafts if tree.drawn_from[row, c] >= 0]
         if not drawn:
             return laws.draw(row, node)
-        if tree.distinct and len(drawn) > 1:
+        if tree.distinct[row] and len(drawn) > 1:
             raise ValueError(
                 "SpecTr judges independent draws, and these were made without replacement: use Branch(..., distinct=False)"
             )

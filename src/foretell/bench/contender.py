@@ -179,10 +179,8 @@ class OwnContender(Contender):
         assert isinstance(watched, Watched)
         watched.passes = []
         clock = Clock()
-        number = engine.submit(request)
-        for update in engine.run():
-            clock.note(update.tokens)
-        stats = engine.statistics[number]
+        (done,) = engine.complete([request], lambda update: clock.note(update.tokens))
+        stats = done.statistics
         tested, accepted = watched.acceptance()
         engine_says = {
             "passes": stats.target_passes,

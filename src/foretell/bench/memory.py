@@ -70,10 +70,8 @@ def main(text: str) -> None:
         model, spec = load(task.model, precision, task.device), Spec.parse(kind)
         drafts = [load_draft(r, precision, task.device) for r in (task.draft_model or "").split(",") if r]
         engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=task.references), rows=1)
-        engine.submit(Request(task.prompt, max_new_tokens=task.max_new_tokens))
         _reset()
-        for _ in engine.run():
-            pass
+        engine.complete([Request(task.prompt, max_new_tokens=task.max_new_tokens)])
     print(torch.cuda.max_memory_allocated(task.device) if task.device.startswith("cuda") else _highest())
 
 

@@ -11,7 +11,7 @@ from foretell.bench.contender import Watched, conversation
 from foretell.bench.scripted import Recording, RecordingSettings, Script
 from foretell.bench.tasks import Question, Tasks
 from foretell.context import Output
-from foretell.engine import Engine, Request
+from foretell.engine import Engine, Request, Update
 from foretell.store import Store
 from foretell.text import Message
 from foretell.tree import TokenTree
@@ -78,13 +78,14 @@ def _record(model: Model, question: Question, setting: RecordingSettings) -> Rec
     for text in question.turns:
         messages.append({"role": "user", "content": text})
         prompt = conversation(model, messages)
-        engine.submit(Request(prompt, max_new_tokens=setting.max_new_tokens, eos=model.eos))
-        tokens, best, scores = list[int](), list[np.ndarray](), list[np.ndarray]()
-        for update in engine.run():
+        best, scores = list[np.ndarray](), list[np.ndarray]()
+
+        def note(update: Update, best: list[np.ndarray] = best, scores: list[np.ndarray] = scores) -> None:
             top = torch.log_softmax(heard.output.logits[-1].float(), -1).topk(setting.top_k)
-            tokens += update.tokens
             best.append(top.indices.cpu().numpy())
             scores.append(top.values.cpu().numpy())
-        turns.append(Script.of(prompt, tokens, np.stack(best), np.stack(scores)))
-        messages.append({"role": "assistant", "content": model.codec.decode(tokens)})
+
+        (done,) = engine.complete([Request(prompt, max_new_tokens=setting.max_new_tokens, eos=model.eos)], note)
+        turns.append(Script.of(prompt, done.tokens, np.stack(best), np.stack(scores)))
+        messages.append({"role": "assistant", "content": model.codec.decode(done.tokens)})
     return Recording(question=question.id, category=question.category, group=question.group, turns=tuple(turns))

@@ -65,15 +65,13 @@ class Cast:
         for script in recording.turns:
             scripted.play(script)
             watched.passes = []
-            number = engine.submit(
-                Request(script.prompt, max_new_tokens=self.setting.max_new_tokens, eos=self.setting.eos)
-            )
-            tokens = tuple(t for update in engine.run() for t in update.tokens)
-            stats = engine.statistics[number]
+            request = Request(script.prompt, max_new_tokens=self.setting.max_new_tokens, eos=self.setting.eos)
+            (done,) = engine.complete([request])
+            stats = done.statistics
             tested, accepted = watched.acceptance()
             turns.append(
                 Turn(
-                    prompt_tokens=len(script.prompt), tokens=tokens, at=(), count=(), retokenized=0,
+                    prompt_tokens=len(script.prompt), tokens=done.tokens, at=(), count=(), retokenized=0,
                     passes=stats.target_passes, drafted=stats.drafted, tested=tested, accepted=accepted,
                 )
             )  # fmt: skip

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.api import Answer, Model, collect
+from foretell.api import Answer, Model
 from foretell.cli.interrupt import Interrupt, updates
 from foretell.cli.prompts import BadLine, Task
 from foretell.cli.show import Stream
-from foretell.engine import Engine, Update
+from foretell.engine import Completion, Engine, Update
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Batch:
                 self._stream.write(update)
             if update.finish_reason is not None:
                 del self._asked[update.request]
-                self._finish(update.request, asked)
+                self._finish(asked)
                 yield from self._in_order()
         self._asked.clear()
         yield from self._in_order()
@@ -69,10 +69,12 @@ class Batch:
         except ValueError as error:
             self.refused.append(BadLine(line, str(error)))
 
-    def _finish(self, number: int, asked: _Asked) -> None:
-        answer = collect(self._engine, number, asked.updates)
+    def _finish(self, asked: _Asked) -> None:
+        answer = Answer.of(Completion.of(asked.updates), self._engine)
+        if answer.error:
+            self.refused.append(BadLine(asked.line, answer.error))
         self._open[asked.line].append(Done(asked.line, asked.task.title, answer))
-        if asked.task.turns and answer.finish_reason != "cancelled":
+        if asked.task.turns and answer.finish_reason not in ("cancelled", "error"):
             self._ask(asked.line, next_turn(asked.task, answer.text))
 
     def _in_order(self) -> Iterator[Done]:

@@ -154,10 +154,10 @@ class Conversation:
 
     def _answer(self, line: str) -> None:
         """Stream an answer; what came before Ctrl-C is kept."""
-        from foretell.api import collect
+        from foretell.api import Answer
         from foretell.cli.interrupt import Interrupt, updates
         from foretell.cli.show import Painter, Stream, closing, note
-        from foretell.engine import Update
+        from foretell.engine import Completion, Update
 
         d, model = self.defaults, self.ready.model
         asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
@@ -175,10 +175,12 @@ class Conversation:
                 stream.write(update)
                 got.append(update)
         stream.end()
-        answer = collect(self.engine, number, got)
+        answer = Answer.of(Completion.of(got), self.engine)
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
         note(closing([answer], 0.0))
+        if answer.error:
+            say(answer.error)
 
     def _submit(self, request: "Request") -> int:
         try:
@@ -189,4 +191,4 @@ class Conversation:
     def _engine(self, name: str) -> "Engine":
         # The options are those of the method that the command line named.
         ready = self.ready if name == self.method else replace(self.ready, config=SpeculativeConfig())
-        return ready.model.engine(ready.method(name), rows=1)
+        return ready.model.engine(ready.method(name), rows=1, prefix_caching=True)

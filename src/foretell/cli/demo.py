@@ -98,17 +98,14 @@ def demo(
 
 def play(model: "Model", scene: Scene, method: str) -> "Answer":
     """Decode a scene by one method, streaming, with a closing line."""
-    from foretell.api import collect
+    from foretell.api import Answer
     from foretell.cli.show import Painter, Stream, closing, note
 
     engine = model.engine(method, rows=1)
-    number = engine.submit(model.request(scene.prompt, max_new_tokens=scene.tokens))
-    stream, updates = Stream(Painter(model.codec.detokenizer())), []
-    for update in engine.run():
-        stream.write(update)
-        updates.append(update)
+    stream = Stream(Painter(model.codec.detokenizer()))
+    (done,) = engine.complete([model.request(scene.prompt, max_new_tokens=scene.tokens)], stream.write)
     stream.end()
-    answer = collect(engine, number, updates)
+    answer = Answer.of(done, engine)
     note(closing([answer], 0.0))
     return answer
 

@@ -180,6 +180,8 @@ def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
         "tokens_per_second": s.tokens_per_second,
         "finish_reason": answer.finish_reason,
     }
+    if answer.error:
+        out["error"] = answer.error
     if not answer.lossless:
         price = s.price
         out["price"] = {

@@ -10,12 +10,16 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
+from foretell.ownership import Exclusive, Owner
 from foretell.rank import likeliest
 from foretell.tree import TokenTree
 
 
-class Drafter(ABC):
-    """Guesses what the target will say. Memory is indexed by `context.rows`."""
+class Drafter(Exclusive, ABC):
+    """Guesses what the target will say. Memory is indexed by `context.rows`.
+
+    A step may propose twice before it is kept: for each request alone, where proposing for all of them raised an exception.
+    """
 
     label: ClassVar[str] = ""
     """What drafts, in a few words, for the table of methods."""
@@ -40,6 +44,15 @@ class Drafter(ABC):
         """Forget a row: its request is over."""
         return
 
+    def rewind(self, row: int, length: int) -> int:
+        """Prepare a row for a request that begins with the first `length` tokens of its last one, which the target will not read again.
+
+        How many of them (0 to `length`) the drafter can do without seeing once more; the target reads on from there. What depends on how the last
+        request went on is forgotten.
+        """
+        self.clear(row)
+        return 0 if self.taps else length
+
     def probe(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add nodes that the target shall read for the drafter's own sake."""
         return tree
@@ -57,6 +70,10 @@ class Nothing(Drafter):
     """Guesses nothing: plain decoding."""
 
     label = "nothing"
+
+    def claim(self, owner: Owner) -> bool:
+        """There is no state: any number of engines may share it."""
+        return False
 
 
 @dataclass(frozen=True)

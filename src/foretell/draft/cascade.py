@@ -12,6 +12,7 @@ from foretell.context import Context, Step
 from foretell.draft.base import Predictor
 from foretell.draft.model import catch_up
 from foretell.model.runner import Runner
+from foretell.ownership import Owner
 from foretell.tree import TokenTree
 
 
@@ -31,6 +32,12 @@ class Proposer(Protocol):
 
     def clear(self, row: int) -> None:
         """Forget a row."""
+
+    def rewind(self, row: int, length: int) -> int:
+        """Prepare a row for a request that begins as its last one did."""
+
+    def claim(self, owner: Owner) -> bool:
+        """Serve this engine from now on."""
 
 
 class Cascade(Predictor):
@@ -137,3 +144,13 @@ class Cascade(Predictor):
         """Forget a row: its request is over."""
         self.runner.crop(row, 0)
         self.ahead.clear(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep what was read of the common tokens."""
+        length = self.ahead.rewind(row, length)
+        self.runner.crop(row, length)
+        return length
+
+    def claim(self, owner: Owner) -> bool:
+        """With the other method."""
+        return any([super().claim(owner), self.ahead.claim(owner)])

@@ -1,7 +1,7 @@
 """Drafting with EAGLE's layer: it follows the target through the text, and goes on from its own outputs below the text's end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -48,6 +48,13 @@ class _Row:
         """Have further positions wait. Where others do already their states are copied, so that no more than one pass is held."""
         self.waiting = states if self.waiting is None else _together([self.waiting, states])
 
+    def cut(self, length: int) -> None:
+        """Forget the positions from `length` on."""
+        count = length - self.length
+        if self.waiting is not None:
+            self.waiting = _States(self.waiting.tapped, self.waiting.place[:count]) if count > 0 else None
+        self.length = min(self.length, length)
+
     def take(self, count: int) -> _States:
         """The states of the next `count` positions, which count as read from now on."""
         assert self.waiting is not None
@@ -74,12 +81,20 @@ class Eagle(Predictor):
         self._cache = Cache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._known: dict[int, _Row] = {}
+        self._proposed: dict[int, _Row] = {}
+        """Rows that were proposed for in this step, as they were before: a step that failed proposes again."""
         self._branches = _Branches(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """None for texts that the target has not read up to their last token."""
+        """None for texts that the target has not read up to their last token, and none before the first new token.
+
+        The target has read a prompt up to its last token only if that was left for a chunk of its own: drafting then would make drawn answers depend
+        on how the prompt was cut.
+        """
         pairs = zip(context.rows, context.texts, strict=True)
-        ready = [self._reach(self._known.get(row)) == text.length - 1 > 0 for row, text in pairs]
+        ready = [
+            len(text.generated) > 0 and self._reach(self._known.get(row)) == text.length - 1 for row, text in pairs
+        ]
         return np.where(ready, super().depths(context), 0)
 
     @staticmethod
@@ -89,8 +104,13 @@ class Eagle(Predictor):
     @torch.inference_mode()
     def keep(self, step: Step) -> None:
         """Remember the target's states at the kept nodes."""
+        self._proposed = {}
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
             known = self._known.setdefault(row, _Row())
+            if self._reach(known) != step.starts[i] or text.length > self.reach:
+                # It has not seen how the text began, or the text is longer than it can read.
+                self.clear(row)
+                continue
             places = step.output.feature_at[i, list(step.paths[i])][: text.length - 1 - self._reach(known)]
             known.add(_States(step.output.features, places))
             if known.behind > self._most:
@@ -99,6 +119,15 @@ class Eagle(Predictor):
     def clear(self, row: int) -> None:
         """Forget a row: its request is over."""
         self._known.pop(row, None)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep the positions of the common tokens, if all are known."""
+        known = self._known.get(row)
+        if known is None or not 0 < length <= self._reach(known):
+            self.clear(row)
+            return 0
+        known.cut(length)
+        return length
 
     @torch.inference_mode()
     def expand(
@@ -153,6 +182,8 @@ class Eagle(Predictor):
         rows = [context.rows[i] for i in able]
         if not rows:
             return self._cache.k.new_zeros(0, self.network.card.hidden, dtype=self.network.dtype)
+        for row in rows:
+            self._known[row] = replace(self._proposed.setdefault(row, replace(self._known[row])))
         counts = [self._known[row].behind for row in rows]
         read = self._read(rows, [context.texts[i] for i in able], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]

@@ -2,6 +2,7 @@
 
 from foretell.context import Context, Step
 from foretell.draft.base import Drafter, Predictor, Retriever, narrowed
+from foretell.ownership import Owner
 from foretell.tree import TokenTree
 
 
@@ -31,3 +32,12 @@ class Hybrid(Drafter):
         """Have both forget a row."""
         self.retriever.clear(row)
         self.predictor.clear(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """As far as both can."""
+        length = self.predictor.rewind(row, self.retriever.rewind(row, length))
+        return self.retriever.rewind(row, length)
+
+    def claim(self, owner: Owner) -> bool:
+        """With both."""
+        return any([super().claim(owner), self.retriever.claim(owner), self.predictor.claim(owner)])

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 
 from foretell.context import Context, Step
 from foretell.draft.base import Predictor, narrowed
+from foretell.ownership import Owner
 from foretell.tree import TokenTree
 
 
@@ -59,3 +60,14 @@ class Mix(Predictor):
         """Forget a row."""
         for d in self.drafters:
             d.clear(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """As far as all of them can."""
+        for d in self.drafters:
+            length = d.rewind(row, length)
+        # Those that were asked first may know more than the last ones left.
+        return min(d.rewind(row, length) for d in self.drafters)
+
+    def claim(self, owner: Owner) -> bool:
+        """With all of them."""
+        return any([super().claim(owner), *(d.claim(owner) for d in self.drafters)])

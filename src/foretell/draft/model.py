@@ -92,12 +92,19 @@ class DraftModel(Predictor):
             if row in self._rows:
                 mine = self._rows.index(row)
                 nodes = [*range(int(self._tree.trunk[mine])), *self._tree.follow(mine, step.decided[i][:-1])]
-                self.runner.keep(row, list(takewhile(self._read[mine].__getitem__, nodes)))
+                path = list(takewhile(self._read[mine].__getitem__, nodes))
+                if path:
+                    self.runner.keep(row, path)
         self._tree, self._rows = None, ()
 
     def clear(self, row: int) -> None:
         """Forget a row: its request is over."""
         self.runner.crop(row, 0)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep what was read of the common tokens."""
+        self.runner.crop(row, length)
+        return length
 
 
 def catch_up(runner: Runner, context: Context, chunk: int) -> None:

@@ -84,7 +84,7 @@ class Online(Predictor):
     """Distils the target into its draft model on the positions that it failed at (Liu et al., arXiv 2310.07177).
 
     Every pass ends with one token that the target supplied; its distribution is kept (the `best` most probable tokens and the mass of the rest).
-    After every `interval` requests (0: never) one step is made on the lessons since the last one and as many older ones, between two passes; the new
+    After every `interval` requests (0: never) one step is made on the lessons since the last one and as many older ones, after the next pass; the new
     weights are packed, and the draft's cache starts anew, because keys of old weights belong to another model. After full acceptance the token that
     the target adds counts as a correction too, as it does in the published code. `longest`: tokens of context that a step reads.
     """
@@ -109,6 +109,7 @@ class Online(Predictor):
         self._chance = random.Random(0)
         self._rows: dict[int, _Row] = {}
         self._requests = self.updates = 0
+        """Requests that have ended since the last update, and updates so far."""
         self.seconds = 0.0
         """Spent on learning so far, packing included."""
         self._model = DraftModel(network.runner())
@@ -121,7 +122,7 @@ class Online(Predictor):
         return self._model.expand(tree, frontier, context)
 
     def keep(self, step: Step) -> None:
-        """Note the distribution of the last token of every text that got one."""
+        """Note the distribution of the last token of every text that got one, and learn if enough requests are over."""
         self._model.keep(step)
         for i, row in enumerate(step.context.rows):
             text, count = step.context.texts[i], len(step.decided[i])
@@ -130,6 +131,9 @@ class Online(Predictor):
                 node = step.paths[i][int(step.tree.trunk[i]) - 1 :][count - 1]
                 mine = self._rows.setdefault(row, _Row(text))
                 mine.corrections.append(self._correction(text.length - 1, step.output, i, node))
+        if self.interval and self._requests >= self.interval:
+            self._requests = 0
+            self.learn()
 
     def _correction(self, position: int, output: Output, i: int, node: int) -> Correction:
         logits, kept = output.logits[int(output.at[i, node])].float(), self.network.token_of
@@ -142,15 +146,21 @@ class Online(Predictor):
         return Correction(position, likely.cpu().numpy(), coarse(logits, likely).cpu().numpy(), weight)
 
     def clear(self, row: int) -> None:
-        """A request is over: keep what it taught, and learn if it is time."""
+        """A request is over: keep what it taught."""
         self._model.clear(row)
+        self._close(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep what was read of the common tokens."""
+        self._close(row)
+        return self._model.rewind(row, length)
+
+    def _close(self, row: int) -> None:
         mine = self._rows.pop(row, None)
         if mine is not None:
             last = mine.corrections[-1].position
             self.lessons.add(Lesson(mine.text.tokens[:last].copy(), tuple(mine.corrections)))
-        self._requests += 1
-        if self.interval and self._requests % self.interval == 0:
-            self.learn()
+            self._requests += 1
 
     def learn(self) -> None:
         """One step of the optimizer, then the new weights draft."""

@@ -119,7 +119,8 @@ class PhraseRetrieval(Retriever):
         out = []
         for row, text, room in zip(context.rows, context.texts, context.room.tolist(), strict=True):
             mine = self._rows.get(row)
-            if mine is None or mine.length != text.length - 1:
+            if mine is None or mine.length != text.length - 1 or not len(text.generated):
+                # Before the first new token, whether the states are there depends on how the prompt was cut.
                 out.append(list[Continuation]())
                 continue
             sources = [] if self.documents is None else [self.documents]
@@ -152,6 +153,15 @@ class PhraseRetrieval(Retriever):
     def clear(self, row: int) -> None:
         """Forget a row; the documents stay."""
         self._rows.pop(row, None)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep the states of the common tokens."""
+        before = self._rows.pop(row, None)
+        if before is None or before.length < length:
+            return 0
+        self._rows[row] = _Row()
+        self._rows[row].append(before.states[:length])
+        return length
 
 
 def _kind(cosine: float) -> int:

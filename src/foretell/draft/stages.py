@@ -129,3 +129,8 @@ class Stages(Predictor):
     def clear(self, row: int) -> None:
         """Forget a row."""
         self._start.pop(row, None)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Nothing of the last request is needed: every step brings the state that is drafted from."""
+        self.clear(row)
+        return length

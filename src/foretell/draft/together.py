@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from foretell.context import Context, Step
 from foretell.draft.base import Continuation, Retriever, narrowed
+from foretell.ownership import Owner
 from foretell.tree import TokenTree
 
 
@@ -38,3 +39,14 @@ class Together(Retriever):
         """Forget a row."""
         for r in self.retrievers:
             r.clear(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """As far as all of them can."""
+        for r in self.retrievers:
+            length = r.rewind(row, length)
+        # Those that were asked first may know more than the last ones left.
+        return min(r.rewind(row, length) for r in self.retrievers)
+
+    def claim(self, owner: Owner) -> bool:
+        """With all of them."""
+        return any([super().claim(owner), *(r.claim(owner) for r in self.retrievers)])

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from foretell.context import Context, Step, Text
 from foretell.draft.base import Continuation, Retriever
 from foretell.draft.model import DraftModel
+from foretell.ownership import Owner
 from foretell.sampling import Sampling
 from foretell.text import TextCodec
 from foretell.tree import from_lists, root
@@ -128,6 +129,10 @@ class Translated(Retriever):
         """Forget a row."""
         self._mirrors.pop(row, None)
         self.draft.clear(row)
+
+    def claim(self, owner: Owner) -> bool:
+        """With the draft model."""
+        return any([super().claim(owner), self.draft.claim(owner)])
 
 
 @dataclass

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from foretell.context import Context, Step
 from foretell.draft.base import Predictor
+from foretell.ownership import Exclusive
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain, Pace, grow_chains
 from foretell.tree import TokenTree
@@ -64,7 +65,7 @@ class Threshold(Rule):
         return Record(replace(pace, confidence=confidence), acceptance)
 
 
-class Adaptive(Shape[Predictor]):
+class Adaptive(Exclusive, Shape[Predictor]):
     """A chain that starts at the pace of `start` and changes it by `rule`, per text.
 
     The pace depends on earlier steps only, never on what the target says of the present chain, so every acceptor keeps its law.

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.context import Context, Step
 from foretell.draft.base import Drafter, Predictor, Ranked
 from foretell.laws import Laws
+from foretell.ownership import Owner
 from foretell.sampling import pick
 from foretell.tree import TokenTree, root
 
@@ -41,6 +42,10 @@ class Shape(ABC, Generic[D]):
         """Forget a row: its request is over."""
         return
 
+    def claim(self, owner: Owner) -> bool:
+        """Serve this engine from now on (see `Exclusive`); shapes without state serve any number of them."""
+        return False
+
 
 class Root(Shape[Drafter]):
     """No drafts at all: the tree of plain decoding."""
@@ -59,7 +64,7 @@ class Growth:
 
     def __init__(self, context: Context, distinct: bool = False) -> None:
         self.context = context
-        self.tree = replace(root(context.last), distinct=distinct)
+        self.tree = replace(root(context.last), distinct=np.full(len(context.rows), distinct))
         self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
         self.depth = 0
@@ -116,8 +121,13 @@ class Growth:
         return replace(self.tree, q=packed)
 
 
-def picked(growth: Growth, best: Ranked, ranks: Sequence[Sequence[int]]) -> None:
-    """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not grow or has no such token."""
+def picked(
+    growth: Growth, best: Ranked, ranks: Sequence[Sequence[int]], going: Bool[np.ndarray, " b"] | None = None
+) -> None:
+    """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not grow or has no such token.
+
+    `going`: the rows that may have children; None: all.
+    """
     which, rank = (
         np.repeat(np.arange(len(ranks)), [len(r) for r in ranks]),
         np.array([r for part in ranks for r in part]),
@@ -125,6 +135,8 @@ def picked(growth: Growth, best: Ranked, ranks: Sequence[Sequence[int]]) -> None
     parent, row = growth.frontier[:, which], np.arange(len(growth.frontier))[:, None]
     at, most = best.at[row, parent], best.token.shape[1]
     live = growth.tree.live[row, parent] & (growth.depth < growth.context.room)[:, None] & (at >= 0) & (rank < most)
+    if going is not None:
+        live &= going[:, None]
     token = np.zeros_like(parent)
     if live.any():
         place = np.maximum(at, 0), np.minimum(rank, most - 1)[None]
@@ -133,15 +145,18 @@ def picked(growth: Growth, best: Ranked, ranks: Sequence[Sequence[int]]) -> None
     growth.add(parent, token, live)
 
 
-def level(growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool) -> None:
+def level(
+    growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool, going: Sequence[int] | None = None
+) -> None:
     """Give the `i`-th frontier node of every row one child per entry of `ranks[i]`: the token of that rank, or a draw.
 
-    Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot fill.
+    Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot fill. `going`: the rows that
+    may have children; None: all.
     """
     b, width = len(growth.frontier), sum(len(r) for r in ranks)
     parent = np.repeat(growth.frontier, [len(r) for r in ranks], axis=1)
     token, live, origin = np.zeros((b, width), np.int64), np.zeros((b, width), bool), np.full((b, width), -1, np.int64)
-    for row in range(b):
+    for row in range(b) if going is None else going:
         place = 0
         for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
             if wanted and growth.grows(row, node):
@@ -168,7 +183,7 @@ def _children(
     q = laws.probabilities(row, node)
     number, left, out = growth.remember(row, q), q, list[tuple[int, int]]()
     for i in range(len(ranks)):
-        if i and growth.tree.distinct:
+        if i and growth.tree.distinct[row]:
             left = left.clone()
             left[out[-1][0]] = 0
             if not left.sum() > 0:

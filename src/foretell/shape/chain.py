@@ -73,10 +73,8 @@ def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw:
     while going := [row for row in going if growth.grows(row, int(growth.frontier[row, 0]))]:
         laws, parents = growth.laws(draft), growth.frontier[:, 0].tolist()
         going = [row for row in going if _sure(laws, row, parents[row], paces[row].fallback)]
-        level(growth, laws, [(0,)], draw)
-        node, stopped = growth.tree.nodes - 1, np.ones(len(paces), bool)
-        stopped[going] = False
-        growth.tree.live[stopped, node] = False
+        level(growth, laws, [(0,)], draw, going)
+        node = growth.tree.nodes - 1
         going = [
             row
             for row in going
@@ -98,8 +96,7 @@ def _picked_chains(draft: Predictor, growth: Growth, paces: Sequence[Pace]) -> T
         at = best.at[row, growth.frontier[:, 0]]
         chance = best.probability[at, 0] if len(best.probability) else np.zeros(len(paces))
         going &= (at >= 0) & (chance >= [p.fallback for p in paces])
-        picked(growth, best, [(0,)])
-        growth.tree.live[:, -1] &= going
+        picked(growth, best, [(0,)], going)
         going &= (chance >= [p.confidence for p in paces]) & (growth.depth < growth.context.room)
     return growth.done()
 

@@ -1,8 +1,7 @@
 """Retrieval first, the model where retrieval finds too little, nothing where neither pays."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from foretell.context import Context, Step, Text
 from foretell.draft.base import Predictor
 from foretell.draft.hybrid import Hybrid
+from foretell.ownership import Exclusive
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
 from foretell.shape.frugal import Bid, Frugal, Plan, accepted
@@ -39,7 +39,7 @@ _TRIALS = 3
 """Guesses before it is decided whether they pay; the first of them often takes as long as ten others."""
 
 
-class Fallback(Shape[Hybrid]):
+class Fallback(Exclusive, Shape[Hybrid]):
     """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree beside it, or no drafts.
 
     What the model's guesses give a text, and what they take, is known from the last ones. The first few are trials, one of them while the target
@@ -57,26 +57,29 @@ class Fallback(Shape[Hybrid]):
         frugal: Frugal,
         guess: Shape[Predictor],
         again: int = 128,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if isinstance(guess, Chain) and (guess.draw or guess.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
-        self.frugal, self.guess, self._again, self._clock = frugal, guess, again, clock
+        self.frugal, self.guess, self._again = frugal, guess, again
         self._stood, self._size = dict[int, Mean](), Mean()
         self._usual = Mean(memory=64.0, value=_HOPED, weight=_DOUBT)
         """What stood of the guesses at all texts."""
+        self._retrieval = Mean()
+        """Seconds of a step's drafting without guesses."""
         self._times = deque[float](maxlen=9)
+        """Seconds of the last guesses, per text."""
+        self._timed = False
+        """Whether what guessing takes in this step is to be noted."""
         self._tries, self._idle = 0, 0
         self._read: set[int] = set()
         """Rows that the model has drafted for: its first guess at a text pays for reading the prompt, and does not count."""
         self._guessed: dict[int, int] = {}
         """Rows that the model drafts for in this step, and how many tokens."""
         self._plan: Plan | None = None
-        self._finished = 0.0
 
     def grow(self, draft: Hybrid, context: Context) -> TokenTree:
         """A trie, a guess or a root per text."""
-        self._plan, self._guessed = self.frugal.plan(draft.retriever, context), {}
+        self._plan, self._guessed, self._timed = self.frugal.plan(draft.retriever, context), {}, False
         able = replace(context, room=draft.predictor.depths(context))
         weak = []
         if not self._plan.timing:
@@ -86,7 +89,6 @@ class Fallback(Shape[Hybrid]):
             weak = [i for i, bid in enumerate(self._plan.bids) if able.room[i] and self._weak(bid, able.texts[i])]
         tree = self._with_guesses(draft, able, weak, self._plan) if weak else self._plan.tree
         self._idle = 0 if weak else self._idle + 1
-        self._finished = self._clock()
         return tree
 
     def _weak(self, bid: Bid, text: Text) -> bool:
@@ -108,11 +110,9 @@ class Fallback(Shape[Hybrid]):
 
     def _with_guesses(self, draft: Hybrid, context: Context, weak: Sequence[int], plan: Plan) -> TokenTree:
         """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
-        started, asking = self._clock(), context.select(weak)
+        asking = context.select(weak)
         guesses = self.guess.grow(draft.predictor, asking)
-        if all(context.rows[i] in self._read for i in weak):
-            self._times.append((self._clock() - started) / len(weak))
-            self._tries += 1
+        self._timed = all(context.rows[i] in self._read for i in weak)
         self._read.update(context.rows[i] for i in weak)
         self._guessed = {context.rows[i]: int(n) - 1 for i, n in zip(weak, guesses.live.sum(1), strict=True)}
         for size in self._guessed.values():
@@ -130,8 +130,13 @@ class Fallback(Shape[Hybrid]):
         """Book what the step took and gave."""
         if self._plan is None:
             return
-        self.frugal.time(step, self._plan, self._clock() - self._finished)
-        self.frugal.settle(step, self._plan, but=self._guessed)
+        if self._timed:
+            self._times.append(max(0.0, step.draft_seconds - self._retrieval.value) / len(self._guessed))
+            self._tries += 1
+        elif not self._guessed and any(bid.asked for bid in self._plan.bids):
+            self._retrieval.add(step.draft_seconds)
+        self.frugal.time(step, self._plan)
+        self.frugal.settle(step, self._plan, self._retrieval.value, but=self._guessed)
         for row in self._guessed.keys() & set(step.context.rows):
             stood = accepted(step, row)
             self._stood_at(row).add(stood)

@@ -1,7 +1,6 @@
 """Retrieved trees that are only as large as pays: drafting that turns itself off."""
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from foretell.context import Context, Step
 from foretell.draft.base import Retriever
+from foretell.ownership import Exclusive
 from foretell.shape.base import Shape
 from foretell.shape.cost import PassCost
 from foretell.shape.trie import Prefix, planted, ranked
@@ -64,13 +64,12 @@ class Bid:
 
 @dataclass(frozen=True)
 class Plan:
-    """Trees for a step, the bid behind each, and the seconds it took to choose. `timing`: nothing was drafted, to see what a plain pass costs."""
+    """Trees for a step, and the bid behind each. `timing`: nothing was drafted, to see what a plain pass costs."""
 
     roots: tuple[int, ...]
     offers: tuple[Offer, ...]
     """What each tree is planted from."""
     bids: tuple[Bid, ...]
-    seconds: float
     timing: bool
 
     @cached_property
@@ -79,7 +78,7 @@ class Plan:
         return planted(self.roots, [[prefix for prefix, _ in offer] for offer in self.offers])
 
 
-class Frugal(Shape[Retriever]):
+class Frugal(Exclusive, Shape[Retriever]):
     """Of all texts' offers, as many of the likeliest tokens as make the most tokens per second; none if that is plain decoding.
 
     Expected tokens are summed chances of acceptance, corrected by how far promises were kept; seconds come from `cost`, learned from the run itself
@@ -91,25 +90,21 @@ class Frugal(Shape[Retriever]):
 
     needs = Retriever
 
-    def __init__(
-        self, budget: int = 24, cost: PassCost | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, budget: int = 24, cost: PassCost | None = None) -> None:
         if budget < 0:
             raise ValueError(f"a tree holds 0 or more drafted tokens, found a budget of {budget}")
         self.budget, self.cost = budget, PassCost() if cost is None else cost
-        self._clock = clock
         self._ledgers: dict[int, Ledger] = {}
         self._plan: Plan | None = None
-        self._finished = 0.0
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """The trie per text that pays."""
-        self._plan, self._finished = self.plan(draft, context), self._clock()
+        self._plan = self.plan(draft, context)
         return self._plan.tree
 
     def plan(self, draft: Retriever, context: Context) -> Plan:
-        """The trees and what they took, without timing the pass that follows."""
-        started, decoding = self._clock(), all(len(text.generated) for text in context.texts)
+        """The trees, and what they promise."""
+        decoding = all(len(text.generated) for text in context.texts)
         timing = decoding and self.cost.unsure(len(context.rows))
         asked = [self._ledgers.setdefault(row, Ledger()).asks() and not timing for row in context.rows]
         offers = self._offers(draft, context, [i for i, yes in enumerate(asked) if yes])
@@ -119,7 +114,7 @@ class Frugal(Shape[Retriever]):
             Bid(row, yes, len(offer), sum_ / self._ledgers[row].honesty, sum_)
             for row, yes, offer, sum_ in zip(context.rows, asked, chosen, expected, strict=True)
         )
-        return Plan(tuple(context.last), tuple(chosen), tuple(bids), self._clock() - started, timing)
+        return Plan(tuple(context.last), tuple(chosen), tuple(bids), timing)
 
     def _offers(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Offer]:
         """Ranked prefixes with corrected chances per text."""
@@ -143,17 +138,17 @@ class Frugal(Shape[Retriever]):
     def keep(self, step: Step) -> None:
         """Book what the step took and gave."""
         if self._plan is not None:
-            self.time(step, self._plan, self._clock() - self._finished)
-            self.settle(step, self._plan)
+            self.time(step, self._plan)
+            self.settle(step, self._plan, step.draft_seconds)
         self._plan = None
 
-    def time(self, step: Step, plan: Plan, seconds: float) -> None:
+    def time(self, step: Step, plan: Plan) -> None:
         """Learn what a pass costs; one that also read a prompt does not say."""
         if step.context.rows == tuple(bid.row for bid in plan.bids) and step.tree.caught_up:
-            self.cost.learn(int(np.count_nonzero(step.tree.read)), seconds)
+            self.cost.learn(int(np.count_nonzero(step.tree.read)), step.pass_seconds)
 
-    def settle(self, step: Step, plan: Plan, but: Collection[int] = ()) -> None:
-        """Learn whether the drafts paid, `but` of the rows that something else drafted for."""
+    def settle(self, step: Step, plan: Plan, seconds: float, but: Collection[int] = ()) -> None:
+        """Learn whether the drafts paid, which took `seconds` to find, `but` of the rows that something else drafted for."""
         bids = [bid for bid in plan.bids if bid.asked and bid.row in step.context.rows and bid.row not in but]
         if not bids:
             return
@@ -161,7 +156,7 @@ class Frugal(Shape[Retriever]):
         first, last = self.cost.seconds(b, b + size)[[0, -1]].tolist()
         for bid in bids:
             stood = accepted(step, bid.row)
-            profit = (stood * first - plan.seconds) / b - (last - first) * bid.size / max(1, size)
+            profit = (stood * first - seconds) / b - (last - first) * bid.size / max(1, size)
             self._ledgers[bid.row].enter(bid.promised, stood, profit)
 
     def clear(self, row: int) -> None:

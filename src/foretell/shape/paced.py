@@ -8,6 +8,7 @@ import numpy as np
 from foretell.context import Context, Step
 from foretell.draft.base import Predictor
 from foretell.laws import Laws
+from foretell.ownership import Exclusive
 from foretell.shape.base import Growth, Shape
 from foretell.tree import TokenTree
 
@@ -22,7 +23,7 @@ class Branch:
     confidence: float = 0.0
 
 
-class Paced(Shape[Predictor]):
+class Paced(Exclusive, Shape[Predictor]):
     """The branch furthest below its fair share of tokens grows next; verification starts when the best branch is too unsure (arXiv 2309.04255).
 
     A branch's share of the tokens made so far is its part of the summed cumulative confidences. One step appends the drafter's best token and opens

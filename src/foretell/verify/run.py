@@ -19,12 +19,8 @@ class Result:
 
 def run(runner: Runner, method: AnyMethod, requests: Sequence[Request], rows: int) -> list[Result]:
     """All requests with one method, at most `rows` together; results in their order."""
-    engine = Engine(runner, method, rows=rows)
-    numbers = [engine.submit(r) for r in requests]
-    tokens: dict[int, list[int]] = {n: [] for n in numbers}
-    for update in engine.run():
-        tokens[update.request] += update.tokens
-    return [Result(tuple(tokens[n]), engine.statistics[n]) for n in numbers]
+    completions = Engine(runner, method, rows=rows).complete(requests)
+    return [Result(c.tokens, c.statistics) for c in completions]
 
 
 def tokens_per_pass(results: Sequence[Result]) -> float:

@@ -108,6 +108,8 @@ def answers(
             return
         new = 0
         for update in engine.step():
+            if update.error is not None:
+                raise update.error
             new += len(update.tokens)
             work.hear(update.request, update.tokens, update.finish_reason)
         if len(collection.numbers) >= _PATIENCE and not collection.learnable:

@@ -45,13 +45,14 @@ class Writer:
         if self._network is None:
             self._network = self._make()
         engine = Engine(DecoderRunner(self._network), Method(Nothing(), Root(), Match()), rows=len(prompts))
-        texts = {}
-        for i, prompt in enumerate(prompts):
-            sampling = Sampling(temperature=temperature, seed=(seed + i) % (1 << 31))
-            texts[engine.submit(Request(prompt, sampling, most, eos=eos))] = list(prompt)
-        for update in engine.run():
-            texts[update.request] += update.tokens
-        return list(texts.values())
+        seeds = [(seed + i) % (1 << 31) for i in range(len(prompts))]
+        found = engine.complete(
+            [
+                Request(prompt, Sampling(temperature=temperature, seed=s), most, eos=eos)
+                for prompt, s in zip(prompts, seeds, strict=True)
+            ]
+        )
+        return [[*prompt, *c.tokens] for prompt, c in zip(prompts, found, strict=True)]
 
     def state(self) -> dict[str, Shaped[torch.Tensor, "*shape"]]:
         """Batches so far, and the weights that the copy of the draft was made with."""

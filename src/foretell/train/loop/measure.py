@@ -36,10 +36,8 @@ def measure(
 ) -> Measured:
     """Decode all prompts together and count."""
     engine = Engine(runner, method, rows=len(prompts))
-    numbers = [engine.submit(Request(tuple(p), max_new_tokens=new_tokens, eos=eos)) for p in prompts]
-    for _ in engine.run():
-        pass
-    found = [engine.statistics[n] for n in numbers]
+    requests = [Request(tuple(p), max_new_tokens=new_tokens, eos=eos) for p in prompts]
+    found = [c.statistics for c in engine.complete(requests)]
     passes, tokens = (sum(s.target_passes for s in found), sum(s.new_tokens for s in found))
     depths = max((len(s.accepted_per_position) for s in found), default=0)
     accepted = [sum(sum(s.accepted_per_position[d : d + 1]) for s in found) / passes for d in range(depths)]
