@@ -41,8 +41,8 @@ def test_counts_are_those_of_a_real_run_where_confidence_plays_no_part() -> None
     found = count(model(), skip, samples(), Drafting(3, 0.0))
     method = Method(DraftModel(DecoderRunner(model().skipping(skip))), Chain(3, draw=False), Match())
     engine = Engine(DecoderRunner(model()), method, rows=1)
-    found = engine.complete([Request(sample.prompt, max_new_tokens=20) for sample in samples()])
-    real = [done.statistics for done in found]
+    done = engine.complete([Request(sample.prompt, max_new_tokens=20) for sample in samples()])
+    real = [c.statistics for c in done]
     assert found.tokens == sum(s.new_tokens for s in real) == 40
     assert found.passes == sum(s.target_passes for s in real)
     assert found.drafted == sum(s.drafted for s in real)
