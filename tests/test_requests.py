@@ -1,6 +1,6 @@
 """Requests beside requests, with every method: unequal lengths, drafts of a shorter context, failures, cached prefixes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -224,7 +224,7 @@ def short_parts(*kinds: str) -> BuildContext:
     return BuildContext(VOCAB, target(), speculators=tuple(speculator(k, context=40) for k in kinds))
 
 
-SHORT: dict[str, Callable[[], AnyMethod]] = {
+SHORT: Mapping[str, Callable[[], AnyMethod]] = {
     "draft_model": lambda: Method(DraftModel(short_network()), Chain(4), Match()),
     "tree": lambda: build("dynamic_tree", BuildContext(VOCAB, target(), (short_network(),))),
     "mix": lambda: build("specinfer", BuildContext(VOCAB, target(), (short_network(), short_network(200)))),

@@ -205,8 +205,9 @@ class Engine:
 
     @property
     def statistics(self) -> Mapping[int, Statistics]:
-        """What the requests that run have cost so far, by number; those of a finished request are in its last update."""
-        return {r.number: r.statistics for r in self._running}
+        """What the requests that wait and run have cost so far, by number; those of a finished request are in its last update."""
+        waiting = {number: Statistics(prompt_tokens=len(request.prompt)) for number, request in self._queue}
+        return waiting | {r.number: r.statistics for r in self._running}
 
     def run(self) -> Iterator[Update]:
         """Step until every request is over. Requests may be submitted and cancelled between updates."""

@@ -5,7 +5,9 @@ import signal
 import pytest
 
 from command import foretell, tiny
-from foretell.engine import Engine, Update
+from foretell.api import Answer
+from foretell.engine import Completion, Engine, Update
+from foretell.method import AnyMethod
 
 
 def chat(*lines: str, status: int = 0) -> tuple[str, str]:
@@ -54,3 +56,15 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -
     first = out.splitlines()[0]
     assert whole.startswith(first) and len(first) < len(whole.strip("\n"))
     assert err.count("tokens per pass") == 2
+
+
+def test_a_turn_goes_on_from_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached, real = list[int](), Answer.of
+
+    def watched(completion: Completion, method: AnyMethod) -> Answer:
+        cached.append(completion.statistics.cached_tokens)
+        return real(completion, method)
+
+    monkeypatch.setattr(Answer, "of", watched)
+    chat("hello", "hello", "/reset", "hello")
+    assert cached[0] == 0 and cached[1] > 5 and 0 < cached[2] < cached[1]

@@ -5,6 +5,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
+import torch
 
 from foretell.accept import Match
 from foretell.context import Context
@@ -27,6 +28,7 @@ from foretell.sampling import Sampling
 from foretell.shape import Chain, Fallback, Frugal, PassCost, Root
 from foretell.shape.frugal import Ledger, Offer
 from foretell.statistics import Statistics
+from foretell.tree import TokenTree
 from helpers import VOCAB, generate, good_model, random_tokens, small_model, target
 
 REQUESTS = [
@@ -90,7 +92,7 @@ class Slow(DraftModel):
         super().__init__(model.runner)
         self._clock, self._seconds = clock, seconds
 
-    def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
+    def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
         if tree.nodes == 1:
             self._clock.now += self._seconds
         return super().expand(tree, frontier, context)
@@ -228,8 +230,8 @@ def test_guesses_that_took_long_once_are_not_held_against_the_model() -> None:
     class Stalls(Slow):
         """Loses much time at first."""
 
-        def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
-            out = super().expand(tree, frontier, context)  # type: ignore[no-untyped-call]
+        def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
+            out = super().expand(tree, frontier, context)
             self._seconds = 50.0 if self._clock.now < 100 else 0.0
             return out
 
@@ -241,8 +243,8 @@ def test_what_stood_in_one_text_says_nothing_of_the_next() -> None:
     """A model that is wrong throughout the first text soon drafts no more there, and drafts all the second one."""
 
     class Moody(Slow):
-        def expand(self, tree, frontier, context):  # type: ignore[no-untyped-def]
-            scores, at = super().expand(tree, frontier, context)  # type: ignore[no-untyped-call]
+        def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
+            scores, at = super().expand(tree, frontier, context)
             wrong = context.texts[0].prompt_length == len(GREEDY[0].prompt)
             return scores.roll(1, -1) if wrong else scores, at
 

@@ -1,7 +1,7 @@
 """Shapes over a drafter whose every distribution is known."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -17,8 +17,9 @@ from foretell.draft.base import Drafter
 from foretell.method import Method
 from foretell.sampling import Sampling
 from foretell.shape import Beam, Branch, Chain, Fixed, Root, Shape, Trie, optimal
+from foretell.shape.base import Growth
 from foretell.shape.optimal import expected_tokens
-from foretell.tree import TokenTree, from_lists, joined
+from foretell.tree import TokenTree, concatenate, from_lists, joined
 from helpers import context_of
 
 VOCAB = 6
@@ -281,3 +282,35 @@ def test_joined_trees_hold_every_path_of_both_once() -> None:
         found = paths(both, row)
         assert len(found) == len(set(found)) and set(found) == {*paths(first, row), *paths(second, row)}
     assert both.token[0].tolist() == [1, 2, 3, 4, 6]
+
+
+def test_trees_side_by_side_keep_how_their_siblings_were_drawn() -> None:
+    context = context_of([1], [2], sampling=DRAWN)
+    with_, without = (
+        Branch((2, 2), distinct=d).grow(Table(), context.select([i])) for i, d in enumerate((False, True))
+    )
+    both = concatenate([with_, without])
+    assert both.distinct.tolist() == [False, True]
+    assert both.select(np.array([1, 0])).with_trunk([[5, 2], [4, 3, 1]]).distinct.tolist() == [True, False]
+
+
+def test_trees_with_different_inputs_are_not_read_together() -> None:
+    one, two = (replace(from_lists([[1]], [[-1]]), inputs=torch.zeros(2, 3)) for _ in range(2))
+    assert concatenate([one, from_lists([[1]], [[-1]]), one]).inputs is one.inputs
+    with pytest.raises(ValueError, match="trees with inputs of their own cannot be read together"):
+        concatenate([one, two])
+
+
+@pytest.mark.parametrize(("sampling", "confidence"), [(Sampling(), 0.4), (DRAWN, 0.15)], ids=["picked", "drawn"])
+def test_a_tree_is_not_written_to_once_it_is_made(
+    sampling: Sampling, confidence: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Growth.add
+
+    def frozen(self: Growth, *given: np.ndarray) -> None:
+        real(self, *given)
+        self.tree.live.flags.writeable = False
+
+    monkeypatch.setattr(Growth, "add", frozen)
+    tree = Chain(4, confidence=confidence).grow(Table(), context_of([1, 2], [3], [5], [0], sampling=sampling))
+    assert len(set(tree.live.sum(1).tolist())) > 1, "some chains stopped early"
