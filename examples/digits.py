@@ -1,9 +1,10 @@
-"""Speculation for any autoregressive model: handwritten digits written pixel by pixel, with the loop that decodes language models.
+"""Speculation for any autoregressive model: handwritten digits written pixel by pixel, with the loop that decodes
+language models.
 
-A small PixelCNN (van den Oord et al., arXiv 1601.06759) learns scikit-learn's 8 x 8 digits, a smaller one drafts for it, and
-Jacobi decoding needs no draft at all (predictive sampling, Wiggers & Hoogeboom, arXiv 2002.09928). A pixel is a token: 17 grey
-levels, after one token that names the digit. All this file adds is `PixelRunner`: how a network without cache reads a tree of
-pixels. The pictures are the same, in fewer passes.
+A small PixelCNN (van den Oord et al., arXiv 1601.06759) learns scikit-learn's 8 x 8 digits, a smaller one drafts for
+it, and Jacobi decoding needs no draft at all (predictive sampling, Wiggers & Hoogeboom, arXiv 2002.09928). A pixel is a
+token: 17 grey levels, after one token that names the digit. All this file adds is `PixelRunner`: how a network without
+cache reads a tree of pixels. The pictures are the same, in fewer passes.
 
     pip install 'foretell[examples]'
     python examples/digits.py --out pictures
@@ -20,14 +21,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from foretell import Engine, Method, Request, Sampling
+from foretell import Engine, Method, Request, SamplingParams
 from foretell.accept import Match, Rejection
-from foretell.context import Output
-from foretell.draft import DraftModel, Jacobi, Nothing
-from foretell.method import AnyMethod
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
+from foretell.draft import DraftModel, JacobiDrafter, NoDrafter
+from foretell.engine.method import AnyMethod
 from foretell.model.runner import Runner
-from foretell.shape import Chain, Root, Trie
-from foretell.tree import TokenTree
+from foretell.shape import Chain, RootOnly, Trie
 
 SIDE, LEVELS, CLASSES = 8, 17, 10
 PIXELS, VOCAB = SIDE * SIDE, LEVELS + CLASSES
@@ -93,12 +94,12 @@ class PixelRunner(Runner):
         rows: Sequence[int],
         tree: TokenTree,
         *,
-        read: Bool[np.ndarray, "b n"] | None = None,
+        active: Bool[np.ndarray, "b n"] | None = None,
         scored: Bool[np.ndarray, "b n"] | None = None,
-        taps: Sequence[int] = (),
-    ) -> Output:
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
         """Scores after the wanted nodes; a node on the way to another is scored by the same picture."""
-        wanted = tree.read if scored is None else tree.read & scored
+        wanted = tree.active if scored is None else tree.active & scored
         at, pictures, where = np.full(tree.token.shape, -1), list[list[int]](), list[tuple[int, int]]()
         for i, row in enumerate(rows):
             self._tree[row] = tree.token[i].tolist()
@@ -111,23 +112,24 @@ class PixelRunner(Runner):
                             at[i, n] = len(where)
                             where.append((len(pictures) - 1, self.length(row) + int(tree.depth[i, n])))
         if not where:
-            return Output(torch.zeros(0, VOCAB), at)
+            return ModelOutput(torch.zeros(0, VOCAB), at)
         picture, place = (list(part) for part in zip(*where, strict=True))
-        return Output(F.pad(self._scores(pictures)[picture, place], (0, CLASSES), value=-torch.inf), at)
+        return ModelOutput(F.pad(self._scores(pictures)[picture, place], (0, CLASSES), value=-torch.inf), at)
 
     def _scores(self, pictures: list[list[int]]) -> Float[torch.Tensor, "b p l"]:
         digits = torch.tensor([p[0] - LEVELS for p in pictures])
         pixels = torch.zeros(len(pictures), PIXELS, dtype=torch.long)
         for i, p in enumerate(pictures):
-            # A guess may be a class where a pixel belongs: it is never accepted, so what is read in its place does not matter.
+            # A guess may be a class where a pixel belongs: it is never accepted, so what is read in its place does not
+            # matter.
             pixels[i, : len(p) - 1] = torch.tensor(p[1:][:PIXELS]).clamp(max=LEVELS - 1)
         return self.network(pixels, digits)
 
-    def keep(self, row: int, path: Sequence[int]) -> None:
+    def commit(self, row: int, path: Sequence[int]) -> None:
         """Remember these nodes."""
         self._kept.setdefault(row, []).extend(self._tree[row][node] for node in path)
 
-    def crop(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Forget what came later."""
         self._kept[row] = self._kept.get(row, [])[:length]
 
@@ -162,8 +164,8 @@ def methods(small: PixelCNN) -> dict[str, AnyMethod]:
         return DraftModel(PixelRunner(small))
 
     return {
-        "plain": Method(Nothing(), Root(), Match()),
-        "jacobi": Method(Jacobi(16), Trie(16), Match()),
+        "plain": Method(NoDrafter(), RootOnly(), Match()),
+        "jacobi": Method(JacobiDrafter(16), Trie(16), Match()),
         "draft, match": Method(draft(), Chain(6), Match()),
         "draft, rejection": Method(draft(), Chain(6), Rejection()),
     }
@@ -173,7 +175,8 @@ def write(target: PixelCNN, method: AnyMethod, count: int) -> tuple[np.ndarray, 
     """Pictures of 0, 1, 2, …, passes of the target per picture, and seconds."""
     engine = Engine(PixelRunner(target), method, rows=count)
     requests = [
-        Request([LEVELS + i % CLASSES], Sampling(temperature=1.0, seed=i), max_new_tokens=PIXELS) for i in range(count)
+        Request([LEVELS + i % CLASSES], SamplingParams(temperature=1.0, seed=i), max_new_tokens=PIXELS)
+        for i in range(count)
     ]
     start = time.perf_counter()
     found = engine.complete(requests)

@@ -1,7 +1,8 @@
-"""A target that may not stay in memory: peak resident memory and blocks read per token, with and without drafts (LLMCad, arXiv 2309.04255).
+"""A target that may not stay in memory: peak resident memory and blocks read per token, with and without drafts
+(LLMCad, arXiv 2309.04255).
 
-Every way runs in a process of its own. Without `--draft-model`, the blocks of the target that stay in memory draft for it, which costs no memory
-at all; a small model trained for the purpose drafts better.
+Every way runs in a process of its own. Without `--draft-model`, the blocks of the target that stay in memory draft for
+it, which costs no memory at all; a small model trained for the purpose drafts better.
 
     python examples/memory_limit.py --limit-mb 120 --tokens 48
 """
@@ -18,10 +19,10 @@ from foretell import load
 from foretell.accept import Match
 from foretell.api import Model
 from foretell.draft import DraftModel
-from foretell.method import AnyMethod, Method
+from foretell.engine.method import AnyMethod, Method
+from foretell.model.offload import StreamedDecoder
 from foretell.model.runner import DecoderRunner
-from foretell.model.stream import StreamedDecoder
-from foretell.shape import Paced
+from foretell.shape import LLMCadTree
 
 WAYS = ("whole, plain", "limited, plain", "limited, suffix", "limited, llmcad")
 TEXT = "Here is a list of the months with their number of days: January 31, February 28, March 31, April"
@@ -49,7 +50,7 @@ def method_of(way: str, model: Model, draft: str | None) -> AnyMethod:
         return model.method("llmcad", drafts=[load(draft)])
     assert isinstance(model.network, StreamedDecoder)
     inner = model.network.cut(max(1, model.network.store.keeps))
-    return Method(DraftModel(DecoderRunner(inner)), Paced(8), Match())
+    return Method(DraftModel(DecoderRunner(inner)), LLMCadTree(8), Match())
 
 
 def measure(way: str, name: str, draft: str | None, limit: int, tokens: int) -> dict[str, float | str]:

@@ -1,4 +1,6 @@
-"""The command line in this process, and tiny random Llamas saved as users have theirs: config.json, model.safetensors, tokenizer.json."""
+"""The command line in this process, and tiny random Llamas saved as users have theirs: config.json, model.safetensors,
+tokenizer.json.
+"""
 
 import json
 import tempfile
@@ -61,7 +63,8 @@ def save_tiny(path: Path, seed: int = 0, vocab: int = 257, context: int = 512, l
     """Write the model; its tokens are the 256 bytes and an end, and fillers where the vocabulary is larger."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "model_type": "llama", "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
         "num_key_value_heads": 1, "intermediate_size": FFN, "max_position_embeddings": context, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, "eos_token_id": 256,
     }  # fmt: skip

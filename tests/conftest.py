@@ -1,4 +1,6 @@
-"""What every test runs under: one thread, and the shapes and types of the package checked at every call where beartype is installed."""
+"""What every test runs under: one thread, and the shapes and types of the package checked at every call where beartype
+is installed.
+"""
 
 from importlib.util import find_spec
 

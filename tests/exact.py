@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from foretell.accept import Acceptor
-from foretell.context import Context
-from foretell.laws import Laws
-from foretell.tree import TokenTree, from_lists
+from foretell.core.context import Context
+from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.distributions.processed import ProcessedDistributions
 
 T = TypeVar("T")
 Prefix = tuple[int, ...]
@@ -79,21 +79,21 @@ class Uniform(float):
         return torch.tensor(self.chooser.choose(torch.diff(args[0], prepend=args[0].new_zeros(1)).tolist()))
 
 
-class ScriptedLaws(Laws):
+class ScriptedLaws(ProcessedDistributions):
     """A target whose laws depend on the drafted prefix, and whose random numbers are decisions."""
 
     def __init__(
-        self, tree: TokenTree, law: Callable[[Prefix], np.ndarray], chooser: Chooser, start: Prefix = ()
+        self, tree: TokenTree, distribution: Callable[[Prefix], np.ndarray], chooser: Chooser, start: Prefix = ()
     ) -> None:
-        context = Context(rows=(0,), texts=(), sampling=(), noise=(), room=np.array([99]))
+        context = Context(rows=(0,), sequences=(), sampling_params=(), rngs=(), max_depth=np.array([99]))
         super().__init__(context, tree, torch.zeros(0, 1), np.zeros((1, 0), np.int64))
-        self._law, self._chooser, self._start = law, chooser, start
+        self._law, self._chooser, self._start = distribution, chooser, start
 
     def probabilities(self, row: int, node: int) -> torch.Tensor:
         path = self._tree.ancestors(row, node)[1:]
         return torch.from_numpy(self._law((*self._start, *(int(self._tree.token[row, n]) for n in path))))
 
-    def draw(self, row: int, node: int) -> int:
+    def sample(self, row: int, node: int) -> int:
         return self._chooser.choose(self.probabilities(row, node).tolist())
 
     def uniform(self, row: int, node: int, stream: int) -> float:
@@ -104,7 +104,7 @@ def random_law(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
     """A distribution for every prefix, each of them another, some with impossible tokens."""
 
     @cache
-    def law(prefix: Prefix) -> np.ndarray:
+    def distribution(prefix: Prefix) -> np.ndarray:
         generator = np.random.default_rng([seed, len(prefix), *prefix])
         p = generator.dirichlet(np.full(vocab, 0.7))
         if generator.random() < 0.3:
@@ -112,51 +112,57 @@ def random_law(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
         p /= p.sum()
         return p
 
-    return law
+    return distribution
 
 
 def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], distinct: bool = False) -> TokenTree:
     """A tree from (parent, token, number of its law in `q` or -1) per node, numbered from 1 below the root."""
-    tree = from_lists([[0, *(t for _, t, _ in nodes.values())]], [[-1, *(p for p, _, _ in nodes.values())]])
-    tree.drawn_from[0, 1:] = [o for _, _, o in nodes.values()]
+    tree = tree_from_lists([[0, *(t for _, t, _ in nodes.values())]], [[-1, *(p for p, _, _ in nodes.values())]])
+    tree.q_index[0, 1:] = [o for _, _, o in nodes.values()]
     return TokenTree(
         token=tree.token,
         parent=tree.parent,
-        live=tree.live,
+        valid=tree.valid,
         probe=tree.probe,
-        drawn_from=tree.drawn_from,
-        trunk=tree.trunk,
+        q_index=tree.q_index,
+        prefix_length=tree.prefix_length,
         q=torch.from_numpy(np.stack(q))[None] if q else None,
         distinct=np.array([distinct]),
     )
 
 
 def texts(
-    acceptor: Acceptor, grow: Callable[[Chooser], TokenTree], law: Callable[[Prefix], np.ndarray], length: int
+    acceptor: Acceptor, grow: Callable[[Chooser], TokenTree], distribution: Callable[[Prefix], np.ndarray], length: int
 ) -> dict[Prefix, float]:
-    """Probability of every text of `length` tokens that `acceptor` makes from trees that `grow` draws; the target completes it."""
+    """Probability of every text of `length` tokens that `acceptor` makes from trees that `grow` draws; the target
+    completes it.
+    """
 
     def run(chooser: Chooser) -> Prefix:
         tree = grow(chooser)
-        verdict = acceptor.accept(tree, 0, ScriptedLaws(tree, law, chooser))
+        verdict = acceptor.accept(tree, 0, ScriptedLaws(tree, distribution, chooser))
         return (*(int(tree.token[0, n]) for n in verdict.path), verdict.token)[:length]
 
     found: dict[Prefix, float] = defaultdict(float)
     for text, chance in law_of(run).items():
-        for whole, part in continued(text, chance, law, length).items():
+        for whole, part in continued(text, chance, distribution, length).items():
             found[whole] += part
     return found
 
 
-def continued(text: Prefix, chance: float, law: Callable[[Prefix], np.ndarray], length: int) -> dict[Prefix, float]:
+def continued(
+    text: Prefix, chance: float, distribution: Callable[[Prefix], np.ndarray], length: int
+) -> dict[Prefix, float]:
     """Probability of every text of `length` tokens that the target makes of this beginning."""
     if len(text) == length:
         return {text: chance}
-    longer = [continued((*text, t), chance * p, law, length) for t, p in enumerate(law(text).tolist())]
+    longer = [
+        continued((*text, t), chance * p, distribution, length) for t, p in enumerate(distribution(text).tolist())
+    ]
     return {whole: part for found in longer for whole, part in found.items()}
 
 
-def distance(found: Mapping[Prefix, float], law: Callable[[Prefix], np.ndarray]) -> float:
+def distance(found: Mapping[Prefix, float], distribution: Callable[[Prefix], np.ndarray]) -> float:
     """Total variation between the found texts and those of the target alone."""
-    chances = continued((), 1.0, law, len(next(iter(found))))
+    chances = continued((), 1.0, distribution, len(next(iter(found))))
     return sum(abs(c - found.get(text, 0.0)) for text, c in chances.items()) / 2

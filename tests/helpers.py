@@ -1,4 +1,6 @@
-"""Shared by the tests: tiny models, every method and variant under its name, and references written without the engine."""
+"""Shared by the tests: tiny models, every method and variant under its name, and references written without the
+engine.
+"""
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,23 +17,23 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from foretell.accept import Block, Match, Rejection, Typical
+from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
 from foretell.catalogue.speculators import draft_predictor, embedding_and_head, target_card
-from foretell.context import Context, Step, Text
-from foretell.draft import DraftModel, Lookup, Mix, Predictor
-from foretell.draft.network import NETWORKS
-from foretell.engine import Engine, Request, Update
-from foretell.method import AnyMethod, Method
+from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.tree import TokenTree, root_tree
+from foretell.draft import DraftModel, MixtureDrafter, Predictor, PromptLookup
+from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.method import AnyMethod, Method
+from foretell.engine.statistics import RequestStatistics
 from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network, Runner
-from foretell.sampling import Noise, Sampling
-from foretell.shape import Beam, Branch, Chain, Fixed, Shape, Trie, optimal
+from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
 from foretell.speculator.checkpoint import save
-from foretell.statistics import Statistics
+from foretell.speculator.network import NETWORKS
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.text import Detokenizer
-from foretell.tree import TokenTree, root
+from foretell.tokenizer.codec import Detokenizer
 
 Law = np.ndarray
 LLAMA3 = {
@@ -79,7 +81,8 @@ def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
 
 @cache
 def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
-    """Directory of a speculator with random weights for the tiny target, or the wide one; it drafts three quarters of the vocabulary.
+    """Directory of a speculator with random weights for the tiny target, or the wide one; it drafts three quarters of
+    the vocabulary.
 
     `context`: the longest text that it reads, for the kinds that have a limit.
     """
@@ -166,32 +169,40 @@ _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 _RATES = [0.5, 0.2, 0.1]
 _BY_HAND = (
     Variant("sure_chain", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Rejection()), same_seed=False),
-    Variant("sure_block", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Block()), same_seed=False),
+    Variant(
+        "sure_block", lambda v: Method(small_model(v), Chain(4, confidence=0.3), BlockVerification()), same_seed=False
+    ),
     Variant("picked_chain", lambda v: Method(good_model(v), Chain(4, draw=False), Rejection())),
     Variant("drawn_and_matched", lambda v: Method(small_model(v), Chain(4), Match())),
     Variant(
-        "independent", lambda v: Method(small_model(v), Branch((3, 2), distinct=False), Rejection()), same_seed=False
+        "independent",
+        lambda v: Method(small_model(v), BranchingTree((3, 2), distinct=False), Rejection()),
+        same_seed=False,
     ),
-    Variant("distinct", lambda v: Method(small_model(v), Branch((3, 2, 1)), Rejection()), same_seed=False),
+    Variant("distinct", lambda v: Method(small_model(v), BranchingTree((3, 2, 1)), Rejection()), same_seed=False),
     Variant(
         "mixed",
-        lambda v: Method(Mix([small_model(v), good_model(v)], [1, 2]), Branch((2, 2)), Rejection()),
+        lambda v: Method(MixtureDrafter([small_model(v), good_model(v)], [1, 2]), BranchingTree((2, 2)), Rejection()),
         same_seed=False,
     ),
     Variant("trained_draft", lambda v: Method(trained_model(v), Chain(4), Rejection()), same_seed=False),
-    Variant("fixed_picked", lambda v: Method(good_model(v), Fixed(_CHOICES), Match())),
-    Variant("fixed_drawn", lambda v: Method(good_model(v), Fixed(_CHOICES, draw=True), Rejection()), same_seed=False),
+    Variant("fixed_picked", lambda v: Method(good_model(v), FixedTree(_CHOICES), Match())),
     Variant(
-        "optimal_drawn", lambda v: Method(small_model(v), optimal(8, _RATES, draw=True), Rejection()), same_seed=False
+        "fixed_drawn", lambda v: Method(good_model(v), FixedTree(_CHOICES, draw=True), Rejection()), same_seed=False
+    ),
+    Variant(
+        "optimal_drawn",
+        lambda v: Method(small_model(v), optimal_tree(8, _RATES, draw=True), Rejection()),
+        same_seed=False,
     ),
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
-    Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=Branch((2, 2))), same_seed=False),
-    Variant("beam", lambda v: Method(good_model(v), Beam(3, 3, 7), Match())),
-    Variant("beam_rejected", lambda v: Method(good_model(v), Beam(3, 3, 7), Rejection())),
-    Variant("first_copy", lambda v: Method(Lookup(2, 1, 4, choice="first"), Trie(4), Match())),
+    Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),
+    Variant("beam", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
+    Variant("beam_rejected", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
+    Variant("first_copy", lambda v: Method(PromptLookup(2, 1, 4, choice="first"), Trie(4), Match())),
     Variant(
         "typical_tree",
-        lambda v: Method(small_model(v), Branch((2, 2), draw=False), Typical()),
+        lambda v: Method(small_model(v), BranchingTree((2, 2), draw=False), TypicalAcceptance()),
         lossless=False,
         same_seed=False,
     ),
@@ -214,7 +225,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[Update]]:
     return [updates[number] for number in sorted(updates)]
 
 
-def statistics_of(updates: Sequence[Update]) -> Statistics:
+def statistics_of(updates: Sequence[Update]) -> RequestStatistics:
     """What a request that is over cost."""
     assert updates[-1].statistics is not None
     return updates[-1].statistics
@@ -246,24 +257,24 @@ def letters(tokens: Sequence[int]) -> str:
 
 def chain_tree(tokens: Sequence[int]) -> TokenTree:
     """Decided tokens as the tree of a pass."""
-    return root(tokens[-1:]).with_trunk([tokens])
+    return root_tree(tokens[-1:]).with_prefix([tokens])
 
 
-def reading(network: Network, context: Context, taps: Sequence[int]) -> Step:
+def reading(network: Network, context: Context, hidden_layers: Sequence[int]) -> StepResult:
     """The target has read all texts up to their last tokens, which it decided."""
-    texts = [t.tokens.tolist() for t in context.texts]
-    tree = root([t[-2] for t in texts]).with_trunk([t[:-1] for t in texts])
-    output = DecoderRunner(network).forward(context.rows, tree, taps=taps)
+    texts = [t.tokens.tolist() for t in context.sequences]
+    tree = root_tree([t[-2] for t in texts]).with_prefix([t[:-1] for t in texts])
+    output = DecoderRunner(network).forward(context.rows, tree, hidden_layers=hidden_layers)
     paths = tuple(tuple(range(len(t) - 1)) for t in texts)
-    return Step(context, tree, output, paths, tuple((t[-1],) for t in texts), (0,) * len(texts))
+    return StepResult(context, tree, output, paths, tuple((t[-1],) for t in texts), (0,) * len(texts))
 
 
-def drafted(shape: Shape[Any], drafter: Predictor, step: Step) -> list[set[tuple[int, ...]]]:
+def drafted(shape: Shape[Any], drafter: Predictor, step: StepResult) -> list[set[tuple[int, ...]]]:
     """What a shape grows below each text after that step: the tokens on the way to every node, the root's first."""
-    drafter.keep(step)
+    drafter.observe(step)
     tree = shape.grow(drafter, step.context)
     return [
-        {tuple(tree.token[i, tree.ancestors(i, node)].tolist()) for node in np.flatnonzero(tree.live[i])[1:].tolist()}
+        {tuple(tree.token[i, tree.ancestors(i, node)].tolist()) for node in np.flatnonzero(tree.valid[i])[1:].tolist()}
         for i in range(tree.rows)
     ]
 
@@ -282,7 +293,7 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     return logits
 
 
-def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -> Law:
+def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingParams) -> Law:
     """The processed distribution, written plainly: penalties, bias, temperature, top-k, top-p, min-p."""
     x = logits.astype(np.float64).copy()
     for token in set(text):
@@ -291,7 +302,7 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -
         x[token] -= s.frequency_penalty
     for token in set(text[prompt:]):
         x[token] -= s.presence_penalty
-    for token, value in s.bias.items():
+    for token, value in s.logit_bias.items():
         x[token] += value
     if s.temperature == 0:
         best: Law = np.eye(len(x))[x.argmax()]
@@ -312,33 +323,39 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: Sampling) -
 
 
 def naive(network: Decoder, request: Request) -> list[int]:
-    """Decoding without cache, batch, tree or engine: one whole pass per token, and the token at the request's own quantile."""
-    text, noise, prompt = list(request.prompt), Noise(request.sampling.seed), len(request.prompt)
+    """Decoding without cache, batch, tree or engine: one whole pass per token, and the token at the request's own
+    quantile.
+    """
+    text, noise, prompt = list(request.prompt), CounterRNG(request.sampling_params.seed), len(request.prompt)
     for position in range(prompt, prompt + request.max_new_tokens):
-        law = process(all_logits(network, text)[-1], text, prompt, request.sampling)
-        text.append(int(np.searchsorted(law.cumsum(), noise.uniform(position) * law.sum(), side="right")))
+        distribution = process(all_logits(network, text)[-1], text, prompt, request.sampling_params)
+        text.append(
+            int(np.searchsorted(distribution.cumsum(), noise.uniform(position) * distribution.sum(), side="right"))
+        )
         if text[-1] in request.eos or any(s in letters(text[prompt:]) for s in request.stop):
             break
     return text[prompt:]
 
 
-def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: Sampling) -> Law:
+def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: SamplingParams) -> Law:
     """Probability of every continuation of `length` tokens, in lexical order."""
 
     def grow(text: list[int], chance: float) -> list[float]:
         if len(text) == len(prompt) + length:
             return [chance]
-        law = process(all_logits(network, text)[-1], text, len(prompt), sampling)
-        return [c for token, p in enumerate(law.tolist()) for c in grow([*text, token], chance * p)]
+        distribution = process(all_logits(network, text)[-1], text, len(prompt), sampling)
+        return [c for token, p in enumerate(distribution.tolist()) for c in grow([*text, token], chance * p)]
 
     return np.array(grow(list(prompt), 1.0))
 
 
-def p_value(counts: np.ndarray, law: Law) -> float:
-    """Chance of counts at least as far from `law`, by Pearson's test with rare outcomes taken together; 0 if something impossible happened."""
-    if counts[law == 0].any():
+def p_value(counts: np.ndarray, distribution: Law) -> float:
+    """Chance of counts at least as far from `distribution`, by Pearson's test with rare outcomes taken together; 0 if
+    something impossible happened.
+    """
+    if counts[distribution == 0].any():
         return 0.0
-    expected = law * counts.sum()
+    expected = distribution * counts.sum()
     common = expected >= 5
     found, wanted = counts[common], expected[common]
     if expected[~common].sum() > 0:
@@ -356,16 +373,18 @@ def unchecked() -> Iterator[None]:
         jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def context_of(*texts: Sequence[int], sampling: Sampling | None = None, room: int = 99, prompt: int = 0) -> Context:
+def context_of(
+    *texts: Sequence[int], sampling: SamplingParams | None = None, max_depth: int = 99, prompt: int = 0
+) -> Context:
     """What a drafter sees of these texts; their first `prompt` tokens are the prompt (0: all)."""
-    whole = [Text(t[: prompt or len(t)]) for t in texts]
+    whole = [TokenBuffer(t[: prompt or len(t)]) for t in texts]
     for text, tokens in zip(whole, texts, strict=True):
         text.append(tokens[text.length :])
-    parameters = sampling or Sampling()
+    parameters = sampling or SamplingParams()
     return Context(
         rows=tuple(range(len(texts))),
-        texts=tuple(whole),
-        sampling=(parameters,) * len(texts),
-        noise=tuple(Noise(parameters.seed + i) for i in range(len(texts))),
-        room=np.full(len(texts), room),
+        sequences=tuple(whole),
+        sampling_params=(parameters,) * len(texts),
+        rngs=tuple(CounterRNG(parameters.seed + i) for i in range(len(texts))),
+        max_depth=np.full(len(texts), max_depth),
     )

@@ -9,12 +9,21 @@ import pytest
 
 from foretell.bench.contender import Spec
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions
 from foretell.catalogue.registry import find
-from foretell.config import SpeculativeConfig
 from foretell.draft import DraftModel
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Adaptive, Beam, Branch, Chain, Fallback, Fixed, Frugal, Trie
+from foretell.shape import (
+    AdaptiveChain,
+    BranchingTree,
+    Chain,
+    CostAwareTrie,
+    DynamicTree,
+    FixedTree,
+    RetrievalOrModel,
+    Trie,
+)
 from helpers import VARIANTS, VOCAB, Variant, sibling, speculator, target
 
 FAMILIES = {
@@ -103,10 +112,10 @@ def test_names_of_other_engines_are_aliases() -> None:
 def shapes() -> Iterator[tuple[str, object]]:
     yield "ngram@16", Trie(16, 0.1)
     yield "draft_model@16", Chain(16)
-    yield "specinfer@16", Branch((2, 2, 1, 1))
-    yield "specinfer@5", Branch((2, 1))
-    yield "spectr@6", Branch((4, 1, 1, 1, 1, 1), distinct=False)
-    yield "dynamic_tree@60", Beam(5, 10, 60)
+    yield "specinfer@16", BranchingTree((2, 2, 1, 1))
+    yield "specinfer@5", BranchingTree((2, 1))
+    yield "spectr@6", BranchingTree((4, 1, 1, 1, 1, 1), distinct=False)
+    yield "dynamic_tree@60", DynamicTree(5, 10, 60)
 
 
 @pytest.mark.parametrize(("text", "shape"), list(shapes()))
@@ -118,7 +127,7 @@ def test_a_number_of_drafted_tokens_is_what_is_drafted(text: str, shape: object)
 def test_a_number_of_drafted_tokens_bounds_the_cost_aware_trie() -> None:
     spec = Spec.parse("hybrid@16")
     tree = build(spec.method, context(), spec.config).tree
-    assert isinstance(tree, Frugal) and tree.budget == 16
+    assert isinstance(tree, CostAwareTrie) and tree.budget == 16
 
 
 def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
@@ -128,28 +137,29 @@ def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
 
 def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
     method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
-    assert isinstance(method.tree, Fallback)
-    assert method.tree.guess == Beam(7, 10, 60) and method.tree.frugal.budget == 9
+    assert isinstance(method.tree, RetrievalOrModel)
+    assert method.tree.guess == DynamicTree(7, 10, 60) and method.tree.frugal.budget == 9
     with pytest.raises(ValueError, match="hybrid_model, which drafts with eagle3 here, does not read 'exit_layer'"):
         build("hybrid_model", context("eagle3"), {"exit_layer": 1})
     with pytest.raises(ValueError, match="hybrid_model, which has a draft model here, does not read 'eagle_topk'"):
         build("hybrid_model", context(drafts=1), {"eagle_topk": 1})
     early = build("hybrid_model", context(), {"exit_layer": 1, "num_speculative_tokens": 2}).tree
-    assert isinstance(early, Fallback) and early.guess == Chain(2, draw=False, confidence=0.4)
+    assert isinstance(early, RetrievalOrModel) and early.guess == Chain(2, draw=False, confidence=0.4)
 
 
 def test_schedules_and_drawn_trees() -> None:
     adaptive = build("draft_model", context(drafts=1), {"num_assistant_tokens_schedule": "heuristic"})
-    assert isinstance(adaptive.tree, Adaptive) and isinstance(adaptive.draft, DraftModel)
+    assert isinstance(adaptive.tree, AdaptiveChain) and isinstance(adaptive.draft, DraftModel)
     fixed = build("eagle2", context("eagle"), {"acceptance": [0.5, 0.2], "num_draft_tokens": 6}).tree
-    assert isinstance(fixed, Fixed) and len(fixed.choices) == 6
+    assert isinstance(fixed, FixedTree) and len(fixed.choices) == 6
     chain = build("eagle", context("eagle"), {"eagle_topk": 1, "num_steps": 3}).tree
     assert chain == Chain(3, draw=False)
 
 
 def test_methods_of_other_packages_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Entry(
-        name="mine", family="retrieval", description="-", pays="-", drafter=BUILT_IN[0].drafter, shape=BUILT_IN[0].shape,
+        name="mine", family="retrieval", description="-", pays="-", drafter=BUILT_IN[0].drafter,
+        shape=BUILT_IN[0].shape,
         acceptor=BUILT_IN[0].acceptor, builder=BUILT_IN[0].builder,
     )  # fmt: skip
 

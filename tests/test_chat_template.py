@@ -1,12 +1,14 @@
-"""Chat templates are untrusted programs: what they may compute is bounded, and what published ones write is not changed."""
+"""Chat templates are untrusted programs: what they may compute is bounded, and what published ones write is not
+changed.
+"""
 
 import time
 from collections.abc import Sequence
 
 import pytest
 
-from foretell import chat_template
-from foretell.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from foretell.tokenizer import chat_template
+from foretell.tokenizer.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 USER = {"role": "user", "content": "Why?"}
 DOUBLING = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = VALUE %}{% endfor %}{{ n.x }}"
@@ -16,17 +18,23 @@ LARGE = "{% set x = 'a' * 99999 %}"
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 'a' * 10**10 }}", "{{ 10**10 * 'a' }}", "{{ [1] * 10**10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 10**10 * 'a' ~ 'b' }}",
-        DOUBLING.replace("VALUE", "n.x + n.x"), DOUBLING.replace("VALUE", "n.x ~ n.x"), DOUBLING.replace("VALUE", "[n.x, n.x]"),
+        "{{ 'a' * 10**10 }}", "{{ 10**10 * 'a' }}", "{{ [1] * 10**10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 10**10 * 'a' ~ "
+                                                                                                 "'b' }}",
+        DOUBLING.replace("VALUE", "n.x + n.x"), DOUBLING.replace("VALUE", "n.x ~ n.x"), DOUBLING.replace("VALUE",
+        "[n.x, n.x]"),
         DOUBLING.replace("VALUE", "(n.x, n.x)"), DOUBLING.replace("VALUE", "{'a': n.x, 'b': n.x}"),
         DOUBLING.replace("VALUE", "dict(a=n.x, b=n.x)"), DOUBLING.replace("VALUE", "n.x.replace('a', 'aa')"),
-        "{{ 'a'.ljust(10**10) }}", "{{ 'a'|center(10**10) }}", "{{ ('a'|attr('zfill'))(10**10) }}", "{{ '\\t'.expandtabs(10**10) }}",
-        "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '%9999999999d'|format(1) }}", "{{ '{:9999999999}'.format(1) }}",
+        "{{ 'a'.ljust(10**10) }}", "{{ 'a'|center(10**10) }}", "{{ ('a'|attr('zfill'))(10**10) }}", "{{ "
+                                                                                                    "'\\t'.expandtabs(10**10) }}",
+        "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '%9999999999d'|format(1) }}", "{{ "
+                                                                                                  "'{:9999999999}'.format(1) }}",
         "{{ '{:{w}}'.format(1, w=10**9) }}", LARGE + "{{ ('{0}' * 99999).format(x) }}",
-        LARGE + "{{ x.replace('a', x) }}", LARGE + "{{ x|replace('', x) }}", LARGE + "{{ x.join(x) }}", LARGE + "{{ x|join(x) }}",
+        LARGE + "{{ x.replace('a', x) }}", LARGE + "{{ x|replace('', x) }}", LARGE + "{{ x.join(x) }}",
+        LARGE + "{{ x|join(x) }}",
         LARGE + "{{ range(9999)|map('replace', '9', x)|list }}", LARGE + "{{ (x|replace('a', 'a\\n'))|indent(x) }}",
         LARGE + "{% macro f() %}{{ varargs|string }}{% endmacro %}{{ f(x,x,x,x,x,x,x,x,x,x,x,x) }}",
-        "{{ 'a'|indent(10**10) }}", "{{ 1|round(10**10) }}", "{{ [1]|slice(10**9)|list }}", "{{ 1.to_bytes(10**10, 'big') }}",
+        "{{ 'a'|indent(10**10) }}", "{{ 1|round(10**10) }}", "{{ [1]|slice(10**9)|list }}", "{{ 1.to_bytes(10**10, "
+                                                                                            "'big') }}",
         "{{ [[1]]|sum(start=[]) }}", "{% for i in range(99999) %}" + "a" * 200 + "{% endfor %}",
         "{% for i in range(99999) %}{% set x %}" + "a" * 9999 + "{% endset %}{% endfor %}",
     ],
@@ -44,7 +52,8 @@ ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for i in range(9) recursive %}{% if loop.depth < 9 %}{{ loop(range(99999)) }}{% endif %}{% endfor %}",
-    "{% for i in range(99999)|select('in', range(9999)|map('string')|list) %}{{ range(99999)|map('int')|list }}{% endfor %}",
+    "{% for i in range(99999)|select('in', range(9999)|map('string')|list) %}{{ range(99999)|map('int')|list }}{% "
+    "endfor %}",
     "{% for i in range(99999) if range(99999)|map('string')|list|length == 1 %}{% endfor %}",
 )
 
@@ -65,9 +74,13 @@ def test_a_template_that_does_not_end_is_stopped_by_the_clock(monkeypatch: pytes
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(10**12) %}{% endfor %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}", "{{ lipsum(n=10**9) }}",
-        "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'x'|nosuch }}",
-        "{% if %}", "{{ " + "(" * 5000, "{% if 1 %}" * 3000, "{{ " + "9" * 9999 + " }}", "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{% for i in range(10**12) %}{% endfor %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}", "{{ "
+                                                                                                      "lipsum(n=10**9) "
+                                                                                                      "}}",
+        "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'x'|nosuch }}",
+        "{% if %}", "{{ " + "(" * 5000, "{% if 1 %}" * 3000, "{{ " + "9" * 9999 + " }}",
+        "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
         "a" * (MAX_TEMPLATE_CHARS + 1), "{{ raise_exception('long ' * 1000) }}",
     ],
 )  # fmt: skip
@@ -78,13 +91,17 @@ def test_whatever_a_template_raises_is_one_sentence(source: str) -> None:
 
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA_3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + "
+    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = "
+    "bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -159,22 +176,31 @@ AGAIN = {"role": "user", "content": ' "é" \n'}
 @pytest.mark.parametrize(
     ("source", "messages", "text"),
     [
-        (CHATML, [USER, ANSWER], "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nSo. <|im_end|>\n"
+        (CHATML, [USER, ANSWER],
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nSo. <|im_end|>\n"
          "<|im_start|>assistant\n"),
-        (LLAMA_3, [SYSTEM, AGAIN], "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>"
+        (LLAMA_3, [SYSTEM, AGAIN], "<s><|start_header_id|>system<|end_header_id|>\n\nBe "
+                                   "brief.<|eot_id|><|start_header_id|>user<|end_header_id|>"
          '\n\n"é"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'),
-        (MISTRAL, [SYSTEM, USER, ANSWER, AGAIN], "<s>[INST] Why?[/INST] <think>\nhm\n</think>\n\nSo.</s>[INST] Be brief.\n\n"
+        (MISTRAL, [SYSTEM, USER, ANSWER, AGAIN], "<s>[INST] Why?[/INST] <think>\nhm\n</think>\n\nSo.</s>[INST] Be "
+                                                 "brief.\n\n"
          ' "é" \n[/INST]'),
-        (GEMMA_3, [SYSTEM, USER, ANSWER, AGAIN], "<s><start_of_turn>user\nBe brief.\n\nWhy?<end_of_turn>\n<start_of_turn>model\n"
+        (GEMMA_3, [SYSTEM, USER, ANSWER, AGAIN], "<s><start_of_turn>user\nBe "
+                                                 "brief.\n\nWhy?<end_of_turn>\n<start_of_turn>model\n"
          '<think>\nhm\n</think>\n\nSo.<end_of_turn>\n<start_of_turn>user\n"é"<end_of_turn>\n<start_of_turn>model\n'),
-        (QWEN_3, [USER, ANSWER, AGAIN], '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo. <|im_end|>\n<|im_start|>user\n "é" \n'
+        (QWEN_3, [USER, ANSWER, AGAIN],
+        '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo. <|im_end|>\n<|im_start|>user\n "é" \n'
          "<|im_end|>\n<|im_start|>assistant\n"),
-        ("{{ messages|tojson }}{{ '%s:%d'|format('a', 7) }}{{ '{}-{:.2f}'.format('b', 0.5) }}{{ 'c'.center(5) }}{{ '-' * 4 }}", [USER],
+        ("{{ messages|tojson }}{{ '%s:%d'|format('a', 7) }}{{ '{}-{:.2f}'.format('b', 0.5) }}{{ 'c'.center(5) }}{{ '-' "
+         "* 4 }}", [USER],
          '[{"role": "user", "content": "Why?"}]a:7b-0.50  c  ----'),
-        ("{{ messages|map(attribute='role')|join(', ') }}{{ 'a b'.replace(' ', '_') }}{{ ','.join(['x', 'y']) }}{{ 1|default(999999) }}",
+        ("{{ messages|map(attribute='role')|join(', ') }}{{ 'a b'.replace(' ', '_') }}{{ ','.join(['x', 'y']) }}{{ "
+         "1|default(999999) }}",
          [USER, ANSWER], "user, assistanta_bx,y1"),
-        ("{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k ~ v }}"
-         "{% endfor %}{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if loop.last %}{% break %}{% endif %}{{ i }}{% endfor %}",
+        ("{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}{% for k, v in "
+         "{'a': 1}.items() %}{{ k ~ v }}"
+         "{% endfor %}{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if loop.last %}{% break %}{% "
+         "endif %}{{ i }}{% endfor %}",
          [USER], "123a1023"),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foretell.corpus import NotTextError, files_of, texts_of, tokenized
+from foretell.retrieval.corpus import NotTextError, files_of, texts_of, tokenized
 from words import words
 
 
@@ -36,8 +36,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_documents_stay_whole_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretell.corpus._PIECE", 20)
-    monkeypatch.setattr("foretell.corpus._BATCH", 3)
+    monkeypatch.setattr("foretell.retrieval.corpus._PIECE", 20)
+    monkeypatch.setattr("foretell.retrieval.corpus._BATCH", 3)
     codec = words("a", "b", "c")
     texts = ["a b\n" * 30, "", "c", "b " * 25, *["a c"] * 9]
     assert [d.tolist() for d in tokenized(texts, codec)] == [codec.encode(t) for t in texts]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.datastore import Datastore, describe, fingerprint, joined, open_datastore, write
-from foretell.suffixes import SEPARATOR, suffix_order
+from foretell.retrieval.datastore import Datastore, describe, fingerprint, joined, open_datastore, write
+from foretell.retrieval.suffix_array import SEPARATOR, suffix_order
 from words import words
 
 END = int(SEPARATOR)
@@ -28,7 +28,10 @@ def arrays(*texts: Sequence[int]) -> list[np.ndarray]:
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(1, 9), st.sampled_from([0, 1 << 7, 1 << 15, (1 << 31) - 8]))
 def test_suffixes_are_sorted_to_the_depth(texts: list[list[int]], depth: int, offset: int) -> None:
-    """Up to the first separator: no pattern holds one, so nothing depends on what stands behind. The offset varies how many tokens fit a key."""
+    """Up to the first separator: no pattern holds one, so nothing depends on what stands behind.
+
+    The offset varies how many tokens fit a key.
+    """
     run = run_of([[t + offset for t in d] for d in texts])
     order = suffix_order(np.array(run, np.uint32), depth)
     assert sorted(order.tolist()) == list(range(len(run)))

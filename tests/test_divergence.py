@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.divergence import (
+from foretell.distributions.divergence import (
     coarse,
     divergences,
     forward_kl,
@@ -24,7 +24,7 @@ def pair(seed: int = 0, positions: int = 40) -> tuple[torch.Tensor, torch.Tensor
     return tuple(2 * torch.randn(positions, V, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 
 
-def laws(*logits: torch.Tensor) -> list[np.ndarray]:
+def distributions(*logits: torch.Tensor) -> list[np.ndarray]:
     return [torch.softmax(x, -1).numpy() for x in logits]
 
 
@@ -35,7 +35,7 @@ def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 def test_values_are_those_of_the_definitions() -> None:
     target, draft = pair()
-    p, q = laws(target, draft)
+    p, q = distributions(target, draft)
     np.testing.assert_allclose(forward_kl(target, draft), kl(p, q))
     np.testing.assert_allclose(reverse_kl(target, draft), kl(q, p))
     np.testing.assert_allclose(total_variation(target, draft), 1 - np.minimum(p, q).sum(-1))
@@ -145,7 +145,7 @@ def test_merging_outcomes_never_makes_a_divergence_larger_and_merging_none_keeps
 
 def test_one_minus_total_variation_is_the_rate_at_which_the_rejection_test_accepts() -> None:
     target, draft = pair(8, 1)
-    p, q = laws(target, draft)
+    p, q = distributions(target, draft)
     rng = np.random.default_rng(0)
     drawn = rng.choice(V, 40_000, p=q[0] / q[0].sum())
     accepted = (rng.random(40_000) * q[0][drawn] <= p[0][drawn]).mean()

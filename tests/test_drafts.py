@@ -7,12 +7,12 @@ import torch
 
 from foretell.catalogue import BuildContext, build, speculators
 from foretell.catalogue.speculators import draft_models, draft_predictor, find_draft_models
-from foretell.draft import DraftModel, Heads, Hybrid, Mix
-from foretell.engine import Request
+from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
+from foretell.engine.engine import Request
 from foretell.model.compress import Change
-from foretell.model.reduced import Reduced
+from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.reduced_vocabulary import ReducedVocabulary
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.source import Source
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 
@@ -23,14 +23,14 @@ def parts(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> BuildContext:
 
 def test_a_trained_draft_is_a_small_model_over_its_own_tokens() -> None:
     (runner,) = draft_models(parts("draft_model"))
-    assert isinstance(runner, DecoderRunner) and isinstance(runner.network, Reduced) and runner.vocab == VOCAB
+    assert isinstance(runner, DecoderRunner) and isinstance(runner.network, ReducedVocabulary) and runner.vocab == VOCAB
     assert isinstance(draft_predictor(parts("draft_model")), DraftModel)
 
 
 def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() -> None:
     both = parts("draft_model", "draft_model", drafts=(DecoderRunner(sibling()),))
     method = build("specinfer", both)
-    assert isinstance(method.draft, Mix) and len(method.draft.drafters) == 3
+    assert isinstance(method.draft, MixtureDrafter) and len(method.draft.drafters) == 3
     requests = [Request(random_tokens(5 + i, seed=i), max_new_tokens=9) for i in range(3)]
     assert generate(method, requests) == [naive(target(), r) for r in requests]
 
@@ -47,17 +47,17 @@ def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:
 
 
 def test_tolerant_blocks_draft_with_heads_or_small_models_as_named() -> None:
-    assert isinstance(build("blockwise_lossy", parts("blockwise")).draft, Heads)
+    assert isinstance(build("blockwise_lossy", parts("blockwise")).draft, HeadsDrafter)
     assert isinstance(build("blockwise_lossy", parts("draft_model")).draft, DraftModel)
 
 
-class Checkpoint(Source):
+class RandomCheckpoint(Checkpoint):
     def copy(self, change: Change, dtype: str | None = None) -> Network:
         return change(self.decoder(torch.float32))
 
 
 def test_the_installed_draft_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Checkpoint(target().config, RandomWeights(), torch.device("cpu"))
+    source = RandomCheckpoint(target().config, RandomWeights(), torch.device("cpu"))
     asked = BuildContext(VOCAB, target(), source=source)
     assert find_draft_models(asked) == () and target().config.hidden == TINY.hidden
 
@@ -67,6 +67,6 @@ def test_the_installed_draft_is_taken_where_none_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(speculators, "find_installed", installed)
     assert len(find_draft_models(asked)) == 1
     hybrid = build("hybrid_model", asked).draft
-    assert isinstance(hybrid, Hybrid)
+    assert isinstance(hybrid, HybridDrafter)
     named = BuildContext(VOCAB, target(), (DecoderRunner(sibling()),), source=source)
     assert find_draft_models(named) == named.drafts

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from foretell.accept import Match, Rejection
-from foretell.context import Context
-from foretell.draft import Continuation, DraftModel, Mix, Nothing, Predictor, Retriever
-from foretell.engine import Engine, Request, Update
-from foretell.method import AnyMethod, Method
+from foretell.core.context import Context
+from foretell.core.sampling import SamplingParams
+from foretell.draft import Continuation, DraftModel, MixtureDrafter, NoDrafter, Predictor, Retriever
+from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Chain, Root, Trie
+from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder
-from foretell.text import Detokenizer
+from foretell.tokenizer.codec import Detokenizer
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -35,7 +35,7 @@ from helpers import (
 )
 
 PROMPT = random_tokens(12, seed=12)
-PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
+PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Told(Retriever):
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         out = []
-        for text in context.texts:
+        for text in context.sequences:
             rest = self.truth[len(text.generated) :][:budget]
             tokens = tuple(t if self.right else (t + 1) % VOCAB for t in rest)
             out.append([Continuation(tokens, (0.5,) * len(tokens))] if tokens else [])
@@ -187,7 +187,7 @@ def test_the_context_limits_the_answer() -> None:
         (Request([1], max_new_tokens=-3), "max_new_tokens must be at least 1, found -3"),
         (Request([1, VOCAB]), f"outside the model's vocabulary of {VOCAB}"),
         (Request([-1]), "outside the model's vocabulary"),
-        (Request([1], Sampling(bias={VOCAB: 1.0})), "the bias names a token outside"),
+        (Request([1], SamplingParams(logit_bias={VOCAB: 1.0})), "the bias names a token outside"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(request_: Request, words: str) -> None:
@@ -237,7 +237,7 @@ def test_requests_of_wrong_types_are_refused_and_the_others_go_on(values: dict[s
 )
 def test_sampling_parameters_of_wrong_types_are_refused(values: dict[str, Any], words: str) -> None:
     with unchecked(), pytest.raises(ValueError, match=words):
-        Sampling(**values)
+        SamplingParams(**values)
 
 
 def test_a_request_cancelled_between_updates_gets_none_after_its_last() -> None:
@@ -271,13 +271,13 @@ def test_statistics_are_held_while_a_request_runs() -> None:
     assert engine.step() == []
 
 
-@pytest.mark.parametrize("make", [small_model, lambda v: Mix([small_model(v), small_model(v)])])
+@pytest.mark.parametrize("make", [small_model, lambda v: MixtureDrafter([small_model(v), small_model(v)])])
 def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) -> None:
-    method, request = Method(make(VOCAB), Chain(3), Rejection()), Request(PROMPT, Sampling(1.0), 9)
+    method, request = Method(make(VOCAB), Chain(3), Rejection()), Request(PROMPT, SamplingParams(1.0), 9)
     one = engine_for(method)
     one.submit(request)
     one.step()
-    for shape in (method.tree, Beam(2, 2, 4)):
+    for shape in (method.tree, DynamicTree(2, 2, 4)):
         with pytest.raises(ValueError, match="serves another engine, which is busy: build a method for every engine"):
             engine_for(replace(method, tree=shape))
     rest = [t for u in one.run() for t in u.tokens]
@@ -292,7 +292,7 @@ def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_method_that_is_handed_over_has_forgotten_the_requests(variant: Variant) -> None:
     """Even those of an engine that was given up before they were over."""
-    requests = [Request(random_tokens(n, seed=n), Sampling(1.0, seed=n), 9) for n in (13, 4)]
+    requests = [Request(random_tokens(n, seed=n), SamplingParams(1.0, seed=n), 9) for n in (13, 4)]
     expected = generate(variant.make(VOCAB), requests)
     method = variant.make(VOCAB)
     given_up = engine_for(method)

@@ -1,4 +1,6 @@
-"""What every method promises, whatever its parts: greedy text, the target's law, no dependence on company, and clean caches."""
+"""What every method promises, whatever its parts: greedy text, the target's law, no dependence on company, and clean
+caches.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +12,11 @@ import pytest
 import torch
 
 from foretell.catalogue import BUILT_IN
-from foretell.draft import Drafter, DraftModel, Mix
-from foretell.engine import Request
-from foretell.method import AnyMethod
+from foretell.core.sampling import SamplingParams
+from foretell.draft import Drafter, DraftModel, MixtureDrafter
+from foretell.engine.engine import Request
+from foretell.engine.method import AnyMethod
 from foretell.model.runner import DecoderRunner, Runner
-from foretell.sampling import Sampling
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -36,7 +38,7 @@ from helpers import (
 SMALL = 4
 """Vocabulary of the law tests."""
 START = [1, 0, 2]
-FLAT = Sampling(temperature=2.5)
+FLAT = SamplingParams(temperature=2.5)
 PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 40, 9, 1, 25)]
 
 PLAIN = VARIANTS[0]
@@ -63,7 +65,9 @@ PARAMETERS: dict[str, dict[str, float]] = {
 
 def requests_of(temperature: float, eos: tuple[int, ...] = ()) -> list[Request]:
     return [
-        Request(p, Sampling(temperature=temperature, seed=i, top_k=9 * (i % 2)), max_new_tokens=10 + 2 * i, eos=eos)
+        Request(
+            p, SamplingParams(temperature=temperature, seed=i, top_k=9 * (i % 2)), max_new_tokens=10 + 2 * i, eos=eos
+        )
         for i, p in enumerate(PROMPTS)
     ]
 
@@ -72,15 +76,17 @@ def requests_of(temperature: float, eos: tuple[int, ...] = ()) -> list[Request]:
 def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
     """A request for every sampling parameter at this temperature, with what naive decoding makes of it."""
     prompt = PROMPTS[3]
-    plain = Request(prompt, Sampling(temperature=temperature, seed=7), max_new_tokens=14)
+    plain = Request(prompt, SamplingParams(temperature=temperature, seed=7), max_new_tokens=14)
     start = naive(target(), plain)
     requests = (
         {
-            name: replace(plain, sampling=replace(plain.sampling, **values))  # type: ignore[arg-type]
+            name: replace(plain, sampling_params=replace(plain.sampling_params, **values))  # type: ignore[arg-type]
             for name, values in PARAMETERS.items()
         }
         | {
-            "bias": replace(plain, sampling=replace(plain.sampling, bias={start[0]: -float("inf"), 5: 3.0})),
+            "bias": replace(
+                plain, sampling_params=replace(plain.sampling_params, logit_bias={start[0]: -float("inf"), 5: 3.0})
+            ),
             "stop": replace(plain, stop=("zzz", "".join(chr(ord("a") + t) for t in start[4:6]))),
             "eos": replace(plain, eos=(start[6],)),
             "one token": replace(plain, max_new_tokens=1),
@@ -135,7 +141,7 @@ def test_lossy_greedy_text_keeps_to_its_rule_and_counts_every_change(variant: Va
         p /= p.sum(-1, keepdims=True)
         assert all(rule(row)[token] for row, token in zip(p, text, strict=True))
         changes.append(int(sum(row.argmax() != token for row, token in zip(p, text, strict=True))))
-        assert engine.statistics[number].price.changed == changes[-1]
+        assert engine.statistics[number].fidelity.changed == changes[-1]
     assert any(changes) is (rule is not best)
 
 
@@ -159,14 +165,14 @@ def test_texts_go_on_up_to_the_end_of_the_context(variant: Variant) -> None:
         assert generate(variant.make(VOCAB), requests, rows=4, chunk=512) == expected
 
 
-def sampled(variant: Variant, sampling: Sampling, number: int) -> list[list[int]]:
+def sampled(variant: Variant, sampling: SamplingParams, number: int) -> list[list[int]]:
     """Three tokens after the same prompt for each of `number` seeds."""
     requests = [Request(START, replace(sampling, seed=i), max_new_tokens=3) for i in range(number)]
     with unchecked():
         return generate(variant.make(SMALL), requests, rows=512, chunk=1 << 14, vocab=SMALL)
 
 
-def fit(variant: Variant, sampling: Sampling, number: int) -> float:
+def fit(variant: Variant, sampling: SamplingParams, number: int) -> float:
     """Chance of texts as far from the target's law as those of `number` seeds."""
     where = np.ravel_multi_index(np.array(sampled(variant, sampling, number)).T, (SMALL,) * 3)
     return p_value(np.bincount(where, minlength=SMALL**3), exact_law(target(SMALL), START, 3, sampling))
@@ -222,7 +228,7 @@ def test_caches_hold_what_a_fresh_pass_over_the_text_writes(variant: Variant) ->
     method = variant.make(VOCAB)
     engine = engine_for(method, rows=len(PROMPTS), chunk=64)
     for i, prompt in enumerate(PROMPTS):
-        engine.submit(Request(prompt, Sampling(temperature=i % 2, seed=i), max_new_tokens=210))
+        engine.submit(Request(prompt, SamplingParams(temperature=i % 2, seed=i), max_new_tokens=210))
     texts = [list(p) for p in PROMPTS]
     for _ in range(12):
         for update in engine.step():
@@ -234,7 +240,7 @@ def test_caches_hold_what_a_fresh_pass_over_the_text_writes(variant: Variant) ->
 
 
 def draft_runners(drafter: Drafter) -> list[Runner]:
-    if isinstance(drafter, Mix):
+    if isinstance(drafter, MixtureDrafter):
         return [r for d in drafter.drafters for r in draft_runners(d)]
     return [drafter.runner] if isinstance(drafter, DraftModel) else []
 
@@ -278,9 +284,9 @@ def assert_naive(variant: Variant, temperature: float) -> None:
     "sampling",
     [
         replace(FLAT, top_k=3, top_p=0.9, min_p=0.12),
-        replace(FLAT, repetition_penalty=1.5, presence_penalty=0.9, frequency_penalty=0.8, bias={0: 1.5}),
+        replace(FLAT, repetition_penalty=1.5, presence_penalty=0.9, frequency_penalty=0.8, logit_bias={0: 1.5}),
     ],
     ids=["truncated", "penalised"],
 )
-def test_every_sampling_parameter_keeps_the_law(variant: Variant, sampling: Sampling) -> None:
+def test_every_sampling_parameter_keeps_the_law(variant: Variant, sampling: SamplingParams) -> None:
     assert fit(variant, sampling, 1000) > 1e-3

@@ -1,4 +1,6 @@
-"""Requests beside requests, with every method: unequal lengths, drafts of a shorter context, failures, cached prefixes."""
+"""Requests beside requests, with every method: unequal lengths, drafts of a shorter context, failures, cached
+prefixes.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,19 +11,19 @@ import torch
 
 from foretell.accept import Match, Rejection
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
-from foretell.config import SpeculativeConfig
-from foretell.context import Context, Step
-from foretell.draft import DraftModel, Nothing, Retriever, Translated
+from foretell.catalogue.config import SpeculativeConfig
+from foretell.core.context import Context, StepResult
+from foretell.core.sampling import SamplingParams
+from foretell.draft import CrossTokenizerDrafter, DraftModel, NoDrafter, Retriever
 from foretell.draft.base import Continuation
-from foretell.engine import Completion, Engine, Request, Update, describe
-from foretell.method import AnyMethod, Method
-from foretell.model import native
-from foretell.model.native.decoder import NativeDecoder
+from foretell.engine.engine import Completion, Engine, Request, Update, describe
+from foretell.engine.method import AnyMethod, Method
+from foretell.model import kernels as native
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Chain, Root, Trie
+from foretell.shape import Chain, RootOnly, Trie
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.text import Detokenizer
+from foretell.tokenizer.codec import Detokenizer
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -40,14 +42,14 @@ from helpers import (
 
 every_entry = pytest.mark.parametrize("entry", BUILT_IN, ids=lambda e: e.name)
 kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
-PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
+PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
 class Strict(Engine):
     """Raises whatever a step raises."""
 
-    def _observe(self, step: Step) -> None:
-        self.method.keep(step)
+    def _observe(self, step: StepResult) -> None:
+        self.method.observe(step)
 
     def step(self) -> list[Update]:
         with torch.inference_mode():
@@ -62,7 +64,7 @@ def tokens(completions: Sequence[Completion]) -> list[list[int]]:
 def unequal(temperature: float) -> list[Request]:
     """Requests with room for 0, 1 and 2 drafts beside longer ones, which they join and leave."""
     lengths = ((9, 12), (5, 1), (3, 2), (7, 3), (12, 9), (4, 1))
-    return [Request(random_tokens(n, seed=n), Sampling(temperature, seed=n), new) for n, new in lengths]
+    return [Request(random_tokens(n, seed=n), SamplingParams(temperature, seed=n), new) for n, new in lengths]
 
 
 @cache
@@ -122,14 +124,14 @@ class Failing(Retriever):
         self.phase = phase
 
     def _check(self, phase: str, context: Context) -> None:
-        if phase == self.phase and any(t.prompt_length == BAD and len(t.generated) > 2 for t in context.texts):
+        if phase == self.phase and any(t.prompt_length == BAD and len(t.generated) > 2 for t in context.sequences):
             raise IndexError("out of bounds")
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         self._check("propose", context)
         return [[] for _ in context.rows]
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         self._check("keep", step.context)
 
 
@@ -231,7 +233,9 @@ SHORT: Mapping[str, Callable[[], AnyMethod]] = {
     "cascade": lambda: build("cascade", BuildContext(VOCAB, target(), (short_network(), short_network()))),
     "nested cascade": lambda: build("cascade", BuildContext(VOCAB, target(), (short_network(200), short_network()))),
     "translated": lambda: Method(
-        Translated(DraftModel(short_network()), letter_codec(VOCAB), letter_codec(VOCAB, 2)), Trie(6), Match()
+        CrossTokenizerDrafter(DraftModel(short_network()), letter_codec(VOCAB), letter_codec(VOCAB, 2)),
+        Trie(6),
+        Match(),
     ),
     "hybrid": lambda: build("hybrid_model", BuildContext(VOCAB, target(), (short_network(),))),
     "hybrid eagle": lambda: build("hybrid_model", short_parts("eagle3")),
@@ -247,7 +251,9 @@ SHORT: Mapping[str, Callable[[], AnyMethod]] = {
 
 @pytest.mark.parametrize("name", SHORT)
 def test_texts_beyond_the_reach_of_a_draft_are_decoded_plainly(name: str) -> None:
-    """One prompt is too long from the start, one text grows too long, one stays short, one comes after the long one in its row."""
+    """One prompt is too long from the start, one text grows too long, one stays short, one comes after the long one in
+    its row.
+    """
     lengths = ((170, 20), (30, 60), (5, 12), (7, 15))
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=new) for n, new in lengths]
     with unchecked():
@@ -280,7 +286,7 @@ def test_texts_beyond_the_reach_of_a_draft_are_decoded_plainly_on_the_kernels(ki
 def test_drawn_drafts_of_eagle_do_not_depend_on_how_the_prompt_was_cut(kind: str) -> None:
     parts = BuildContext(VOCAB, target(), speculators=(speculator(kind),))
     drawn = SpeculativeConfig(draft_sample_method="probabilistic")
-    requests = [Request(random_tokens(13, seed=s), Sampling(1.0, seed=s), 12) for s in range(6)]
+    requests = [Request(random_tokens(13, seed=s), SamplingParams(1.0, seed=s), 12) for s in range(6)]
     texts = {}
     with unchecked():
         for chunk in (512, 12, 6, 4):
@@ -293,12 +299,14 @@ def test_drawn_drafts_of_eagle_do_not_depend_on_how_the_prompt_was_cut(kind: str
 
 
 def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
-    """Three turns of which each goes on from the one before, of the last one other words than were answered, and a question of its own."""
+    """Three turns of which each goes on from the one before, of the last one other words than were answered, and a
+    question of its own.
+    """
     engine = Engine(DecoderRunner(target()), method, rows=1, chunk=16, prefix_caching=prefix_caching)
     text, found = random_tokens(21, seed=1), list[Completion]()
     for turn in range(4):
         prompt = random_tokens(9, seed=7) if turn == 3 else text
-        found += engine.complete([Request(prompt, Sampling(1.0, seed=turn), max_new_tokens=14)])
+        found += engine.complete([Request(prompt, SamplingParams(1.0, seed=turn), max_new_tokens=14)])
         answer = found[-1].tokens[: 5 if turn == 1 else None]
         text = [*text, *answer, *random_tokens(4, seed=turn)]
     return found

@@ -1,4 +1,6 @@
-"""Sampling: the same distributions as transformers' processors and as plain formulas, and random numbers that stand alone."""
+"""Sampling: the same distributions as transformers' processors and as plain formulas, and random numbers that stand
+alone.
+"""
 
 import numpy as np
 import pytest
@@ -15,15 +17,15 @@ from transformers import (
 )
 
 from foretell.accept.rejection import RESIDUAL, TRIAL
-from foretell.laws import Laws
-from foretell.sampling import Noise, Sampling, penalize, pick, truncate
+from foretell.core.sampling import CounterRNG, SamplingParams, apply_penalties, sample_from, truncate_distribution
+from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.distributions.processed import ProcessedDistributions
 from foretell.shape.base import DRAFT
-from foretell.tree import TokenTree, from_lists
 from helpers import context_of, process, random_tokens
 
 VOCAB = 40
 settings_ = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 3, 39, 40, 99]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
@@ -35,58 +37,65 @@ settings_ = st.builds(
 )
 
 
-def laws_of(text: list[int], prompt: int, sampling: Sampling, logits: torch.Tensor, tree: TokenTree) -> Laws:
+def laws_of(
+    text: list[int], prompt: int, sampling: SamplingParams, logits: torch.Tensor, tree: TokenTree
+) -> ProcessedDistributions:
     context = context_of(text, sampling=sampling, prompt=prompt)
-    return Laws(context, tree, logits, np.arange(tree.nodes)[None])
+    return ProcessedDistributions(context, tree, logits, np.arange(tree.nodes)[None])
 
 
 @given(settings_, st.integers(0, 1000))
 @settings(max_examples=150, deadline=None)
-def test_every_parameter_is_exact_at_every_node_of_a_tree(sampling: Sampling, seed: int) -> None:
+def test_every_parameter_is_exact_at_every_node_of_a_tree(sampling: SamplingParams, seed: int) -> None:
     tokens, parents, text = random_tokens(6, VOCAB, seed + 1), [-1, 0, 0, 1, 3, 2], random_tokens(12, VOCAB, seed)
-    tree = from_lists([[text[-1], *tokens[1:]]], [parents])
+    tree = tree_from_lists([[text[-1], *tokens[1:]]], [parents])
     logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    laws = laws_of(text, 5, sampling, logits, tree)
+    distributions = laws_of(text, 5, sampling, logits, tree)
     for node in range(6):
         history = [*text, *(int(tree.token[0, a]) for a in tree.ancestors(0, node)[1:])]
         expected = process(logits[node].numpy(), history, 5, sampling)
-        np.testing.assert_allclose(laws.probabilities(0, node).numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(distributions.probabilities(0, node).numpy(), expected, atol=1e-12)
 
 
 @given(settings_, st.integers(0, 1000))
 @settings(max_examples=100, deadline=None)
-def test_distributions_equal_those_of_transformers(sampling: Sampling, seed: int) -> None:
+def test_distributions_equal_those_of_transformers(sampling: SamplingParams, seed: int) -> None:
     text = torch.tensor([random_tokens(9, VOCAB, seed)])
     logits = 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    plain = Sampling(repetition_penalty=sampling.repetition_penalty)
-    found = penalize(logits[0], text[0].numpy(), 4, plain)
+    plain = SamplingParams(repetition_penalty=sampling.repetition_penalty)
+    found = apply_penalties(logits[0], text[0].numpy(), 4, plain)
     expected = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(text, logits.clone())
     torch.testing.assert_close(found, expected[0])
     scores = TemperatureLogitsWarper(sampling.temperature)(text, expected)
     warpers = [(sampling.top_k, TopKLogitsWarper), (sampling.top_p < 1 and sampling.top_p, TopPLogitsWarper)]
     for value, warper in [*warpers, (sampling.min_p, MinPLogitsWarper)]:
         scores = warper(value)(text, scores) if value else scores
-    p = truncate(torch.softmax(found / sampling.temperature, -1), sampling)
+    p = truncate_distribution(torch.softmax(found / sampling.temperature, -1), sampling)
     torch.testing.assert_close(p, torch.softmax(scores[0], -1), rtol=0, atol=1e-12)
 
 
 def test_temperature_zero_is_one_point_and_the_first_of_equals() -> None:
-    tree = from_lists([[1]], [[-1]])
-    laws = laws_of([1], 1, Sampling(), torch.tensor([[0.0, 4.0, 4.0]]), tree)
-    assert laws.probabilities(0, 0).tolist() == [0, 1, 0]
-    assert laws.draw(0, 0) == laws.best(0, 0) == 1
-    biased = laws_of([1], 1, Sampling(bias={1: -1.0}), torch.tensor([[0.0, 4.0, 4.0]]), tree)
-    assert biased.draw(0, 0) == 2
+    tree = tree_from_lists([[1]], [[-1]])
+    distributions = laws_of([1], 1, SamplingParams(), torch.tensor([[0.0, 4.0, 4.0]]), tree)
+    assert distributions.probabilities(0, 0).tolist() == [0, 1, 0]
+    assert distributions.sample(0, 0) == distributions.argmax(0, 0) == 1
+    biased = laws_of([1], 1, SamplingParams(logit_bias={1: -1.0}), torch.tensor([[0.0, 4.0, 4.0]]), tree)
+    assert biased.sample(0, 0) == 2
 
 
 def test_pick_is_the_quantile_and_never_impossible() -> None:
     p = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.0])
-    assert [pick(p, u) for u in (0.0, 0.3, 0.34, 0.99, 1.0)] == [1, 1, 3, 3, 3]
+    assert [sample_from(p, u) for u in (0.0, 0.3, 0.34, 0.99, 1.0)] == [1, 1, 3, 3, 3]
 
 
 def test_noise_is_uniform() -> None:
     values = np.array(
-        [Noise(seed).uniform(position, stream) for seed in range(20) for position in range(60) for stream in range(5)]
+        [
+            CounterRNG(seed).uniform(position, stream)
+            for seed in range(20)
+            for position in range(60)
+            for stream in range(5)
+        ]
     )
     assert ((values >= 0) & (values < 1)).all()
     assert kstest(values, "uniform").pvalue > 1e-3
@@ -96,29 +105,31 @@ def test_noise_is_uniform() -> None:
 
 def test_noise_does_not_depend_on_the_order_of_calls() -> None:
     places = [(position, stream) for position in range(20) for stream in range(20)]
-    forwards, backwards = Noise(5), Noise(5)
+    forwards, backwards = CounterRNG(5), CounterRNG(5)
     assert [forwards.uniform(*p) for p in places] == [backwards.uniform(*p) for p in places[::-1]][::-1]
 
 
 def test_no_two_uses_share_a_random_number() -> None:
     """The target's draws, the trials, the residuals and the drafts of all positions and depths, under one seed."""
-    tree = from_lists([[0] * 6], [[-1, 0, 1, 2, 3, 4]])
+    tree = tree_from_lists([[0] * 6], [[-1, 0, 1, 2, 3, 4]])
     seen: dict[float, tuple[int, ...]] = {}
-    noise = Noise(3)
+    noise = CounterRNG(3)
     for length in range(1, 60):
-        laws = Laws(context_of([0] * length, sampling=Sampling(seed=3)), tree, torch.zeros(6, 2), np.arange(6)[None])
+        distributions = ProcessedDistributions(
+            context_of([0] * length, sampling=SamplingParams(seed=3)), tree, torch.zeros(6, 2), np.arange(6)[None]
+        )
         for node in range(6):
             for stream in (TRIAL, TRIAL + 1, TRIAL + 2, RESIDUAL, DRAFT, DRAFT + 1, DRAFT + 17):
-                value = laws.uniform(0, node, stream)
+                value = distributions.uniform(0, node, stream)
                 assert seen.setdefault(value, (length, node, stream)) == (length, node, stream)
         assert seen.setdefault(noise.uniform(length), (length,)) == (length,)
 
 
 def test_the_targets_draw_depends_on_the_position_only() -> None:
-    logits, sampling = torch.zeros(3, 50), Sampling(temperature=1.0, seed=4)
-    drafted = laws_of([1, 2], 2, sampling, logits, from_lists([[2, 3, 4]], [[-1, 0, 1]]))
-    later = laws_of([1, 2, 3, 4], 2, sampling, logits, from_lists([[4]], [[-1]]))
-    assert drafted.draw(0, 2) == later.draw(0, 0)
+    logits, sampling = torch.zeros(3, 50), SamplingParams(temperature=1.0, seed=4)
+    drafted = laws_of([1, 2], 2, sampling, logits, tree_from_lists([[2, 3, 4]], [[-1, 0, 1]]))
+    later = laws_of([1, 2, 3, 4], 2, sampling, logits, tree_from_lists([[4]], [[-1]]))
+    assert drafted.sample(0, 2) == later.sample(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +149,4 @@ def test_the_targets_draw_depends_on_the_position_only() -> None:
 )
 def test_values_out_of_range_are_refused(name: str, value: float, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be {words}, found"):
-        Sampling(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import pytest
 from miniature import record, turn
 
 from foretell.bench.schema import Record, Settings
-from foretell.store import LINES, Store, read, settings
+from foretell.utils.store import LINES, RunStore, read, settings
 
 SETTINGS = Settings(
     model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("float32",)
@@ -16,7 +16,7 @@ SECOND = FIRST.model_copy(update={"question": "b"})
 
 
 def fill(folder: Path) -> None:
-    with Store(folder, SETTINGS, Record) as store:
+    with RunStore(folder, SETTINGS, Record) as store:
         store.append(FIRST)
         store.append(SECOND)
 
@@ -25,7 +25,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     fill(tmp_path)
     assert list(read(tmp_path, Record)) == [FIRST, SECOND]
     assert settings(tmp_path, Settings) == SETTINGS
-    with Store(tmp_path, SETTINGS, Record) as store:
+    with RunStore(tmp_path, SETTINGS, Record) as store:
         assert store.records == [FIRST, SECOND]
 
 
@@ -35,7 +35,7 @@ def test_a_line_cut_by_an_interruption_is_dropped_and_the_rest_kept(tmp_path: Pa
     path = tmp_path / LINES
     path.write_bytes(path.read_bytes()[:-cut])
     assert list(read(tmp_path, Record)) == [FIRST]
-    with Store(tmp_path, SETTINGS, Record) as store:
+    with RunStore(tmp_path, SETTINGS, Record) as store:
         store.append(SECOND)
     assert list(read(tmp_path, Record)) == [FIRST, SECOND]
 
@@ -45,22 +45,22 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / LINES
     path.write_text('{"question": 3}\n' + path.read_text())
     with pytest.raises(ValueError, match="line 1: a damaged record"):
-        Store(tmp_path, SETTINGS, Record)
+        RunStore(tmp_path, SETTINGS, Record)
 
 
 def test_two_runs_into_one_folder_are_refused(tmp_path: Path) -> None:
-    with Store(tmp_path, SETTINGS, Record) as store:
+    with RunStore(tmp_path, SETTINGS, Record) as store:
         with pytest.raises(ValueError, match="another run is writing into this folder"):
-            Store(tmp_path, SETTINGS, Record)
+            RunStore(tmp_path, SETTINGS, Record)
         store.append(FIRST)
-    with Store(tmp_path, SETTINGS, Record) as again:
+    with RunStore(tmp_path, SETTINGS, Record) as again:
         assert again.records == [FIRST]
 
 
 def test_a_folder_of_other_settings_is_refused_and_left_alone(tmp_path: Path) -> None:
     fill(tmp_path)
     with pytest.raises(ValueError, match=r"another max_new_tokens \(8, now 9\)"):
-        Store(tmp_path, SETTINGS.model_copy(update={"max_new_tokens": 9}), Record)
+        RunStore(tmp_path, SETTINGS.model_copy(update={"max_new_tokens": 9}), Record)
     assert list(read(tmp_path, Record)) == [FIRST, SECOND]
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from foretell.text import Detokenizer, StopStrings, TextCodec, from_directory, from_gguf
+from foretell.tokenizer.codec import Detokenizer, StopStrings, TextCodec, from_directory, from_gguf
 
 
 def as_bytes(tokens: Sequence[int]) -> str:
@@ -76,7 +76,9 @@ def test_spaces_between_words_survive_a_decoder_that_strips_the_first() -> None:
 
 @cache
 def byte_fallback(strip: bool) -> TextCodec:
-    """A tokenizer as SentencePiece models have: words, and a token per byte for all else; token 2 is left out of text."""
+    """A tokenizer as SentencePiece models have: words, and a token per byte for all else; token 2 is left out of
+    text.
+    """
     words = ["<unk>", "▁", "<end>", "▁a", "b", "▁▁", "é", *(f"<0x{i:02X}>" for i in range(256))]
     tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -150,7 +152,9 @@ def test_a_conversation_is_rendered_by_the_models_template() -> None:
 
 
 def chat_codec(template: str = "", **properties: bool) -> TextCodec:
-    """A byte-level tokenizer with special tokens, one token that is added but not special, and a merge that makes a special token."""
+    """A byte-level tokenizer with special tokens, one token that is added but not special, and a merge that makes a
+    special token.
+    """
     tokenizer = byte_level().tokenizer
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, **properties) for t in ("<|im_start|>", "<|im_end|>", "§")]

@@ -12,16 +12,16 @@ import torch
 from command import foretell, refused, tiny
 from foretell.accept import Match
 from foretell.catalogue import BuildContext, build
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.draft import DraftModel
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.decoder import Decoder, Skip
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share, read_skip
 from foretell.shape import Chain
 from foretell.testing import TINY, tiny_decoder
-from foretell.tune import Drafting, Sample, _replay, answers, count, tune_skip
+from foretell.tune.skip import Drafting, Sample, _replay, answers, count, tune_skip
 from helpers import VOCAB, random_tokens
 
 pytest.importorskip("optuna")

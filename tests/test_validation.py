@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from foretell.cli.prompts import parse
-from foretell.validation import Fields, parse_json, read_json, read_model, validate
+from foretell.utils.validation import Fields, parse_json, read_json, read_model, validate
 
 DEEP = "[" * 100_000
 

@@ -8,22 +8,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from foretell.accept import Accepted, Acceptor, Match, Rejection, Typical
+from foretell.accept import Acceptor, AcceptResult, Match, Rejection, TypicalAcceptance
 from foretell.api import Model
-from foretell.context import Output
-from foretell.draft import DraftModel, Lookup
-from foretell.laws import Laws
-from foretell.method import AnyMethod, Method
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
+from foretell.distributions.processed import ProcessedDistributions
+from foretell.draft import DraftModel, PromptLookup
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, Trie
 from foretell.testing import TINY, tiny_decoder
-from foretell.text import TextCodec
-from foretell.tree import TokenTree
+from foretell.tokenizer.codec import TextCodec
 from foretell.verify import Settings, Verifier, buildable, verify
-from foretell.verify.company import rounding_explains
-from foretell.verify.divergence import Judge, first_difference
-from foretell.verify.law import ALPHA, detectable, enumerate_paths, pearson, pool, power
+from foretell.verify.batch_invariance import rounding_explains
+from foretell.verify.classify import Judge, first_difference
+from foretell.verify.distribution import ALPHA, detectable, enumerate_paths, pearson, pool, power
 from helpers import unchecked
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -63,18 +63,18 @@ class Biased(Acceptor):
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
-        honest = Rejection().accept(tree, row, laws)
-        children, root = tree.children(row), int(tree.trunk[row]) - 1
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        honest = Rejection().accept(tree, row, distributions)
+        children, root = tree.children(row), int(tree.prefix_length[row]) - 1
         if (
             honest.path
             or root not in children
-            or laws.uniform(row, root, 99) >= self._share
-            or laws.sampling(row).temperature == 0
+            or distributions.uniform(row, root, 99) >= self._share
+            or distributions.sampling_params(row).temperature == 0
         ):
             return honest
         child = children[root][0]
-        return Accepted((child,), laws.draw(row, child))
+        return AcceptResult((child,), distributions.sample(row, child))
 
 
 class Hasty(Acceptor):
@@ -83,12 +83,16 @@ class Hasty(Acceptor):
     lossless = True
     same_seed = True
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
-        honest = Match().accept(tree, row, laws)
-        if laws.uniform(row, int(tree.trunk[row]) - 1, 99) < 0.1:
-            return Accepted(
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        honest = Match().accept(tree, row, distributions)
+        if distributions.uniform(row, int(tree.prefix_length[row]) - 1, 99) < 0.1:
+            return AcceptResult(
                 honest.path,
-                int(laws.confidence(row, (honest.path or (int(tree.trunk[row]) - 1,))[-1]).topk(2).indices[1]),
+                int(
+                    distributions.confidence(row, (honest.path or (int(tree.prefix_length[row]) - 1,))[-1])
+                    .topk(2)
+                    .indices[1]
+                ),
             )
         return honest
 
@@ -99,8 +103,12 @@ class Gossip(Acceptor):
     lossless = True
     same_seed = True
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
-        return Accepted((), laws.draw(0, int(tree.trunk[0]) - 1)) if row else Match().accept(tree, row, laws)
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        return (
+            AcceptResult((), distributions.sample(0, int(tree.prefix_length[0]) - 1))
+            if row
+            else Match().accept(tree, row, distributions)
+        )
 
 
 def drafted(accept: Acceptor) -> Callable[[], AnyMethod]:
@@ -108,24 +116,24 @@ def drafted(accept: Acceptor) -> Callable[[], AnyMethod]:
 
 
 def test_lossless_methods_pass(verifier: Verifier) -> None:
-    for make in (drafted(Rejection()), lambda: Method(Lookup(3), Trie(6), Match())):
+    for make in (drafted(Rejection()), lambda: Method(PromptLookup(3), Trie(6), Match())):
         report = verifier.check(make)
         assert report.passed and report.lossless
         assert not report.identity.divergences and not report.company.divergences
-        assert report.law.rounding < 1e-9 and report.law.p_value > ALPHA
+        assert report.distribution.rounding < 1e-9 and report.distribution.p_value > ALPHA
         assert report.identity.tokens == 3 * 14
 
 
 def test_a_biased_acceptor_fails_the_law(verifier: Verifier) -> None:
     report = verifier.check(drafted(Biased(0.5)))
-    assert report.identity.passed and not report.law.passed and not report.passed
-    assert report.law.variation > 2 * report.law.floor
+    assert report.identity.passed and not report.distribution.passed and not report.passed
+    assert report.distribution.variation > 2 * report.distribution.floor
 
 
 def test_a_lossy_acceptor_shows_its_price(verifier: Verifier) -> None:
-    report = verifier.check(drafted(Typical(0.02)))
-    assert not report.lossless and not report.law.passed
-    assert report.law.variation > 2 * report.law.floor
+    report = verifier.check(drafted(TypicalAcceptance(0.02)))
+    assert not report.lossless and not report.distribution.passed
+    assert report.distribution.variation > 2 * report.distribution.floor
 
 
 def test_a_hasty_acceptor_fails_the_greedy_comparison(verifier: Verifier) -> None:
@@ -144,7 +152,7 @@ def test_a_tie_is_told_from_a_bug() -> None:
     class Blurred(DecoderRunner):
         """Rounds scores as if their precision were lower, and differently for every number of tokens read."""
 
-        def forward(self, *args: object, **kwargs: object) -> Output:
+        def forward(self, *args: object, **kwargs: object) -> ModelOutput:
             out = super().forward(*args, **kwargs)  # type: ignore[arg-type]
             noise = torch.randn(
                 out.logits.shape, generator=torch.Generator().manual_seed(len(out.logits)), dtype=out.logits.dtype
@@ -179,18 +187,18 @@ def test_first_difference() -> None:
 
 
 def test_the_exact_law_is_a_law() -> None:
-    law = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=False)
-    assert len(law) == 27 and sum(law.values()) == pytest.approx(1)
+    distribution = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=False)
+    assert len(distribution) == 27 and sum(distribution.values()) == pytest.approx(1)
     again = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=True)
-    assert all(again[path] == pytest.approx(p) for path, p in law.items())
+    assert all(again[path] == pytest.approx(p) for path, p in distribution.items())
 
 
 def test_power_is_what_simulation_finds() -> None:
     generator, cells, samples, effect = np.random.default_rng(0), 8, 2000, 0.06
-    law = np.full(cells, 1 / cells)
-    other = law + effect / cells * np.where(np.arange(cells) % 2, 2, -2)
-    assert np.abs(other - law).sum() / 2 == pytest.approx(effect)
-    expected = law * samples
+    distribution = np.full(cells, 1 / cells)
+    other = distribution + effect / cells * np.where(np.arange(cells) % 2, 2, -2)
+    assert np.abs(other - distribution).sum() / 2 == pytest.approx(effect)
+    expected = distribution * samples
     statistics = [
         pearson(generator.multinomial(samples, other).astype(float), expected, pool(expected), 0)[0]
         for _ in range(2000)

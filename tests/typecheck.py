@@ -12,7 +12,9 @@ _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function: F) -> F:
-    """Check arguments and result at every call, unless a structural protocol or `Self` among them cannot be checked at run time."""
+    """Check arguments and result at every call, unless a structural protocol or `Self` among them cannot be checked at
+    run time.
+    """
     try:
         return _beartype(function)
     except (BeartypeDecorHintPep3119Exception, BeartypeDecorHintPep673Exception):

@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from foretell.text import TextCodec
+from foretell.tokenizer.codec import TextCodec
 
 
 def words(*names: str) -> TextCodec:

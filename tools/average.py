@@ -1,4 +1,5 @@
-"""Average two speculators, the second of which was trained on from the first: it forgets less of what the first had learned (arXiv 2109.01903).
+"""Average two speculators, the second of which was trained on from the first: it forgets less of what the first had
+learned (arXiv 2109.01903).
 
 .venv/bin/python tools/average.py EARLIER_DIR LATER_DIR --share 0.5 --out DIR
 """
@@ -22,7 +23,7 @@ def main(
     model: str = "smollm2-135m",
 ) -> None:
     """Write the average, with the card and the course of the later one."""
-    ends = foretell.load(model).source.ends()
+    ends = foretell.load(model).source.embedding_and_head()
     first, second = load_own(earlier, ends), load_own(later, ends)
     weights, other = second.state_dict(), first.state_dict()
     if first.config != second.config or any(not mine.equal(other[n]) for n, mine in weights.items() if n == "token_of"):

@@ -1,7 +1,7 @@
 """Plain text for `tools/prompts.py` from packages: articles, news and handbooks, and German sentences.
 
-GENSIM is the unpacked source package of gensim, whose test data hold articles of an encyclopaedia and news; DEBIAN a folder that the Debian
-packages anarchism, debian-handbook and fortunes-de were unpacked into.
+GENSIM is the unpacked source package of gensim, whose test data hold articles of an encyclopaedia and news; DEBIAN a
+folder that the Debian packages anarchism, debian-handbook and fortunes-de were unpacked into.
 
 .venv/bin/python tools/passages.py GENSIM DEBIAN --passages DIR --german DIR
 """

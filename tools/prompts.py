@@ -1,7 +1,8 @@
 """Prompts of many kinds and subjects from texts that come with packages, for `foretell data generate --prompts`.
 
-What a small model makes up itself is short and turns round few subjects, and a speculator trained on that alone knows little of long passages,
-facts, other languages and second turns. The wording stands in prompts.toml, the subjects come from WordNet, the passages from plain text.
+What a small model makes up itself is short and turns round few subjects, and a speculator trained on that alone knows
+little of long passages, facts, other languages and second turns. The wording stands in prompts.toml, the subjects come
+from WordNet, the passages from plain text.
 
 .venv/bin/python tools/prompts.py OUT.jsonl --count 14000 --wordnet data.noun --passages DIR --german DIR --talks SET
 """
@@ -25,7 +26,8 @@ PERSON, PLACE, EVENT, THING = "18", "15", "11", "06"
 COUNTED = (THING, "13", "20")
 SUBJECTS = ("03", "04", "05", "06", "07", "08", "09", "10", "11", "13", "14", "17", "19", "20", "21", "22", "26", "27")
 KINDS = {
-    "fact": 16, "explain": 12, "create": 8, "play": 5, "count": 9, "code": 6, "shorten": 9, "work": 6, "documents": 9, "translate": 6, "follow": 14,
+    "fact": 16, "explain": 12, "create": 8, "play": 5, "count": 9, "code": 6, "shorten": 9, "work": 6, "documents": 9,
+    "translate": 6, "follow": 14,
 }  # fmt: skip
 """What prompts ask for, and how often. Each is a method of `Maker`."""
 NUMBERS = {"a": (30, 300), "b": (11, 60), "c": (2, 12), "d": (100, 1000), "e": (3, 9), "f": (2, 8)}

@@ -1,5 +1,6 @@
-"""Keeps the documents true: runs the README's commands, and holds its table of methods and the generated parts of docs/methods.md against the
-catalogue (`--write` renews them)."""
+"""Keeps the documents true: runs the README's commands, and holds its table of methods and the generated parts of
+docs/methods.md against the catalogue (`--write` renews them).
+"""
 
 import re
 import subprocess

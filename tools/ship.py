@@ -1,4 +1,5 @@
-"""Put a trained speculator into the package of its target: weights in few bits, card, course, and what it gains on questions that it never saw.
+"""Put a trained speculator into the package of its target: weights in few bits, card, course, and what it gains on
+questions that it never saw.
 
 .venv/bin/python tools/ship.py TRAINED_DIR --name eagle3 --results RESULTS.json --contender eagle3/bfloat16
 """
@@ -34,7 +35,7 @@ def main(
         raise SystemExit(f"{project}: no such package; make one as docs/shipped.md says")
     package = project / "src" / project.name.replace("-", "_")
     folder = package / name
-    network = load_own(trained, foretell.load(model).source.ends())
+    network = load_own(trained, foretell.load(model).source.embedding_and_head())
     save(folder, network, network.config, bits=4 if four_bits else 8)
     for file in ("README.md", "curve.csv", "curve.png"):
         shutil.copyfile(trained / file, folder / file)
@@ -56,7 +57,8 @@ def table(results: Path, contender: str) -> str:
     lines = [
         HEADING,
         "",
-        f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} tokens a turn, "
+        f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} "
+        f"tokens a turn, "
         f"`{contender.split('/')[0]}` in {contender.split('/')[1]}, {run['created'][:10]}; "
         f"{found['identical']} of {found['compared']} texts identical to plain decoding.",
         "",

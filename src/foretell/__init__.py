@@ -1,7 +1,7 @@
 """Foretell: large language models that decode faster and say the same.
 
-A decoding method is a drafter that guesses, a shape that arranges the guesses into a token tree, and an acceptor that decides which of them
-stand; one batched engine runs them all.
+A decoding method is a drafter that guesses, a shape that arranges the guesses into a token tree, and an acceptor that
+decides which of them stand; one batched engine runs them all.
 
     import foretell
 
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from foretell.api import Answer, Model
     from foretell.catalogue import catalogue
-    from foretell.config import SpeculativeConfig
-    from foretell.engine import Engine, Request, Update
+    from foretell.catalogue.config import SpeculativeConfig
+    from foretell.core.sampling import SamplingParams
+    from foretell.engine.engine import Engine, Request, Update
+    from foretell.engine.method import Method
+    from foretell.engine.statistics import RequestStatistics
     from foretell.load import load
-    from foretell.method import Method
-    from foretell.sampling import Sampling
-    from foretell.statistics import Statistics
 
 __version__ = version("foretell")
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
     "Method",
     "Model",
     "Request",
-    "Sampling",
+    "RequestStatistics",
+    "SamplingParams",
     "SpeculativeConfig",
-    "Statistics",
     "Update",
     "__version__",
     "catalogue",
@@ -43,14 +43,14 @@ __all__ = [
 ]
 _HOME = {
     "Answer": "api",
-    "Engine": "engine",
-    "Method": "method",
+    "Engine": "engine.engine",
+    "Method": "engine.method",
     "Model": "api",
-    "Request": "engine",
-    "Sampling": "sampling",
+    "Request": "engine.engine",
+    "SamplingParams": "core.sampling",
     "SpeculativeConfig": "config",
-    "Statistics": "statistics",
-    "Update": "engine",
+    "RequestStatistics": "engine.statistics",
+    "Update": "engine.engine",
     "catalogue": "catalogue",
     "load": "load",
 }
@@ -59,7 +59,8 @@ _HOME = {
 class _Package(ModuleType):
     """Imports a public name when it is first used: torch takes seconds, and `foretell --help` does not need it.
 
-    `load` and `catalogue` are functions as well as the modules they live in; importing such a module must not hide its function.
+    `load` and `catalogue` are functions as well as the modules they live in; importing such a module must not hide its
+    function.
     """
 
     def __getattr__(self, name: str) -> object:

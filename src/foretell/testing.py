@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from tokenizers import Tokenizer, decoders, models
 
-from foretell.model.config import Experts, ModelConfig
+from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
-from foretell.model.weights import Weights, build
-from foretell.text import TextCodec
+from foretell.model.load.weights import Weights, build
+from foretell.tokenizer.codec import TextCodec
 
 TINY = ModelConfig(
     architecture="llama", vocab=7, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, context=256
@@ -61,7 +61,9 @@ def tiny_decoder(
 
 
 def letter_codec(vocab: int, first: int = 0) -> TextCodec:
-    """A tokenizer of single letters from `a` on, of which token 0 is the one numbered `first`: two of them are two tokenizers of one language."""
+    """A tokenizer of single letters from `a` on, of which token 0 is the one numbered `first`: two of them are two
+    tokenizers of one language.
+    """
     order = {chr(ord("a") + (i + first) % vocab): i for i in range(vocab)}
     tokenizer = Tokenizer(models.BPE(vocab=order, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -70,5 +72,5 @@ def letter_codec(vocab: int, first: int = 0) -> TextCodec:
 
 def tiny_mixture(config: ModelConfig = TINY) -> ModelConfig:
     """The Mixtral form of a configuration: four experts, two per token."""
-    experts = Experts(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
+    experts = MoEConfig(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
     return replace(config, architecture="mixtral", experts=experts)

@@ -1,4 +1,6 @@
-"""Acceptors over every draw and every random number, on small vocabularies: exact, and the well-known mistakes are not."""
+"""Acceptors over every draw and every random number, on small vocabularies: exact, and the well-known mistakes are
+not.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,10 +10,10 @@ import pytest
 import torch
 
 from exact import Chooser, Prefix, ScriptedLaws, distance, law_of, random_law, texts, tree_of
-from foretell.accept import Accepted, Acceptor, Block, Match, Rejection
+from foretell.accept import Acceptor, AcceptResult, BlockVerification, Match, Rejection
 from foretell.accept.rejection import residual
-from foretell.laws import Laws
-from foretell.tree import TokenTree
+from foretell.core.tree import TokenTree
+from foretell.distributions.processed import ProcessedDistributions
 
 Law = Callable[[Prefix], np.ndarray]
 Nodes = dict[int, tuple[int, int, int]]
@@ -27,14 +29,14 @@ class Draws:
 
     def chain(self, length: int, stop: int = -1) -> TokenTree:
         """A chain that ends with the token `stop`."""
-        nodes, laws, text = Nodes(), list[np.ndarray](), list[int]()
+        nodes, distributions, text = Nodes(), list[np.ndarray](), list[int]()
         for depth in range(length):
-            laws.append(self.q(tuple(text)))
-            text.append(self.chooser.choose(laws[-1].tolist()))
+            distributions.append(self.q(tuple(text)))
+            text.append(self.chooser.choose(distributions[-1].tolist()))
             nodes[depth + 1] = (depth, text[-1], depth)
             if text[-1] == stop:
                 break
-        return tree_of(nodes, laws)
+        return tree_of(nodes, distributions)
 
     def siblings(self, count: int, distinct: bool = False) -> TokenTree:
         """Some draws of the first token, and one more token below the last of them."""
@@ -57,14 +59,14 @@ def check(acceptor: Acceptor, grow: Callable[[Draws], TokenTree], seed: int, voc
 
 
 @seeds
-@pytest.mark.parametrize("acceptor", [Match(), Rejection(), Block()], ids=["match", "rejection", "block"])
+@pytest.mark.parametrize("acceptor", [Match(), Rejection(), BlockVerification()], ids=["match", "rejection", "block"])
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 def test_chains_are_exact(acceptor: Acceptor, length: int, seed: int) -> None:
     assert check(acceptor, lambda draws: draws.chain(length), seed, length=4) < 1e-12
 
 
 @seeds
-@pytest.mark.parametrize("acceptor", [Match(), Rejection(), Block()], ids=["match", "rejection", "block"])
+@pytest.mark.parametrize("acceptor", [Match(), Rejection(), BlockVerification()], ids=["match", "rejection", "block"])
 def test_chains_that_end_with_an_unsure_token_are_exact(acceptor: Acceptor, seed: int) -> None:
     assert check(acceptor, lambda draws: draws.chain(3, stop=1), seed) < 1e-12
 
@@ -85,8 +87,11 @@ def test_draws_from_several_drafters_are_exact_as_one_mixed_law_or_as_trials_of_
         return 0.25 * one(prefix) + 0.75 * other(prefix)
 
     def trials(chooser: Chooser) -> TokenTree:
-        laws = [one(()), other(())]
-        return tree_of({i + 1: (0, chooser.choose(law.tolist()), i) for i, law in enumerate(laws)}, laws)
+        distributions = [one(()), other(())]
+        return tree_of(
+            {i + 1: (0, chooser.choose(distribution.tolist()), i) for i, distribution in enumerate(distributions)},
+            distributions,
+        )
 
     merged = texts(Rejection(), lambda chooser: Draws(mixed, chooser).siblings(2), p, 3)
     assert distance(merged, p) < 1e-12
@@ -114,7 +119,7 @@ def test_block_verification_accepts_no_less_than_token_by_token(seed: int) -> No
 
         return sum(length * chance for length, chance in law_of(run).items())
 
-    assert accepted(Block()) >= accepted(Rejection()) - 1e-12
+    assert accepted(BlockVerification()) >= accepted(Rejection()) - 1e-12
 
 
 @seeds
@@ -131,7 +136,7 @@ def test_the_chance_to_accept_a_draw_is_the_overlap_of_the_laws(seed: int) -> No
 def test_block_verification_refuses_trees_in_one_sentence() -> None:
     tree = tree_of({1: (0, 1, -1), 2: (0, 2, -1)}, [])
     with pytest.raises(ValueError, match="use Chain as shape, or Rejection as acceptor"):
-        Block().accept(tree, 0, ScriptedLaws(tree, random_law(3, 0), Chooser([])))
+        BlockVerification().accept(tree, 0, ScriptedLaws(tree, random_law(3, 0), Chooser([])))
 
 
 class Altered(Acceptor):
@@ -143,17 +148,17 @@ class Altered(Acceptor):
     def __init__(self, alter: Callable[[TokenTree], TokenTree]) -> None:
         self._alter = alter
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
-        return Rejection().accept(self._alter(tree), row, laws)
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        return Rejection().accept(self._alter(tree), row, distributions)
 
 
 def merged(tree: TokenTree) -> TokenTree:
     """Equal siblings become one trial: the later ones die."""
-    live = tree.live.copy()
+    live = tree.valid.copy()
     for node in range(1, tree.nodes):
         twins = (tree.token[0, :node] == tree.token[0, node]) & (tree.parent[0, :node] == tree.parent[0, node])
         live[0, node] &= not twins[1:].any()
-    return replace(tree, live=live)
+    return replace(tree, valid=live)
 
 
 def test_merging_equal_draws_into_one_trial_is_biased_and_keeping_them_is_not() -> None:
@@ -172,7 +177,7 @@ def test_testing_picked_children_against_the_drafters_softmax_is_biased_and_as_p
         return tree_of({i + 1: (0, token, -1) for i, token in enumerate(best)}, [q])
 
     def softmax(tree: TokenTree) -> TokenTree:
-        return replace(tree, drawn_from=np.where(tree.parent >= 0, 0, -1))
+        return replace(tree, q_index=np.where(tree.parent >= 0, 0, -1))
 
     assert max(check(Altered(softmax), grow, seed, length=1) for seed in range(6)) > 0.1
     assert max(check(Rejection(), grow, seed, length=1) for seed in range(6)) < 1e-12
@@ -192,12 +197,12 @@ class RedrawPerLeaf(Acceptor):
     lossless = False
     same_seed = False
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         path, node, children = list[int](), 0, tree.children(row)
-        while hit := [c for c in children.get(node, ()) if laws.draw(row, node) == tree.token[row, c]][:1]:
+        while hit := [c for c in children.get(node, ()) if distributions.sample(row, node) == tree.token[row, c]][:1]:
             node = hit[0]
             path.append(node)
-        return Accepted(tuple(path), laws.draw(row, node))
+        return AcceptResult(tuple(path), distributions.sample(row, node))
 
 
 def test_drawing_again_for_every_leaf_is_biased_and_one_draw_per_node_is_not() -> None:

@@ -7,15 +7,24 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import Acceptor, Lenient, Match, Near, Rejection, Rollback, Topmost, Typical
-from foretell.accept.price import divergence, total_variation
-from foretell.draft import Nothing
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
+from foretell.accept import (
+    Acceptor,
+    BiLDRollback,
+    DistanceAcceptor,
+    LenientRejection,
+    Match,
+    Rejection,
+    TopKAcceptor,
+    TypicalAcceptance,
+)
+from foretell.accept.fidelity import divergence, total_variation
+from foretell.core.sampling import SamplingParams
+from foretell.draft import NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
+from foretell.engine.statistics import RequestStatistics
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Branch, Chain, Root
-from foretell.statistics import Statistics
+from foretell.shape import BranchingTree, Chain, RootOnly
 from helpers import (
     VOCAB,
     chain_tree,
@@ -31,112 +40,125 @@ from helpers import (
 
 PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 9)]
 REQUESTS = [Request(p, max_new_tokens=10) for p in PROMPTS]
-DRAWN = [replace(r, sampling=Sampling(temperature=2, seed=i)) for i, r in enumerate(REQUESTS)]
-PLAIN: AnyMethod = Method(Nothing(), Root(), Match())
+DRAWN = [replace(r, sampling_params=SamplingParams(temperature=2, seed=i)) for i, r in enumerate(REQUESTS)]
+PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
 def chain(accept: Acceptor, draw: bool = True, **stops: float) -> AnyMethod:
     return Method(small_model(VOCAB), Chain(4, draw, **stops), accept)
 
 
-def statistics(method: AnyMethod, requests: list[Request]) -> list[Statistics]:
+def statistics(method: AnyMethod, requests: list[Request]) -> list[RequestStatistics]:
     engine = Engine(DecoderRunner(target()), method, rows=3)
     return [done.statistics for done in engine.complete(requests)]
 
 
-def law(*values: float) -> torch.Tensor:
+def distribution(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-EXACT_WHEN_GREEDY = [Lenient(1.0), Topmost(1), Near(0), Rollback(0.0), Typical()]
-STRAYING = [Lenient(1e-4), Topmost(8), Near(9), Rollback(9.0), Typical(0.05), Topmost(1, minimum=3)]
+EXACT_WHEN_GREEDY = [
+    LenientRejection(1.0),
+    TopKAcceptor(1),
+    DistanceAcceptor(0),
+    BiLDRollback(0.0),
+    TypicalAcceptance(),
+]
+STRAYING = [
+    LenientRejection(1e-4),
+    TopKAcceptor(8),
+    DistanceAcceptor(9),
+    BiLDRollback(9.0),
+    TypicalAcceptance(0.05),
+    TopKAcceptor(1, minimum_block=3),
+]
 
 
 @pytest.mark.parametrize("accept", EXACT_WHEN_GREEDY, ids=repr)
 def test_strict_limits_are_greedy_decoding_and_cost_nothing(accept: Acceptor) -> None:
     assert generate(chain(accept), REQUESTS) == generate(PLAIN, REQUESTS)
     for s in statistics(chain(accept), REQUESTS):
-        assert s.price.tokens == s.new_tokens
-        assert (s.price.mean_variation, s.price.mean_divergence, s.price.changed_share) == (0, 0, 0)
+        assert s.fidelity.tokens == s.new_tokens
+        assert (s.fidelity.mean_variation, s.fidelity.mean_divergence, s.fidelity.changed_share) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("accept", STRAYING, ids=repr)
 @pytest.mark.parametrize("requests", [REQUESTS, DRAWN], ids=["greedy", "drawn"])
 def test_tolerance_changes_the_text_and_says_so(accept: Acceptor, requests: list[Request]) -> None:
-    if isinstance(accept, Typical) and requests is REQUESTS:
+    if isinstance(accept, TypicalAcceptance) and requests is REQUESTS:
         pytest.skip("typical acceptance is greedy at temperature 0")
     texts = generate(chain(accept), requests)
     assert texts != generate(PLAIN, requests)
     assert texts == generate(chain(accept), requests, rows=1, chunk=512), "answers depend on their company"
-    prices = [s.price for s in statistics(chain(accept), requests)]
+    prices = [s.fidelity for s in statistics(chain(accept), requests)]
     assert all(p.mean_variation <= 1 and p.changed_share <= 1 for p in prices)
     for what in ("variation", "divergence", "changed"):
         assert sum(getattr(p, what) for p in prices) > 0
 
 
 def test_greedy_variation_is_the_share_of_changed_tokens() -> None:
-    for s in statistics(chain(Topmost(8)), REQUESTS):
-        assert s.price.mean_variation == s.price.changed_share
+    for s in statistics(chain(TopKAcceptor(8)), REQUESTS):
+        assert s.fidelity.mean_variation == s.fidelity.changed_share
 
 
 def test_lossless_methods_pay_nothing() -> None:
     for s in statistics(chain(Rejection()), DRAWN):
-        assert (s.price.tokens, s.price.mean_variation, s.price.changed_share) == (0, 0, 0)
+        assert (s.fidelity.tokens, s.fidelity.mean_variation, s.fidelity.changed_share) == (0, 0, 0)
 
 
 def test_lenience_of_one_is_the_exact_test() -> None:
-    for shape in (Chain(4), Branch((2, 2)), Branch((3, 1), distinct=False)):
+    for shape in (Chain(4), BranchingTree((2, 2)), BranchingTree((3, 1), distinct=False)):
         exact = generate(Method(small_model(VOCAB), shape, Rejection()), DRAWN)
-        method: AnyMethod = Method(small_model(VOCAB), shape, Lenient(1.0))
+        method: AnyMethod = Method(small_model(VOCAB), shape, LenientRejection(1.0))
         assert generate(method, DRAWN) == exact
-    assert all(s.price.mean_variation < 1e-12 for s in statistics(chain(Lenient(1.0)), DRAWN))
+    assert all(s.fidelity.mean_variation < 1e-12 for s in statistics(chain(LenientRejection(1.0)), DRAWN))
 
 
 @pytest.mark.parametrize("lenience", [0.3, 0.7])
 def test_lenience_bounds_every_probability(lenience: float) -> None:
-    p, q = law(0.5, 0.3, 0.15, 0.05), law(0.1, 0.2, 0.2, 0.5)
-    rule = Lenient(lenience)
-    part = rule.accepted(p, q)
-    out = part + (1 - part.sum()) * rule.rest(p, q)
+    p, q = distribution(0.5, 0.3, 0.15, 0.05), distribution(0.1, 0.2, 0.2, 0.5)
+    rule = LenientRejection(lenience)
+    part = rule.accepted_mass(p, q)
+    out = part + (1 - part.sum()) * rule.residual(p, q)
     assert float(out.sum()) == pytest.approx(1)
     assert float(part.sum()) == pytest.approx(float(torch.minimum(p / lenience, q).sum()))
     assert (out <= p / lenience + 1e-12).all()
 
 
 def test_greedy_lenience_asks_for_a_share_of_the_best() -> None:
-    assert Lenient(0.5).tolerated(law(0.5, 0.25, 0.2, 0.05)).tolist() == [True, True, False, False]
+    assert LenientRejection(0.5).acceptable(distribution(0.5, 0.25, 0.2, 0.05)).tolist() == [True, True, False, False]
 
 
 def test_sets_of_tokens() -> None:
-    p = law(0.1, 0.0, 0.6, 0.3, 0.0)
-    assert Topmost(2).tolerated(p).tolist() == [False, False, True, True, False]
-    assert Topmost(4).tolerated(p).tolist() == [True, False, True, True, False]
-    assert Near(1).tolerated(p).tolist() == [False, True, True, True, False]
-    assert Rollback(-math.log(0.25)).tolerated(p).tolist() == [False, False, True, True, False]
-    assert Rollback(0).tolerated(p).tolist() == [False, False, True, False, False]
-    assert Rollback(math.inf).tolerated(p).all()
+    p = distribution(0.1, 0.0, 0.6, 0.3, 0.0)
+    assert TopKAcceptor(2).acceptable(p).tolist() == [False, False, True, True, False]
+    assert TopKAcceptor(4).acceptable(p).tolist() == [True, False, True, True, False]
+    assert DistanceAcceptor(1).acceptable(p).tolist() == [False, True, True, True, False]
+    assert BiLDRollback(-math.log(0.25)).acceptable(p).tolist() == [False, False, True, True, False]
+    assert BiLDRollback(0).acceptable(p).tolist() == [False, False, True, False, False]
+    assert BiLDRollback(math.inf).acceptable(p).all()
 
 
 @pytest.mark.parametrize(("entropy", "least"), [(0, 0.09), (1.204, 0.09), (2, 0.0406), (4, 0.0055)])
 def test_typical_thresholds(entropy: float, least: float) -> None:
-    assert Typical(0.09, 0.3).threshold(entropy) == pytest.approx(least, abs=1e-4)
+    assert TypicalAcceptance(0.09, 0.3).threshold(entropy) == pytest.approx(least, abs=1e-4)
 
 
 def test_a_minimum_block_lets_that_many_tokens_stand() -> None:
-    small = generate(Method(Nothing(), Root(), Match()), REQUESTS)
-    assert generate(chain(Topmost(1, minimum=1)), REQUESTS) == small
-    for s in statistics(chain(Near(0, minimum=3), draw=False), REQUESTS):
+    small = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)
+    assert generate(chain(TopKAcceptor(1, minimum_block=1)), REQUESTS) == small
+    for s in statistics(chain(DistanceAcceptor(0, minimum_block=3), draw=False), REQUESTS):
         full_passes = s.accepted_per_position[1]
         assert full_passes >= s.target_passes - 2, "all but passes at the end accept two drafts"
 
 
 def test_bild_limits() -> None:
     """Never sure: the target's own text. Always sure and never rolled back: all drafts stand."""
-    assert generate(chain(Rollback(3.0), draw=False, fallback=1.0), REQUESTS) == generate(PLAIN, REQUESTS)
-    for s in statistics(chain(Rollback(math.inf), draw=False), REQUESTS):
+    assert generate(chain(BiLDRollback(3.0), draw=False, fallback=1.0), REQUESTS) == generate(PLAIN, REQUESTS)
+    for s in statistics(chain(BiLDRollback(math.inf), draw=False), REQUESTS):
         assert sum(s.accepted_per_position) == s.drafted
     passes = [
-        sum(s.target_passes for s in statistics(chain(Rollback(d), draw=False), REQUESTS)) for d in (0.0, math.inf)
+        sum(s.target_passes for s in statistics(chain(BiLDRollback(d), draw=False), REQUESTS)) for d in (0.0, math.inf)
     ]
     assert passes[0] >= passes[1]
 
@@ -144,46 +166,46 @@ def test_bild_limits() -> None:
 def test_the_law_of_a_typical_chain_is_what_the_price_says() -> None:
     """The first token after a one-token chain: q where tolerated, else the target's own draw."""
     vocab, prompt, count = 5, [1, 2, 0, 1], 1500
-    requests = [Request(prompt, Sampling(temperature=1.5, seed=s), max_new_tokens=2) for s in range(count)]
-    method: AnyMethod = Method(small_model(vocab), Chain(1), Topmost(3))
+    requests = [Request(prompt, SamplingParams(temperature=1.5, seed=s), max_new_tokens=2) for s in range(count)]
+    method: AnyMethod = Method(small_model(vocab), Chain(1), TopKAcceptor(3))
     with unchecked():
         answers = np.array(generate(method, requests, rows=64, chunk=512, vocab=vocab))[:, 0]
-    p = torch.from_numpy(exact_law(target(vocab), prompt, 1, Sampling(temperature=1.5)))
+    p = torch.from_numpy(exact_law(target(vocab), prompt, 1, SamplingParams(temperature=1.5)))
     output = small_model(vocab).runner.forward([0], chain_tree(prompt))
     q = torch.softmax(output.logits[-1].double() / 1.5, -1)
-    allowed = Topmost(3).tolerated(p)
-    law = q * allowed + p * float(q[~allowed].sum())
-    assert p_value(np.bincount(answers, minlength=vocab), law.numpy()) > 1e-3
+    allowed = TopKAcceptor(3).acceptable(p)
+    distribution = q * allowed + p * float(q[~allowed].sum())
+    assert p_value(np.bincount(answers, minlength=vocab), distribution.numpy()) > 1e-3
     engine = Engine(DecoderRunner(target(vocab)), method)
-    (done,) = engine.complete([Request(prompt, Sampling(temperature=1.5), max_new_tokens=2)])
-    price = done.statistics.price
-    assert total_variation(law, p) <= price.variation + 1e-9
-    assert divergence(law, p) <= price.divergence + 1e-9
+    (done,) = engine.complete([Request(prompt, SamplingParams(temperature=1.5), max_new_tokens=2)])
+    price = done.statistics.fidelity
+    assert total_variation(distribution, p) <= price.variation + 1e-9
+    assert divergence(distribution, p) <= price.divergence + 1e-9
 
 
 def test_longest_standing_path_wins() -> None:
     """Siblings are explored all: a later one with a longer path beats the first."""
-    method: AnyMethod = Method(good_model(VOCAB), Branch((3, 1, 1), draw=False), Typical(0.01))
+    method: AnyMethod = Method(good_model(VOCAB), BranchingTree((3, 1, 1), draw=False), TypicalAcceptance(0.01))
     with_tree = sum(s.target_passes for s in statistics(method, DRAWN))
-    chain_only: AnyMethod = Method(good_model(VOCAB), Branch((1, 1, 1), draw=False), Typical(0.01))
+    chain_only: AnyMethod = Method(good_model(VOCAB), BranchingTree((1, 1, 1), draw=False), TypicalAcceptance(0.01))
     assert with_tree <= sum(s.target_passes for s in statistics(chain_only, DRAWN))
 
 
 def test_the_forbidden_costs_a_finite_divergence() -> None:
-    assert divergence(law(1, 0), law(0, 1)) == pytest.approx(10 * math.log(10))
-    assert divergence(law(0.5, 0.5), law(0.5, 0.5)) == 0
+    assert divergence(distribution(1, 0), distribution(0, 1)) == pytest.approx(10 * math.log(10))
+    assert divergence(distribution(0.5, 0.5), distribution(0.5, 0.5)) == 0
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Lenient(0.0), "lenience"),
-        (lambda: Topmost(0), "best token"),
-        (lambda: Near(-1), "distance"),
-        (lambda: Rollback(-1), "nats"),
-        (lambda: Rollback(math.nan), "nats"),
-        (lambda: Typical(0), "epsilon"),
-        (lambda: Topmost(2, minimum=0), "minimum block"),
+        (lambda: LenientRejection(0.0), "lenience"),
+        (lambda: TopKAcceptor(0), "best token"),
+        (lambda: DistanceAcceptor(-1), "distance"),
+        (lambda: BiLDRollback(-1), "nats"),
+        (lambda: BiLDRollback(math.nan), "nats"),
+        (lambda: TypicalAcceptance(0), "epsilon"),
+        (lambda: TopKAcceptor(2, minimum_block=0), "minimum block"),
     ],
 )
 def test_bad_values_are_refused(make, says: str) -> None:  # type: ignore[no-untyped-def]

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import Transport
-from foretell.accept.transport import division, remainder
-from foretell.context import Context, Text
-from foretell.engine import Request
-from foretell.method import Method
-from foretell.sampling import Noise, Sampling
-from foretell.shape import Branch, Chain
+from foretell.accept import KSequentialSelection
+from foretell.accept.spectr import division, remainder
+from foretell.core.context import Context, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.engine.engine import Request
+from foretell.engine.method import Method
+from foretell.shape import BranchingTree, Chain
 from helpers import exact_law, generate, p_value, small_model, target, unchecked
 
 
-def laws(vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def distributions(vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two random distributions, some entries zero."""
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.rand(2, vocab, generator=generator, dtype=torch.float64) ** 3
@@ -50,7 +50,7 @@ def decided(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("draws", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(9))
 def test_the_law_is_exact(draws: int, seed: int) -> None:
-    p, q = laws(4, seed)
+    p, q = distributions(4, seed)
     out, accepted = decided(p, q, draws)
     assert float((out - p).abs().sum()) / 2 < 1e-12
     beta = beta_of(p, q, division(p, q, draws))
@@ -59,7 +59,7 @@ def test_the_law_is_exact(draws: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(9))
 def test_the_guarantees_of_the_factor(seed: int) -> None:
-    p, q = laws(6, seed)
+    p, q = distributions(6, seed)
     assert division(p, q, 1) == 1
     before = 0.0
     for draws in (1, 2, 3, 5):
@@ -87,7 +87,7 @@ def test_accepts_more_than_recursive_rejection() -> None:
         return 1 - refused
 
     for seed in range(0, 30, 3):
-        p, q = laws(5, seed)
+        p, q = distributions(5, seed)
         assert 1 - (1 - beta_of(p, q, division(p, q, 3))) ** 3 >= recursive(p, q, 3) - 1e-9
 
 
@@ -97,21 +97,21 @@ def test_nothing_in_common_leaves_the_target_s_law() -> None:
 
 
 def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-arg]
-    return Method(small_model(vocab), Branch(widths, distinct=False), Transport())
+    return Method(small_model(vocab), BranchingTree(widths, distinct=False), KSequentialSelection())
 
 
 def test_the_law_of_whole_answers() -> None:
     vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 1500
-    sampling = Sampling(temperature=1.2, frequency_penalty=0.4)
-    law = exact_law(target(vocab), prompt, length, sampling)
+    sampling = SamplingParams(temperature=1.2, frequency_penalty=0.4)
+    distribution = exact_law(target(vocab), prompt, length, sampling)
     requests = [
-        Request(prompt, Sampling(temperature=1.2, frequency_penalty=0.4, seed=s), max_new_tokens=length)
+        Request(prompt, SamplingParams(temperature=1.2, frequency_penalty=0.4, seed=s), max_new_tokens=length)
         for s in range(count)
     ]
     with unchecked():
         answers = generate(method(vocab, (3, 1, 1)), requests, rows=64, chunk=512, vocab=vocab)
     index = np.array(answers) @ vocab ** np.arange(length)[::-1]
-    assert p_value(np.bincount(index, minlength=len(law)), law) > 1e-3
+    assert p_value(np.bincount(index, minlength=len(distribution)), distribution) > 1e-3
 
 
 def test_chains_side_by_side_are_independent() -> None:
@@ -119,9 +119,9 @@ def test_chains_side_by_side_are_independent() -> None:
     same = agree = 0
     draft = small_model(5)
     for seed in range(80):
-        sampling = Sampling(temperature=4, seed=seed)
-        context = Context((0,), (Text([1, 2, 3]),), (sampling,), (Noise(seed),), np.array([9]))
-        tree = Branch((2, 1), distinct=False).grow(draft, context)
+        sampling = SamplingParams(temperature=4, seed=seed)
+        context = Context((0,), (TokenBuffer([1, 2, 3]),), (sampling,), (CounterRNG(seed),), np.array([9]))
+        tree = BranchingTree((2, 1), distinct=False).grow(draft, context)
         first, second = tree.token[0, 1:3], tree.token[0, 3:5]
         if first[0] == first[1]:
             same += 1
@@ -130,12 +130,12 @@ def test_chains_side_by_side_are_independent() -> None:
 
 
 def test_draws_without_replacement_are_refused() -> None:
-    bad = Method(small_model(5), Branch((2,)), Transport())
+    bad = Method(small_model(5), BranchingTree((2,)), KSequentialSelection())
     with pytest.raises(ValueError, match="distinct=False"):
-        generate(bad, [Request([1, 2], Sampling(temperature=1), max_new_tokens=4)], vocab=5)
+        generate(bad, [Request([1, 2], SamplingParams(temperature=1), max_new_tokens=4)], vocab=5)
 
 
 def test_greedy_and_picked_drafts_follow_the_target() -> None:
     request = Request([3, 1, 4], max_new_tokens=12)
-    plain = generate(Method(small_model(29), Chain(0), Transport()), [request])
+    plain = generate(Method(small_model(29), Chain(0), KSequentialSelection()), [request])
     assert generate(method(29, (3, 1, 1)), [request]) == plain

@@ -11,7 +11,7 @@ from miniature import bench, refused, target
 from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.session import Session
 from foretell.bench.tasks import load
-from foretell.store import LINES, Store
+from foretell.utils.store import LINES, RunStore
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -
     settings = Settings(
         model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("float32",)
     )
-    with Store(out, settings, Record):
+    with RunStore(out, settings, Record):
         assert "another run is writing" in refused(*run(questions, out))
 
 

@@ -12,7 +12,7 @@ from foretell.bench.contender import Limits, OwnContender, Spec
 from foretell.bench.peers.choose import expand
 from foretell.bench.peers.export import export
 from foretell.bench.tasks import Question
-from foretell.model.gguf import GGUF
+from foretell.model.load.gguf import GGUF
 
 PROMPT = "abcabcabc"
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ from foretell.bench.contender import Limits, OwnContender, Spec
 from foretell.bench.replay import Baseline, casts, load, replay
 from foretell.bench.scripted import Recording, RecordingSettings, Script, ScriptedRunner
 from foretell.bench.tasks import Tasks
+from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model
 from foretell.load import resolve
-from foretell.store import LINES, Store
-from foretell.tree import from_lists, root
+from foretell.utils.store import LINES, RunStore
 
 HERE = Path(__file__).parent
 TOKENS = 16
@@ -27,7 +27,7 @@ def quiet(_: str) -> None:
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     setting = recording.describe(model(), Tasks("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
-    with Store(tmp_path / "recording", setting, Recording) as store:
+    with RunStore(tmp_path / "recording", setting, Recording) as store:
         recording.record(model(), QUESTIONS, setting, store, quiet)
     return tmp_path / "recording"
 
@@ -76,7 +76,7 @@ def test_an_interrupted_recording_is_finished_not_replayed(recorded: Path) -> No
     path.write_bytes(whole[:-30])
     assert "interrupted, it holds 1 of 2 questions" in refused("replay", recorded)
     setting = recording.describe(model(), Tasks("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
-    with Store(recorded, setting, Recording) as store:
+    with RunStore(recorded, setting, Recording) as store:
         recording.record(model(), QUESTIONS, setting, store, quiet)
     assert path.read_bytes() == whole
 
@@ -93,14 +93,14 @@ def test_a_script_answers_on_its_path_only() -> None:
     runner = ScriptedRunner(vocab=9, context=64)
     best = np.array([[4, 1], [5, 2], [6, 3]])
     runner.play(Script.of([1, 2], [4, 5, 6], best, np.log([[0.5, 0.25]] * 3)))
-    prompt = root([2]).with_trunk([[1, 2]])
+    prompt = root_tree([2]).with_prefix([[1, 2]])
     out = runner.forward([0], prompt, scored=np.array([[False, True]]))
     assert out.logits.argmax(-1).tolist() == [4]
-    runner.keep(0, [0, 1])
-    out = runner.forward([0], from_lists([[4, 5, 7, 6]], [[-1, 0, 0, 1]]))
-    assert out.at.tolist() == [[0, 1, -1, 2]] and out.logits[:2].argmax(-1).tolist() == [5, 6]
+    runner.commit(0, [0, 1])
+    out = runner.forward([0], tree_from_lists([[4, 5, 7, 6]], [[-1, 0, 0, 1]]))
+    assert out.logit_index.tolist() == [[0, 1, -1, 2]] and out.logits[:2].argmax(-1).tolist() == [5, 6]
     with pytest.raises(ValueError, match="hidden states"):
-        runner.forward([0], root([4]), taps=(1,))
+        runner.forward([0], root_tree([4]), hidden_layers=(1,))
 
 
 def test_the_pinned_counts_have_not_moved() -> None:

@@ -12,9 +12,9 @@ from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Record, Settings, Turn
 from foretell.bench.session import Session, first_divergence
 from foretell.bench.tasks import Question
+from foretell.core.tree import tree_from_lists
 from foretell.load import load
-from foretell.store import Store
-from foretell.tree import from_lists
+from foretell.utils.store import RunStore
 
 LIMITS = Limits(12)
 
@@ -103,7 +103,7 @@ def test_a_shorter_answer_diverges_where_it_ends() -> None:
 
 def test_acceptance_counts_what_was_tested() -> None:
     watched = Watched(model().runner())
-    tree = from_lists([[1, 2, 3, 4]], [[-1, 0, 1, 1]])
+    tree = tree_from_lists([[1, 2, 3, 4]], [[-1, 0, 1, 1]])
     watched.passes = [(tree, (0,)), (tree, (0, 1)), (tree, (0, 1, 3))]
     assert watched.acceptance() == ((3, 2), (2, 1))
 
@@ -129,7 +129,7 @@ SETTINGS = Settings(
 
 
 def run(folder: Path, contenders: Sequence[Contender], repeats: int = 2) -> list[Record]:
-    with Store(folder, SETTINGS, Record) as store:
+    with RunStore(folder, SETTINGS, Record) as store:
         Session(contenders, {"float32": model()}, repeats).run(QUESTIONS, store, lambda _: None)
         return store.records
 
@@ -138,7 +138,7 @@ def test_an_interrupted_run_goes_on_without_asking_anything_twice(tmp_path: Path
     plain, spec = own("autoregressive"), Spec.parse("ngram")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [plain, Stumbling(model(), spec, LIMITS)])
-    with Store(tmp_path, SETTINGS, Record) as store:
+    with RunStore(tmp_path, SETTINGS, Record) as store:
         before = list(store.records)
     assert 0 < len(before) < 8
     after = run(tmp_path, [plain, OwnContender(model(), spec, LIMITS)])

@@ -6,8 +6,7 @@ import pytest
 
 from command import foretell, tiny
 from foretell.api import Answer
-from foretell.engine import Completion, Engine, Update
-from foretell.method import AnyMethod
+from foretell.engine.engine import Completion, Engine, Update
 
 
 def chat(*lines: str, status: int = 0) -> tuple[str, str]:
@@ -61,9 +60,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -
 def test_a_turn_goes_on_from_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     cached, real = list[int](), Answer.of
 
-    def watched(completion: Completion, method: AnyMethod) -> Answer:
+    def watched(completion: Completion, engine: Engine) -> Answer:
         cached.append(completion.statistics.cached_tokens)
-        return real(completion, method)
+        return real(completion, engine)
 
     monkeypatch.setattr(Answer, "of", watched)
     chat("hello", "hello", "/reset", "hello")

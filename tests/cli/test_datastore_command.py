@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from foretell.catalogue import BuildContext, build
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli.datastore import app
-from foretell.config import SpeculativeConfig
-from foretell.draft import Rest
+from foretell.draft import DatastoreRetriever
 from words import words
 
 CODEC = words("a", "b", "c")
@@ -36,7 +36,7 @@ def test_builds_what_rest_opens(tmp_path: Path) -> None:
     assert call("show", tmp_path / "store") == said
     config = SpeculativeConfig(datastore=str(tmp_path / "store"))
     draft = build("rest", BuildContext(4, None, codec=CODEC), config).draft
-    assert isinstance(draft, Rest) and len(draft.store) == 11
+    assert isinstance(draft, DatastoreRetriever) and len(draft.store) == 11
     with pytest.raises(ValueError, match="not the target's"):
         build("rest", BuildContext(4, None, codec=words("c")), config)
 

@@ -144,7 +144,8 @@ def test_other_files_are_not_models(tmp_path: Path) -> None:
 def test_bad_lines_are_named_and_good_ones_answered(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = (
-        '{"prompt": "good"}', "{not json", "", '{"question": "no prompt"}', '{"prompt": "a", "temperatur": 1}', '{"prompt": "a", "top_p": 7}',
+        '{"prompt": "good"}', "{not json", "", '{"question": "no prompt"}', '{"prompt": "a", "temperatur": 1}',
+        '{"prompt": "a", "top_p": 7}',
         '{"prompt": "a", "seed": "x"}', "17", '{"prompt": "' + "x" * 600 + '"}', '{"prompt": " "}', '{"turns": []}',
         '{"messages": [{"role": "boss", "content": "a"}]}', '{"prompt": "a", "turns": ["b"]}', '"also good"',
     )  # fmt: skip
@@ -272,4 +273,4 @@ def test_help_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "generate" in done.stdout and "foretell.cli.app" in imported
     heavy = {"torch", "numpy", "scipy", "pydantic", "transformers", "tokenizers"}
-    assert not {name for name in imported if name.split(".")[0] in heavy or name == "foretell.engine"}
+    assert not {name for name in imported if name.split(".")[0] in heavy or name == "foretell.engine.engine"}

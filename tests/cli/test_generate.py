@@ -9,13 +9,15 @@ import pytest
 from command import foretell, small, tiny
 from foretell.catalogue import catalogue
 from foretell.cli.show import Painter
-from foretell.engine import Engine, Update
+from foretell.engine.engine import Engine, Update
 from foretell.load import load
-from foretell.text import Detokenizer
+from foretell.tokenizer.codec import Detokenizer
 
 KEYS = [
-    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "exact", "backend", "target_passes", "tokens_per_pass",
-    "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds", "tokens_per_second", "finish_reason",
+    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "exact", "backend", "target_passes",
+    "tokens_per_pass",
+    "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds",
+    "tokens_per_second", "finish_reason",
 ]  # fmt: skip
 
 
@@ -55,7 +57,8 @@ def test_methods_give_the_same_text(tmp_path: Path) -> None:
     reference = tmp_path / "notes.txt"
     reference.write_text("some text to copy from")
     for name, *extra in (
-        ("suffix",), ("layer_skip",), ("llma", "--reference", str(reference)), ("draft_model", "--draft-model", str(small())),
+        ("suffix",), ("layer_skip",), ("llma", "--reference", str(reference)), ("draft_model", "--draft-model",
+        str(small())),
         ("specinfer", "--draft-model", str(small()), "--draft-model", str(small())),
     ):  # fmt: skip
         (record,) = records("abcabcabc", "--max-new-tokens", "24", "--method", name, *extra)
@@ -116,7 +119,8 @@ def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
     )  # fmt: skip
     together = records("--prompts", file, "--max-new-tokens", "12", "--rows", "2")
     alone = [
-        *records(long, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "3"),
+        *records(long, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "12"), *records(short,
+        "--max-new-tokens", "3"),
         *records(short, "--max-new-tokens", "12", "--temperature", "0.9", "--seed", "7", "--stop", "zz"),
     ]  # fmt: skip
     assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]

@@ -8,9 +8,9 @@ import pytest
 
 from command import foretell, refused, small, tiny
 from foretell.accept import Match
-from foretell.accept.base import Accepted
-from foretell.laws import Laws
-from foretell.tree import TokenTree
+from foretell.accept.base import AcceptResult
+from foretell.core.tree import TokenTree
+from foretell.distributions.processed import ProcessedDistributions
 from helpers import unchecked
 
 QUICK = ("--model", tiny(), "--dtype", "float32", "--max-new-tokens", "6", "--samples", "60")
@@ -52,8 +52,8 @@ def test_lossy_methods_show_their_price_and_fail_only_strictly() -> None:
 def test_a_lossless_method_that_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Match.accept
 
-    def spoilt(self: Match, tree: TokenTree, row: int, laws: Laws) -> Accepted:
-        found, drafts = honest(self, tree, row, laws), tree.live[row].sum() > tree.trunk[row]
+    def spoilt(self: Match, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        found, drafts = honest(self, tree, row, distributions), tree.valid[row].sum() > tree.prefix_length[row]
         return replace(found, token=(found.token + 1) % 256) if drafts else found
 
     monkeypatch.setattr(Match, "accept", spoilt)

@@ -1,6 +1,7 @@
 """The engine on a GPU: logits, texts and distributions are those of the CPU, with and without CUDA graphs.
 
-Every test also runs on the CPU, where the graph's static tensors are used without a graph, so that the suite itself is checked without a GPU.
+Every test also runs on the CPU, where the graph's static tensors are used without a graph, so that the suite itself is
+checked without a GPU.
 """
 
 import json
@@ -15,16 +16,16 @@ import torch
 from command import foretell, tiny
 from foretell.bench.stepper import OwnStepper
 from foretell.catalogue import BUILT_IN, Entry
-from foretell.context import Output
-from foretell.engine import Engine, Request
-from foretell.model.config import Experts, ModelConfig
+from foretell.core.context import ModelOutput
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import tree_from_lists
+from foretell.engine.engine import Engine, Request
+from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
 from foretell.model.graph import GraphedDecoder
 from foretell.model.linear import quantize
 from foretell.model.runner import DecoderRunner, Network
-from foretell.sampling import Sampling
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import from_lists
 from helpers import (
     VOCAB,
     chain_tree,
@@ -47,7 +48,7 @@ CONFIGS = {
         WIDE, window=64, window_layers=(0, 2), attention_softcap=50.0, logit_softcap=30.0, qk_norm=True, post_norms=True
     ),
     "mixture of experts": replace(
-        WIDE, architecture="mixtral", experts=Experts(count=4, active=2, ffn=64, layers=(0, 1, 2, 3))
+        WIDE, architecture="mixtral", experts=MoEConfig(count=4, active=2, ffn=64, layers=(0, 1, 2, 3))
     ),
 }
 PROMPT = 300
@@ -74,7 +75,7 @@ FAMILIES = (
 """At least one method of every family."""
 SAMPLED = ("autoregressive", "sam_recycling", "draft_model", "block_verification", "specinfer", "spectr", "eagle3")
 SMALL, START, LENGTH, SAMPLES = 4, [1, 0, 2], 3, 1200
-FLAT = Sampling(temperature=2.5)
+FLAT = SamplingParams(temperature=2.5)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
@@ -88,8 +89,8 @@ def logits_after(network: Network, prompt: list[int], nodes: int) -> torch.Tenso
     """Scores at the nodes of a binary tree below a prompt."""
     runner = DecoderRunner(network)
     runner.forward([0], chain_tree(prompt))
-    runner.keep(0, range(len(prompt)))
-    tree = from_lists(
+    runner.commit(0, range(len(prompt)))
+    tree = tree_from_lists(
         [random_tokens(nodes, network.config.vocab, seed=1)], [[(i - 1) // 2 if i else -1 for i in range(nodes)]]
     )
     logits: torch.Tensor = runner.forward([0], tree).logits.double().cpu()
@@ -174,7 +175,9 @@ def test_greedy_texts_are_those_of_naive_decoding_on_the_cpu(device: str, name: 
 
 
 def fit(device: str, name: str) -> float:
-    """Chance of texts as far from the target's distribution as those sampled; few rows, so that passes are replayed as graphs."""
+    """Chance of texts as far from the target's distribution as those sampled; few rows, so that passes are replayed as
+    graphs.
+    """
     requests = [Request(START, replace(FLAT, seed=i), max_new_tokens=LENGTH) for i in range(SAMPLES)]
     with unchecked():
         texts = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
@@ -204,20 +207,22 @@ def test_small_passes_are_replayed_as_graphs_and_large_ones_are_not() -> None:
 
 @on_every_device
 def test_a_graph_serves_other_tokens_and_a_cache_that_has_grown(device: str) -> None:
-    """Each pass is compared with one without graphs; the cache grows past 256 slots, which a graph that was captured before must not write to."""
+    """Each pass is compared with one without graphs; the cache grows past 256 slots, which a graph that was captured
+    before must not write to.
+    """
     decoder = tiny_decoder(WIDE, device=device)
     runners = [DecoderRunner(GraphedDecoder(decoder)), DecoderRunner(decoder)]
 
-    def read(tokens: list[int], taps: tuple[int, ...]) -> list[Output]:
-        outputs = [r.forward([0], chain_tree(tokens), taps=taps) for r in runners]
+    def read(tokens: list[int], hidden_layers: tuple[int, ...]) -> list[ModelOutput]:
+        outputs = [r.forward([0], chain_tree(tokens), hidden_layers=hidden_layers) for r in runners]
         for r in runners:
-            r.keep(0, range(len(tokens)))
+            r.commit(0, range(len(tokens)))
         return outputs
 
     for i in range(12):
-        found, expected = read(random_tokens(30, WIDE.vocab, seed=i), taps=(0, 2, 4) if i % 2 else ())
+        found, expected = read(random_tokens(30, WIDE.vocab, seed=i), hidden_layers=(0, 2, 4) if i % 2 else ())
         torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-9)
-        for mine, theirs in zip(found.features, expected.features, strict=True):
+        for mine, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
     assert runners[0].length(0) == 360
 

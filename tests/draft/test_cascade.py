@@ -6,31 +6,33 @@ import pytest
 import torch
 
 from foretell.accept import Acceptor, Match, Rejection
-from foretell.draft import Cascade, DraftModel, Lookup, Predictor, Recycling, Suffix
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
+from foretell.core.sampling import SamplingParams
+from foretell.draft import CascadeDrafter, DraftModel, Predictor, PromptLookup, SuffixRetriever, TokenRecycling
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Branch, Chain, Shape, Trie
+from foretell.shape import BranchingTree, Chain, DynamicTree, Shape, Trie
 from helpers import VOCAB, chain_tree, generate, good_model, random_tokens, sibling, target
 
 REQUESTS = [
-    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n, repetition_penalty=1.1), 14 + n)
+    Request(random_tokens(n, seed=n), SamplingParams(temperature=t, seed=n, repetition_penalty=1.1), 14 + n)
     for n, t in ((3, 0.0), (17, 1.0), (9, 0.0), (1, 0.7))
 ]
 SHAPES = [
     (Chain(5), Rejection()),
     (Chain(5, confidence=0.4), Rejection()),
-    (Branch((2, 2, 1)), Rejection()),
-    (Branch((2, 1), distinct=False), Rejection()),
-    (Beam(3, 2, 6), Match()),
+    (BranchingTree((2, 2, 1)), Rejection()),
+    (BranchingTree((2, 1), distinct=False), Rejection()),
+    (DynamicTree(3, 2, 6), Match()),
 ]
 AHEAD: dict[str, Callable[[], AnyMethod]] = {
-    "copies": lambda: Method(Suffix(), Trie(8), Match()),
-    "recycled": lambda: Method(Recycling(VOCAB), Trie(10), Match()),
+    "copies": lambda: Method(SuffixRetriever(), Trie(8), Match()),
+    "recycled": lambda: Method(TokenRecycling(VOCAB), Trie(10), Match()),
     "a smaller model": lambda: Method(good_model(VOCAB), Chain(4), Match()),
     "a cascade": lambda: Method(
-        Cascade(DecoderRunner(sibling()), Method(Lookup(), Trie(6), Match())), Chain(4, draw=False), Match()
+        CascadeDrafter(DecoderRunner(sibling()), Method(PromptLookup(), Trie(6), Match())),
+        Chain(4, draw=False),
+        Match(),
     ),
 }
 
@@ -46,7 +48,7 @@ def small() -> DecoderRunner:
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_texts_are_those_of_the_draft_model_alone(ahead: str, shape: Shape[Predictor], accept: Acceptor) -> None:
     alone = generate(Method(DraftModel(small()), shape, accept), REQUESTS)
-    cascade: AnyMethod = Method(Cascade(small(), AHEAD[ahead](), chunk=8), shape, accept)
+    cascade: AnyMethod = Method(CascadeDrafter(small(), AHEAD[ahead](), chunk=8), shape, accept)
     assert generate(cascade, REQUESTS) == alone
 
 
@@ -54,20 +56,20 @@ def test_reading_ahead_saves_passes() -> None:
     """With a perfect guesser ahead, a chain of four costs one pass of the draft model instead of four."""
 
     def passes(ahead: AnyMethod) -> tuple[int, int]:
-        cascade = Cascade(small(), ahead)
+        cascade = CascadeDrafter(small(), ahead)
         engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Match()))
         (done,) = engine.complete([Request(random_tokens(9), max_new_tokens=20)])
         return cascade.passes, done.statistics.target_passes
 
     perfect, steps = passes(Method(DraftModel(small()), Chain(4), Match()))
-    nothing, _ = passes(Method(Lookup(), Trie(0), Match()))
+    nothing, _ = passes(Method(PromptLookup(), Trie(0), Match()))
     assert perfect <= steps
     assert nothing > 2 * perfect
 
 
 def test_the_draft_model_s_cache_holds_the_text() -> None:
     draft = small()
-    cascade = Cascade(draft, Method(Recycling(VOCAB), Trie(10), Match()))
+    cascade = CascadeDrafter(draft, Method(TokenRecycling(VOCAB), Trie(10), Match()))
     engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Rejection()), rows=2)
     for r in REQUESTS[:2]:
         engine.submit(r)

@@ -1,4 +1,6 @@
-"""Medusa's and blockwise heads as drafters: when they may draft, what from, and how fast forms compare with plain ones."""
+"""Medusa's and blockwise heads as drafters: when they may draft, what from, and how fast forms compare with plain
+ones.
+"""
 
 from dataclasses import replace
 
@@ -11,18 +13,18 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_tree
 from foretell.catalogue.options import MedusaOptions
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import Heads
-from foretell.draft.network import NETWORKS
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.heads import HeadsNetwork
-from foretell.draft.network.pack import packed
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.model import native
-from foretell.model.ends import Ends
+from foretell.core.sampling import SamplingParams
+from foretell.draft import HeadsDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.model import kernels as native
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Chain, Fixed
+from foretell.shape import Chain, DynamicTree, FixedTree
+from foretell.speculator.network import NETWORKS
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.heads import HeadsNetwork
+from foretell.speculator.network.pack import packed
 from helpers import (
     VOCAB,
     all_logits,
@@ -48,7 +50,7 @@ def network(kind: str) -> HeadsNetwork:
     return found
 
 
-def fresh(kind: str, ends: Ends, **sizes: object) -> HeadsNetwork:
+def fresh(kind: str, ends: EmbeddingAndHead, **sizes: object) -> HeadsNetwork:
     config_type, network_type = NETWORKS[kind]
     card = TargetCard(name="toy", hidden=ends.hidden, vocab=ends.vocab, layers=2)
     made = network_type(config_type.model_validate({"target": card, **sizes}), ends)
@@ -58,7 +60,7 @@ def fresh(kind: str, ends: Ends, **sizes: object) -> HeadsNetwork:
 
 @pytest.mark.parametrize(("kind", "own"), [("medusa", False), ("medusa", True), ("blockwise", False)])
 def test_untrained_heads_say_what_the_targets_own_head_says(kind: str, own: bool) -> None:
-    ends = Ends(torch.randn(20, 16), torch.randn(20, 16), softcap=5.0)
+    ends = EmbeddingAndHead(torch.randn(20, 16), torch.randn(20, 16), softcap=5.0)
     made, kept = fresh(kind, ends, heads=3, draft_vocab=12, own_head=own), torch.arange(1, 20)[:12]
     made.choose(kept)
     h = torch.randn(2, 5, 16)
@@ -72,14 +74,14 @@ def test_untrained_heads_say_what_the_targets_own_head_says(kind: str, own: bool
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_drafted_before_the_prompt_is_read(kind: str) -> None:
-    method = Method(Heads(network(kind)), Fixed(((0,), (1,), (0, 0), (0, 0, 0))), Match())
+    method = Method(HeadsDrafter(network(kind)), FixedTree(((0,), (1,), (0, 0), (0, 0, 0))), Match())
     engine = engine_for(method, rows=1, chunk=4)
     number = engine.submit(Request(PROMPT, max_new_tokens=12))
     context = context_of(PROMPT)
     rows = replace(context, rows=(0,))
     for _ in range(2):
         engine.step()
-        assert method.draft.depths(rows).tolist() == [0]
+        assert method.draft.max_depths(rows).tolist() == [0]
     engine.step()
     assert engine.statistics[number].drafted == 0
     engine.step()
@@ -88,17 +90,17 @@ def test_nothing_is_drafted_before_the_prompt_is_read(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_come_from_the_state_that_produced_the_root_whatever_the_path(kind: str) -> None:
-    heads = Heads(network(kind))
-    engine = engine_for(Method(heads, Fixed(((0,), (2,), (0, 0), (2, 1))), Match()), rows=1)
+    heads = HeadsDrafter(network(kind))
+    engine = engine_for(Method(heads, FixedTree(((0,), (2,), (0, 0), (2, 1))), Match()), rows=1)
     engine.submit(Request(PROMPT, max_new_tokens=20))
     text = list(PROMPT)
     for _ in range(4):
         for update in engine.step():
             text += update.tokens
-    output = DecoderRunner(target()).forward([0], chain_tree(text[:-1]), taps=heads.taps)
-    wanted = heads.network.spread(heads.network(output.features[0][-1]))
+    output = DecoderRunner(target()).forward([0], chain_tree(text[:-1]), hidden_layers=heads.hidden_layers)
+    wanted = heads.network.spread(heads.network(output.hidden_states[0][-1]))
     context = context_of(text)
-    tree = Fixed(((0,), (2,), (0, 0), (2, 1))).grow(heads, context)
+    tree = FixedTree(((0,), (2,), (0, 0), (2, 1))).grow(heads, context)
     order = wanted.argsort(-1, descending=True)
     assert tree.token[0].tolist() == [text[-1], *order[0, [0, 2]].tolist(), *order[1, [0, 1]].tolist()]
     logits, at = heads.expand(tree, np.array([[1, 2]]), context)
@@ -106,9 +108,11 @@ def test_drafts_come_from_the_state_that_produced_the_root_whatever_the_path(kin
     torch.testing.assert_close(logits[at[0, 1]], wanted[1])
 
 
-@pytest.mark.parametrize("shape", [Chain(9, draw=False), Fixed(tuple((0,) * n for n in range(1, 10))), Beam(9, 3, 20)])
+@pytest.mark.parametrize(
+    "shape", [Chain(9, draw=False), FixedTree(tuple((0,) * n for n in range(1, 10))), DynamicTree(9, 3, 20)]
+)
 def test_no_draft_is_deeper_than_there_are_heads(shape: object) -> None:
-    method = Method(Heads(network("medusa")), shape, Match())  # type: ignore[arg-type]
+    method = Method(HeadsDrafter(network("medusa")), shape, Match())  # type: ignore[arg-type]
     request = Request(PROMPT, max_new_tokens=30)
     engine = engine_for(method)
     (updates,) = run(engine, [request])
@@ -147,9 +151,9 @@ def test_the_earned_tree_is_the_default_and_can_be_replaced() -> None:
 
 def test_blockwise_heads_draft_for_the_lossy_method_where_they_are_named() -> None:
     parts = BuildContext(VOCAB, target(), speculators=(speculator("blockwise"),))
-    assert isinstance(build("blockwise_lossy", parts).draft, Heads)
+    assert isinstance(build("blockwise_lossy", parts).draft, HeadsDrafter)
     exact = build("blockwise_lossy", parts, {"accept_top_k": 1})
-    request = Request(PROMPT, Sampling(), 20)
+    request = Request(PROMPT, SamplingParams(), 20)
     assert generate(exact, [request]) == [naive(target(), request)]
 
 
@@ -157,7 +161,7 @@ def test_blockwise_heads_draft_for_the_lossy_method_where_they_are_named() -> No
 @pytest.mark.parametrize("kind", ["medusa", "medusa own", "blockwise"])
 def test_packed_heads_say_the_same_and_score_a_state_alike_whoever_shares_the_call(kind: str) -> None:
     torch.manual_seed(0)
-    ends = Ends(torch.randn(90, 48).bfloat16(), torch.randn(90, 48).bfloat16())
+    ends = EmbeddingAndHead(torch.randn(90, 48).bfloat16(), torch.randn(90, 48).bfloat16())
     own = {"own_head": True} if kind.endswith("own") else {}
     made = fresh(kind.split()[0], ends, heads=3, draft_vocab=70, **own)
     for parameter in made.parameters():
@@ -178,5 +182,5 @@ def test_packing_leaves_doubles_alone() -> None:
     heads = network("medusa")
     assert packed(heads).packed_head is None
     assert heads.dtype == torch.float64
-    assert Engine(DecoderRunner(target()), Method(Heads(heads), Chain(3, draw=False), Match())) is not None
+    assert Engine(DecoderRunner(target()), Method(HeadsDrafter(heads), Chain(3, draw=False), Match())) is not None
     assert all_logits(target(), PROMPT).shape == (11, VOCAB)

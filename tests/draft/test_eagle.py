@@ -1,4 +1,6 @@
-"""EAGLE's layer follows the target: shifts, keys that stay, trees level by level as training unrolls them, and drawn trees."""
+"""EAGLE's layer follows the target: shifts, keys that stay, trees level by level as training unrolls them, and drawn
+trees.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,26 +11,26 @@ import pytest
 import torch
 
 from foretell.accept import Match, Rejection
-from foretell.context import Step
-from foretell.draft import Eagle
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.draft.network.layer import norm
-from foretell.draft.network.pack import packed
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.model import native
+from foretell.core.context import StepResult
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import tree_from_lists
+from foretell.draft import EagleDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.model import kernels as native
 from foretell.model.attention import Sight
-from foretell.model.cache import Cache, Layout
+from foretell.model.cache import KVCache, Layout
 from foretell.model.decoder import Decoder
-from foretell.model.ends import Ends
-from foretell.model.native import Precision
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.kernels import Precision
 from foretell.model.rope import rotate
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Chain, Fixed
+from foretell.shape import Chain, DynamicTree, FixedTree
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.speculator.network.layer import norm
+from foretell.speculator.network.pack import packed
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import from_lists
 from helpers import (
     VOCAB,
     chain_tree,
@@ -48,8 +50,8 @@ KINDS = ("eagle", "eagle3")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def ends(vocab: int = VOCAB) -> Ends:
-    return Ends(target(vocab).embedding.detach(), target(vocab).head.weight.detach())
+def ends(vocab: int = VOCAB) -> EmbeddingAndHead:
+    return EmbeddingAndHead(target(vocab).embedding.detach(), target(vocab).head.weight.detach())
 
 
 @cache
@@ -58,7 +60,7 @@ def network_of(kind: str, vocab: int = VOCAB, layers: int = 1, subset: int | Non
     card = TargetCard(name="tiny", hidden=TINY.hidden, vocab=vocab, layers=2)
     config = EagleConfig.model_validate(
         {"kind": kind, "target": card, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256}
-        | {"draft_vocab": subset, "layers": layers, "fc_norm": True, "taps": (0, 1, 3)}
+        | {"draft_vocab": subset, "layers": layers, "fc_norm": True, "hidden_layers": (0, 1, 3)}
     )
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -71,9 +73,9 @@ def network_of(kind: str, vocab: int = VOCAB, layers: int = 1, subset: int | Non
 
 
 def features_of(network: EagleNetwork, text: Sequence[int], vocab: int = VOCAB) -> list[torch.Tensor]:
-    """The target's states over a text read at once, [1 s d] per tap."""
-    output = DecoderRunner(target(vocab)).forward([0], chain_tree(text), taps=network.taps)
-    return [f[None].clone() for f in output.features]
+    """The target's states over a text read at once, [1 s d] per recorded layer."""
+    output = DecoderRunner(target(vocab)).forward([0], chain_tree(text), hidden_layers=network.hidden_layers)
+    return [f[None].clone() for f in output.hidden_states]
 
 
 class Plain(Sight):
@@ -105,7 +107,7 @@ def read_plainly(network: EagleNetwork, text: Sequence[int], vocab: int = VOCAB)
     return network.advance(torch.tensor(text[1:]), g, torch.arange(n), sight), sight
 
 
-class Watch(Eagle):
+class Watch(EagleDrafter):
     """Notes what it scored after the roots."""
 
     def __init__(self, network: EagleNetwork, most: int) -> None:
@@ -115,7 +117,7 @@ class Watch(Eagle):
     def _roots(self, able, context):  # type: ignore[no-untyped-def]
         out = super()._roots(able, context)
         for i, state in zip(able, out, strict=True):
-            self.roots[tuple(context.texts[i].tokens.tolist())] = self.network.score(self.network.see(state))
+            self.roots[tuple(context.sequences[i].tokens.tolist())] = self.network.score(self.network.see(state))
         return out
 
 
@@ -124,9 +126,11 @@ class Watch(Eagle):
 def test_every_root_is_scored_as_by_a_fresh_reading_of_the_text(kind: str, most: int) -> None:
     network = network_of(kind, layers=2)
     drafter = Watch(network, most)
-    requests = [Request(random_tokens(n, seed=n), max_new_tokens=8, sampling=Sampling(1.0)) for n in (2, 21, 9, 1)]
+    requests = [
+        Request(random_tokens(n, seed=n), max_new_tokens=8, sampling_params=SamplingParams(1.0)) for n in (2, 21, 9, 1)
+    ]
     with unchecked():
-        texts = generate(Method(drafter, Beam(3, 3, 6), Match()), requests, rows=3, chunk=8)
+        texts = generate(Method(drafter, DynamicTree(3, 3, 6), Match()), requests, rows=3, chunk=8)
     assert [len(t) for t in texts] == [8] * 4
     assert len(drafter.roots) > 15
     for text, scores in list(drafter.roots.items())[::5]:
@@ -138,11 +142,11 @@ def test_every_root_is_scored_as_by_a_fresh_reading_of_the_text(kind: str, most:
 def test_keys_that_stay_are_those_of_a_fresh_reading(kind: str) -> None:
     # Few tokens, all of which are drafted, so that paths of every length are accepted.
     network, vocab = network_of(kind, 4, subset=None), 4
-    drafter = Eagle(network, 5)
-    engine = engine_for(Method(drafter, Beam(3, 4, 40), Match()), rows=3, chunk=7, vocab=vocab)
+    drafter = EagleDrafter(network, 5)
+    engine = engine_for(Method(drafter, DynamicTree(3, 4, 40), Match()), rows=3, chunk=7, vocab=vocab)
     texts = [random_tokens(n, vocab, seed=n) for n in (5, 17, 11)]
     for i, p in enumerate(list(texts)):
-        engine.submit(Request(tuple(p), Sampling(temperature=float(i % 2), seed=i), max_new_tokens=99))
+        engine.submit(Request(tuple(p), SamplingParams(temperature=float(i % 2), seed=i), max_new_tokens=99))
     accepted = set[int]()
     with unchecked():
         for _ in range(12):
@@ -177,20 +181,20 @@ def test_the_feature_of_a_position_goes_with_the_token_after_it(kind: str) -> No
 
     oracle = Oracle(network.config, ends()).double()
     oracle.load_state_dict(network.state_dict())
-    method = Method(Eagle(oracle), Chain(1, draw=False), Match())
+    method = Method(EagleDrafter(oracle), Chain(1, draw=False), Match())
     engine = Engine(DecoderRunner(target()), method, rows=1, chunk=5)
-    engine.submit(Request(prompt, Sampling(bias={7: 1e9}), max_new_tokens=5))
+    engine.submit(Request(prompt, SamplingParams(logit_bias={7: 1e9}), max_new_tokens=5))
     while engine.busy:
         engine.step()
     assert len(seen) > 11
     assert seen == [(j, text[j + 1], j) for j in range(len(seen))]
 
 
-def reader(network: EagleNetwork, text: Sequence[int]) -> Eagle:
+def reader(network: EagleNetwork, text: Sequence[int]) -> EagleDrafter:
     """A drafter that has been told all about a text."""
-    drafter, tree = Eagle(network), chain_tree(text[:-1])
-    output = DecoderRunner(target()).forward([0], tree, taps=network.taps)
-    drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
+    drafter, tree = EagleDrafter(network), chain_tree(text[:-1])
+    output = DecoderRunner(target()).forward([0], tree, hidden_layers=network.hidden_layers)
+    drafter.observe(StepResult(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
     return drafter
 
 
@@ -198,7 +202,7 @@ def after(network: EagleNetwork, text: Sequence[int], path: Sequence[int]) -> to
     """Scores after the last token of a path of drafts, asked for one by one."""
     drafter, tokens = reader(network, text), [text[-1], *path]
     for end in range(1, len(tokens) + 1):
-        chain = from_lists([tokens[:end]], [list(range(-1, end - 1))])
+        chain = tree_from_lists([tokens[:end]], [list(range(-1, end - 1))])
         logits, at = drafter.expand(chain, np.array([[end - 1]]), context_of(text))
     scores: torch.Tensor = logits[at[0, -1]]
     return scores
@@ -216,7 +220,7 @@ def test_drafting_level_by_level_is_the_unrolled_forward_on_the_same_tokens(kind
         torch.testing.assert_close(after(network, text, path[:depth]), expected, atol=1e-5, rtol=0)
 
 
-class Recording(Eagle):
+class Recording(EagleDrafter):
     """Notes the scores after every path of drafts."""
 
     def __init__(self, network: EagleNetwork) -> None:
@@ -239,9 +243,9 @@ def test_nodes_see_their_ancestors_only_whatever_the_rows_lengths(kind: str) -> 
     """Scores at every node of trees that grow together are those of its path alone."""
     network, texts = network_of(kind, layers=2), [random_tokens(n, seed=n) for n in (9, 2, 17)]
     drafter, context = Recording(network), context_of(*texts)
-    drafter.keep(reading(target(), context, network.taps))
+    drafter.observe(reading(target(), context, network.hidden_layers))
     choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1))
-    Fixed(choices).grow(drafter, replace(context, room=np.array([99, 1, 3])))
+    FixedTree(choices).grow(drafter, replace(context, max_depth=np.array([99, 1, 3])))
     assert [sum(row == i for row, _ in drafter.found) for i in range(3)] == [5, 3, 5]
     for (row, path), scores in drafter.found.items():
         torch.testing.assert_close(scores, after(network, texts[row], path), atol=1e-6, rtol=0)
@@ -265,20 +269,20 @@ def test_training_time_test_is_attention_recomputed_position_by_position(kind: s
             tokens, features, positions = [*tokens, text[j + 2 + i]], [*features, out[-1]], [*positions, j + 1 + i]
 
 
-SHAPES = {"chain": Chain(3, draw=True), "tree": Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
+SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
 
 
 @every_kind
 @pytest.mark.parametrize("name", SHAPES)
 def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
-    network, sampling, start = network_of(kind, 4, subset=3), Sampling(temperature=2.5), [1, 0, 2]
+    network, sampling, start = network_of(kind, 4, subset=3), SamplingParams(temperature=2.5), [1, 0, 2]
     requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(1200)]
     with unchecked():
-        method = Method(Eagle(network), SHAPES[name], Rejection())
+        method = Method(EagleDrafter(network), SHAPES[name], Rejection())
         texts = generate(method, requests, rows=512, chunk=1 << 14, vocab=4)
     where = np.ravel_multi_index(np.array(texts).T, (4,) * 3)
-    law = exact_law(target(4), start, 3, sampling)
-    assert p_value(np.bincount(where, minlength=64), law) > 1e-3
+    distribution = exact_law(target(4), start, 3, sampling)
+    assert p_value(np.bincount(where, minlength=64), distribution) > 1e-3
 
 
 def test_pieces_of_the_layer_are_what_they_say() -> None:
@@ -292,14 +296,14 @@ def test_pieces_of_the_layer_are_what_they_say() -> None:
 
 
 def test_nothing_is_drafted_before_the_target_has_read_the_text() -> None:
-    drafter, context = Eagle(network_of("eagle3")), context_of([1, 2, 3], [4, 5], prompt=1)
-    assert drafter.depths(context).tolist() == [0, 0]
-    output = DecoderRunner(target()).forward([0], chain_tree([1, 2]), taps=drafter.taps)
+    drafter, context = EagleDrafter(network_of("eagle3")), context_of([1, 2, 3], [4, 5], prompt=1)
+    assert drafter.max_depths(context).tolist() == [0, 0]
+    output = DecoderRunner(target()).forward([0], chain_tree([1, 2]), hidden_layers=drafter.hidden_layers)
     first = context.select([0])
-    drafter.keep(Step(first, chain_tree([1, 2]), output, ((0, 1),), ((3,),), (0,)))
-    assert drafter.depths(context).tolist() == [99, 0]
-    drafter.clear(0)
-    assert drafter.depths(context).tolist() == [0, 0]
+    drafter.observe(StepResult(first, chain_tree([1, 2]), output, ((0, 1),), ((3,),), (0,)))
+    assert drafter.max_depths(context).tolist() == [99, 0]
+    drafter.release(0)
+    assert drafter.max_depths(context).tolist() == [0, 0]
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
@@ -310,19 +314,19 @@ def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, ne
     decoder = tiny_decoder(wide, dtype=torch.float32)
     card = TargetCard(name="tiny", hidden=64, vocab=wide.vocab, layers=wide.layers)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
-    more = {"fc_norm": True, "norm_output": True, "qk_norm": True, "taps": (0, 1, 3)}
+    more = {"fc_norm": True, "norm_output": True, "qk_norm": True, "hidden_layers": (0, 1, 3)}
     config = EagleConfig.model_validate({"kind": kind, "target": card, "draft_vocab": 20} | sizes | more)
     made = Eagle1 if kind == "eagle" else Eagle3
     torch.manual_seed(5)
-    plain = made(config, Ends(decoder.embedding.detach(), decoder.head.weight.detach()))
+    plain = made(config, EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach()))
     fast = packed(plain, precision)
     assert fast.stack is not None and plain.stack is None
     text, found = random_tokens(12, seed=9), list[dict[tuple[int, tuple[int, ...]], torch.Tensor]]()
     for network in (plain, fast):
         drafter, tree = Recording(network), chain_tree(text[:-1])
-        output = DecoderRunner(decoder).forward([0], tree, taps=network.taps)
-        drafter.keep(Step(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
-        Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0))).grow(drafter, context_of(text))
+        output = DecoderRunner(decoder).forward([0], tree, hidden_layers=network.hidden_layers)
+        drafter.observe(StepResult(context_of(text), tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
+        FixedTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0))).grow(drafter, context_of(text))
         found.append(drafter.found)
     shared = found[0].keys() & found[1].keys()
     assert len(shared) > 3
@@ -330,10 +334,10 @@ def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, ne
         torch.testing.assert_close(found[1][path], found[0][path], atol=near, rtol=0)
 
 
-class Stepwise(Eagle):
+class Stepwise(EagleDrafter):
     """Has its trees grown level by level."""
 
-    def beam(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+    def grow_dynamic_tree(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
         return None
 
 
@@ -344,10 +348,10 @@ def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None)
     card = TargetCard(name="tiny", hidden=64, vocab=VOCAB, layers=2)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
     config = EagleConfig.model_validate(
-        {"target": card, "draft_vocab": subset, "fc_norm": True, "taps": (0, 1, 3)} | sizes
+        {"target": card, "draft_vocab": subset, "fc_norm": True, "hidden_layers": (0, 1, 3)} | sizes
     )
     torch.manual_seed(5)
-    network = Eagle3(config, Ends(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))
+    network = Eagle3(config, EmbeddingAndHead(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))
     if subset is not None:
         network.choose(torch.arange(VOCAB)[2 : 2 + subset])
     return decoder, packed(network, precision)
@@ -358,18 +362,26 @@ def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None)
     ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.float32), ("int8", torch.bfloat16)]
 )
 @pytest.mark.parametrize(
-    "shape", [Beam(1, 3, 9), Beam(5, 3, 60, 1e-4), Beam(4, 4, 7), Beam(4, 2, 9, 0.02), Beam(3, 99, 30)], ids=str
+    "shape",
+    [
+        DynamicTree(1, 3, 9),
+        DynamicTree(5, 3, 60, 1e-4),
+        DynamicTree(4, 4, 7),
+        DynamicTree(4, 2, 9, 0.02),
+        DynamicTree(3, 99, 30),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("subset", [20, None])
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
-    precision: Precision, dtype: torch.dtype, shape: Beam, subset: int | None
+    precision: Precision, dtype: torch.dtype, shape: DynamicTree, subset: int | None
 ) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none."""
     decoder, network = kernel_network(precision, dtype, subset)
     texts = [random_tokens(n, seed=n) for n in (9, 3, 17, 5)]
-    context = replace(context_of(*texts), room=np.array([99, 2, 99, 0]))
-    step = reading(decoder, context, network.taps)
-    found = [drafted(shape, drafter, step) for drafter in (Eagle(network), Stepwise(network))]
+    context = replace(context_of(*texts), max_depth=np.array([99, 2, 99, 0]))
+    step = reading(decoder, context, network.hidden_layers)
+    found = [drafted(shape, drafter, step) for drafter in (EagleDrafter(network), Stepwise(network))]
     assert all(len(part) <= shape.budget for part in found[0])
     assert found[0] == found[1]
     assert [bool(part) for part in found[0]] == [True, True, True, False]
@@ -383,7 +395,7 @@ def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
     assert kernels is not None
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     layout = Layout(row=zero, slot=zero, position=zero, prefix=one, extra=zero[:, None][:, :0].contiguous())
-    cache = Cache(2, 2, 16, torch.float32, torch.device("cpu"))
+    cache = KVCache(2, 2, 16, torch.float32, torch.device("cpu"))
     cache.reserve(1, 8)
     for token, parent in ((VOCAB, 0), (-1, 0), (1, 1), (1, -1)):
         with pytest.raises(ValueError, match="is not among"):

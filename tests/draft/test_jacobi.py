@@ -4,41 +4,45 @@ import numpy as np
 import pytest
 
 from foretell.accept import Match
-from foretell.context import Context
-from foretell.draft import Continuation, Jacobi
+from foretell.core.context import Context
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.draft import Continuation, JacobiDrafter
 from foretell.draft.jacobi import Fresh
-from foretell.engine import Request
-from foretell.method import Method
-from foretell.sampling import Noise, Sampling
+from foretell.engine.engine import Request
+from foretell.engine.method import Method
 from foretell.shape import Trie
 from helpers import all_logits, engine_for, generate, naive, process, random_tokens, target
 
 GREEDY = Request(random_tokens(17, seed=4), max_new_tokens=24)
-SAMPLED = Request(random_tokens(9, seed=5), Sampling(temperature=1.0, seed=3, frequency_penalty=0.3), 24)
+SAMPLED = Request(random_tokens(9, seed=5), SamplingParams(temperature=1.0, seed=3, frequency_penalty=0.3), 24)
 
 
 def updated(request: Request, text: list[int], guesses: list[int]) -> list[int]:
-    """One iteration by separate passes: what the target says at the end of the text and after every guess, each with its position's own number."""
-    out, noise = [], Noise(request.sampling.seed)
+    """One iteration by separate passes: what the target says at the end of the text and after every guess, each with
+    its position's own number.
+    """
+    out, noise = [], CounterRNG(request.sampling_params.seed)
     for known in range(len(guesses) + 1):
         before = [*text, *guesses[:known]]
-        law = process(all_logits(target(), before)[-1], before, len(request.prompt), request.sampling)
-        out.append(int(np.searchsorted(law.cumsum(), noise.uniform(len(before)) * law.sum(), side="right")))
+        distribution = process(all_logits(target(), before)[-1], before, len(request.prompt), request.sampling_params)
+        out.append(
+            int(np.searchsorted(distribution.cumsum(), noise.uniform(len(before)) * distribution.sum(), side="right"))
+        )
     return out
 
 
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("slide", [True, False])
 def test_iterates_are_those_of_separate_passes(request_: Request, slide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    offered, retrieve = list[list[int]](), Jacobi.retrieve
+    offered, retrieve = list[list[int]](), JacobiDrafter.retrieve
 
-    def spy(self: Jacobi, context: Context, budget: int) -> list[list[Continuation]]:
+    def spy(self: JacobiDrafter, context: Context, budget: int) -> list[list[Continuation]]:
         out = retrieve(self, context, budget)
         offered.append(list(out[0][0].tokens) if out[0] else [])
         return out
 
-    monkeypatch.setattr(Jacobi, "retrieve", spy)
-    engine = engine_for(Method(Jacobi(6, slide), Trie(6), Match()))
+    monkeypatch.setattr(JacobiDrafter, "retrieve", spy)
+    engine = engine_for(Method(JacobiDrafter(6, slide), Trie(6), Match()))
     engine.submit(request_)
     text, expected, moves = list(request_.prompt), list[int](), list[int]()
     while engine.busy:
@@ -60,11 +64,11 @@ def test_iterates_are_those_of_separate_passes(request_: Request, slide: bool, m
 @pytest.mark.parametrize("slide", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 30])
 def test_the_fixed_point_is_the_text_of_plain_decoding(width: int, slide: bool, fresh: Fresh) -> None:
-    method = Method(Jacobi(width, slide, fresh), Trie(width), Match())
+    method = Method(JacobiDrafter(width, slide, fresh), Trie(width), Match())
     assert generate(method, [GREEDY, SAMPLED]) == [naive(target(), GREEDY), naive(target(), SAMPLED)]
 
 
-def passes(method: Method[Jacobi], request: Request) -> int:
+def passes(method: Method[JacobiDrafter], request: Request) -> int:
     engine = engine_for(method, chunk=512)
     (done,) = engine.complete([request])
     assert list(done.tokens) == naive(target(), request)
@@ -73,8 +77,8 @@ def passes(method: Method[Jacobi], request: Request) -> int:
 
 def test_a_block_takes_no_more_passes_than_tokens() -> None:
     for width in (3, 5):
-        assert passes(Method(Jacobi(width, slide=False), Trie(width), Match()), GREEDY) <= 24
-    one = engine_for(Method(Jacobi(1, slide=False), Trie(5), Match()))
+        assert passes(Method(JacobiDrafter(width, slide=False), Trie(width), Match()), GREEDY) <= 24
+    one = engine_for(Method(JacobiDrafter(1, slide=False), Trie(5), Match()))
     (done,) = one.complete([GREEDY])
     assert done.statistics.target_passes == 24 and done.statistics.drafted == 0
 
@@ -82,21 +86,21 @@ def test_a_block_takes_no_more_passes_than_tokens() -> None:
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_from_the_solution_every_block_takes_one_pass(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = [*request_.prompt, *naive(target(), request_), *[0] * 40]
-    monkeypatch.setattr(Jacobi, "_guess", lambda self, context, i, ahead: truth[context.texts[i].length + ahead])
-    assert passes(Method(Jacobi(4, slide=False), Trie(4), Match()), request_) == 6
-    assert passes(Method(Jacobi(5), Trie(5), Match()), request_) == 4
+    monkeypatch.setattr(JacobiDrafter, "_guess", lambda self, context, i, ahead: truth[context.texts[i].length + ahead])
+    assert passes(Method(JacobiDrafter(4, slide=False), Trie(4), Match()), request_) == 6
+    assert passes(Method(JacobiDrafter(5), Trie(5), Match()), request_) == 4
 
 
 def test_a_trie_that_cuts_the_iterate_loses_nothing() -> None:
-    assert generate(Method(Jacobi(8), Trie(3), Match()), [GREEDY]) == [naive(target(), GREEDY)]
+    assert generate(Method(JacobiDrafter(8), Trie(3), Match()), [GREEDY]) == [naive(target(), GREEDY)]
 
 
 def test_an_end_of_sequence_that_is_not_settled_does_not_stop() -> None:
     end = naive(target(), GREEDY)[-1]
     request = Request([*GREEDY.prompt[:-1], end], max_new_tokens=24, eos=(end,))
-    assert generate(Method(Jacobi(6), Trie(6), Match()), [request]) == [naive(target(), request)]
+    assert generate(Method(JacobiDrafter(6), Trie(6), Match()), [request]) == [naive(target(), request)]
 
 
 def test_no_width_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
-        Jacobi(0)
+        JacobiDrafter(0)

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.context import Output, Step
-from foretell.draft import Continuation, Recycling, Suffix, Together
-from foretell.draft.estimate import Odds
-from foretell.tree import from_lists
+from foretell.core.context import ModelOutput, StepResult
+from foretell.core.tree import tree_from_lists
+from foretell.draft import CombinedRetriever, Continuation, SuffixRetriever, TokenRecycling
+from foretell.draft.acceptance import AcceptanceEstimator
 from helpers import context_of
 
 
 def test_odds_start_from_the_prior_and_follow_what_happens() -> None:
-    odds = Odds([0.2, 0.8], weight=4)
+    odds = AcceptanceEstimator([0.2, 0.8], weight=4)
     assert odds.rate(0) == pytest.approx(0.2)
     assert odds.rate(7) == odds.rate(1) == pytest.approx(0.8)
     assert odds.survival(1, 3) == pytest.approx((0.8, 0.64, 0.512))
@@ -24,7 +24,7 @@ def test_odds_start_from_the_prior_and_follow_what_happens() -> None:
 
 
 def test_a_run_counts_up_to_its_first_mistake() -> None:
-    odds, counted = Odds([0.5], weight=2, fade=1), Odds([0.5], weight=2, fade=1)
+    odds, counted = AcceptanceEstimator([0.5], weight=2, fade=1), AcceptanceEstimator([0.5], weight=2, fade=1)
     odds.learn_run(0, [1, 2, 9, 9], [1, 2, 3, 4])
     for right in (True, True, False):
         counted.learn(0, right)
@@ -33,50 +33,54 @@ def test_a_run_counts_up_to_its_first_mistake() -> None:
     assert odds.rate(0) == pytest.approx(4 / 6)
 
 
-def step_of(text: list[int], decided: list[int], logits: torch.Tensor) -> Step:
+def step_of(text: list[int], decided: list[int], logits: torch.Tensor) -> StepResult:
     """A pass over the root only, after which `text` holds what was decided."""
     context = context_of(text)
-    root = from_lists([[text[-len(decided) - 1]]], [[-1]])
-    return Step(context, root, Output(logits, np.array([[0]])), ((0,),), (tuple(decided),), (0,))
+    root = tree_from_lists([[text[-len(decided) - 1]]], [[-1]])
+    return StepResult(context, root, ModelOutput(logits, np.array([[0]])), ((0,),), (tuple(decided),), (0,))
 
 
 def test_recycling_offers_the_runners_up_of_earlier_passes() -> None:
-    recycling = Recycling(6, width=3)
+    recycling = TokenRecycling(6, width=3)
     assert recycling.retrieve(context_of([2]), 8) == [[]]
-    recycling.keep(step_of([2, 4], [4], torch.tensor([[0.0, 3.0, 0.0, 1.0, 5.0, 2.0]])))
-    recycling.keep(step_of([4, 2], [2], torch.tensor([[0.0, 1.0, 9.0, 0.0, 0.0, 0.0]])))
+    recycling.observe(step_of([2, 4], [4], torch.tensor([[0.0, 3.0, 0.0, 1.0, 5.0, 2.0]])))
+    recycling.observe(step_of([4, 2], [2], torch.tensor([[0.0, 1.0, 9.0, 0.0, 0.0, 0.0]])))
     found = recycling.retrieve(context_of([2]), 6)[0]
     assert [c.tokens for c in found[:2]] == [(4,), (4, 2)]
     assert {(1,), (5,)} < {c.tokens for c in found}
-    assert all(len(c.survival) == len(c.tokens) and list(c.survival) == sorted(c.survival, reverse=True) for c in found)
-    chances = [c.survival[-1] for c in found]
+    assert all(
+        len(c.cumulative_acceptance) == len(c.tokens)
+        and list(c.cumulative_acceptance) == sorted(c.cumulative_acceptance, reverse=True)
+        for c in found
+    )
+    chances = [c.cumulative_acceptance[-1] for c in found]
     assert chances == sorted(chances, reverse=True)
-    assert max(len(c.tokens) for c in recycling.retrieve(context_of([2], room=1), 6)[0]) == 1
+    assert max(len(c.tokens) for c in recycling.retrieve(context_of([2], max_depth=1), 6)[0]) == 1
 
 
 def test_recycling_learns_which_ranks_come_true() -> None:
-    recycling, logits = Recycling(5, width=2), torch.tensor([[0.0, 9.0, 5.0, 0.0, 0.0]])
+    recycling, logits = TokenRecycling(5, width=2), torch.tensor([[0.0, 9.0, 5.0, 0.0, 0.0]])
     recycling.retrieve(context_of([0]), 4)
     for _ in range(60):
-        recycling.keep(step_of([0, 2], [2], logits))
+        recycling.observe(step_of([0, 2], [2], logits))
     assert recycling.retrieve(context_of([0]), 1)[0][0].tokens == (2,)
-    recycling.clear(0)
+    recycling.release(0)
     assert recycling.retrieve(context_of([0]), 1)[0][0].tokens == (1,)
 
 
 def test_recycling_keeps_no_more_successors_than_there_are_tokens() -> None:
-    recycling = Recycling(3)
-    recycling.keep(step_of([0, 1], [1], torch.tensor([[0.0, 2.0, 1.0]])))
+    recycling = TokenRecycling(3)
+    recycling.observe(step_of([0, 1], [1], torch.tensor([[0.0, 2.0, 1.0]])))
     assert recycling.successors[0].tolist() == [1, 2, 0]
     with pytest.raises(ValueError, match="1 to 8 successors"):
-        Recycling(100, width=9)
+        TokenRecycling(100, width=9)
 
 
 def test_together_offers_everything() -> None:
-    recycling = Recycling(9, width=2)
-    recycling.keep(step_of([1, 5], [5], torch.arange(9.0)[None]))
-    found = Together([Suffix(), recycling]).retrieve(context_of([1, 2, 1]), 8)[0]
+    recycling = TokenRecycling(9, width=2)
+    recycling.observe(step_of([1, 5], [5], torch.arange(9.0)[None]))
+    found = CombinedRetriever([SuffixRetriever(), recycling]).retrieve(context_of([1, 2, 1]), 8)[0]
     assert {(2, 1), (8,), (7,)} <= {c.tokens for c in found}
     assert isinstance(found[0], Continuation)
     with pytest.raises(ValueError, match="at least one"):
-        Together([])
+        CombinedRetriever([])

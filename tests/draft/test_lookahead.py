@@ -7,29 +7,31 @@ from itertools import count
 import pytest
 
 from foretell.accept import Match, Rejection
-from foretell.draft import Jacobi, Lookahead, Suffix, Together
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import root_tree
+from foretell.draft import CombinedRetriever, JacobiDrafter, LookaheadDrafter, SuffixRetriever
 from foretell.draft.lookahead import Pool, Window
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import TINY
-from foretell.tree import root
 from helpers import all_logits, engine_for, generate, naive, random_tokens, run, target
 
 REQUESTS = [
-    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n, repetition_penalty=1.1), 16 + n // 2, eos=(3,))
+    Request(
+        random_tokens(n, seed=n), SamplingParams(temperature=t, seed=n, repetition_penalty=1.1), 16 + n // 2, eos=(3,)
+    )
     for n, t in ((3, 0.0), (17, 1.0), (1, 0.7))
 ]
 TEXTS = cache(lambda: [naive(target(), r) for r in REQUESTS])
 VARIANTS = {
-    "wide": Lookahead(15, 5, 15),
-    "followed": Lookahead(5, 4, 5, from_text=False, follow=True, eos=(3,)),
-    "pairs": Lookahead(4, 2, 3, from_text=False),
-    "one column": Lookahead(1, 4, 3),
-    "one cell": Lookahead(1, 2, 1),
-    "no candidates": Lookahead(3, 3, 0),
+    "wide": LookaheadDrafter(15, 5, 15),
+    "followed": LookaheadDrafter(5, 4, 5, from_text=False, follow=True, eos=(3,)),
+    "pairs": LookaheadDrafter(4, 2, 3, from_text=False),
+    "one column": LookaheadDrafter(1, 4, 3),
+    "one cell": LookaheadDrafter(1, 2, 1),
+    "no candidates": LookaheadDrafter(3, 3, 0),
 }
 
 
@@ -45,7 +47,7 @@ def full_window(width: int, height: int) -> Window:
 def test_cells_see_row_0_up_to_their_column_and_their_own_column(width: int, height: int) -> None:
     window = full_window(width, height)
     assert [len(r) for r in window.rows] == [width] * height
-    drafts = root([50]).with_probes([[60, 61]], [[0, 1]])
+    drafts = root_tree([50]).with_probes([[60, 61]], [[0, 1]])
     tokens, parents, last = window.cells(50, drafts.nodes, 100)
     tree = drafts.with_probes([tokens], [parents])
     assert len(tokens) == width * height - 1
@@ -55,12 +57,12 @@ def test_cells_see_row_0_up_to_their_column_and_their_own_column(width: int, hei
         assert seen == [*window.rows[0][: i + 1], *(window.rows[above][i] for above in range(1, r + 1))]
         assert len(seen) == i + 1 + r and tree.depth[0, node] == i + r
     assert [int(tree.token[0, n]) for n in last] == window.rows[-1]
-    assert tree.probe[0, drafts.nodes :].all() and not tree.live[0, drafts.nodes :].any()
+    assert tree.probe[0, drafts.nodes :].all() and not tree.valid[0, drafts.nodes :].any()
 
 
 def test_cells_stay_within_the_room() -> None:
     tokens, parents, last = full_window(4, 3).cells(0, 1, 3)
-    tree = root([0]).with_probes([tokens], [parents])
+    tree = root_tree([0]).with_probes([tokens], [parents])
     assert tree.depth.max() == 3 and len(last) == 2
     assert full_window(4, 3).cells(0, 1, 0)[::2] == ([], [])
 
@@ -96,11 +98,11 @@ def test_only_what_stands_below_the_last_rows_is_scored() -> None:
         def forward(self, *args, **options):  # type: ignore[no-untyped-def]
             output, tree = super().forward(*args, **options), args[1]
             rows.append(
-                (len(output.logits), int(tree.live.sum() - tree.trunk.sum()) + tree.rows, int(tree.probe.sum()))
+                (len(output.logits), int(tree.live.sum() - tree.prefix_length.sum()) + tree.rows, int(tree.probe.sum()))
             )
             return output
 
-    engine = Engine(Counting(target()), Method(Lookahead(5, 4, 5), Trie(8), Match()), rows=1)
+    engine = Engine(Counting(target()), Method(LookaheadDrafter(5, 4, 5), Trie(8), Match()), rows=1)
     run(engine, [Request(random_tokens(9, seed=2), max_new_tokens=40)])
     for scored, drafted, probes in rows[4:-10]:
         assert probes == 14 and scored == drafted + 5
@@ -130,7 +132,7 @@ def test_the_window_is_jacobis_iteration_by_separate_passes(follow: bool, monkey
 
     monkeypatch.setattr(Window, "advance", spy)
     text = random_tokens(20, seed=4)
-    engine = engine_for(Method(Lookahead(5, 4, 5, follow=follow), Trie(20), Match()), chunk=7)
+    engine = engine_for(Method(LookaheadDrafter(5, 4, 5, follow=follow), Trie(20), Match()), chunk=7)
     engine.submit(Request(text, max_new_tokens=25))
     while engine.busy:
         before = list(text)
@@ -152,19 +154,21 @@ def test_texts_are_those_of_naive_decoding(name: str, accept: Match | Rejection)
 
 
 def test_beside_other_retrievers() -> None:
-    draft = Together([Lookahead(3, 3, 3), Suffix(), Lookahead(2, 4, 2), Jacobi(4)])
+    draft = CombinedRetriever(
+        [LookaheadDrafter(3, 3, 3), SuffixRetriever(), LookaheadDrafter(2, 4, 2), JacobiDrafter(4)]
+    )
     assert generate(Method(draft, Trie(12), Match()), REQUESTS) == TEXTS()
 
 
 def test_the_end_of_the_context_is_not_passed() -> None:
     request = Request(random_tokens(TINY.context - 12, seed=1), max_new_tokens=50)
-    found = generate(Method(Lookahead(15, 5, 15), Trie(60), Match()), [request])[0]
+    found = generate(Method(LookaheadDrafter(15, 5, 15), Trie(60), Match()), [request])[0]
     assert found == naive(target(), Request(request.prompt, max_new_tokens=12))
 
 
 def test_without_candidates_a_pass_decides_one_token_and_with_them_more() -> None:
     for candidates in (0, 7):
-        engine = engine_for(Method(Lookahead(7, 4, candidates, from_text=False), Trie(21), Match()))
+        engine = engine_for(Method(LookaheadDrafter(7, 4, candidates, from_text=False), Trie(21), Match()))
         (done,) = engine.complete([Request(random_tokens(9, seed=3), max_new_tokens=80)])
         assert len(done.tokens) == 80
         found = done.statistics.tokens_per_pass
@@ -172,7 +176,7 @@ def test_without_candidates_a_pass_decides_one_token_and_with_them_more() -> Non
 
 
 def test_memory_is_bounded_by_the_request() -> None:
-    draft = Lookahead(3, 3, 3)
+    draft = LookaheadDrafter(3, 3, 3)
     generate(Method(draft, Trie(6), Match()), REQUESTS)
     assert not draft._rows
 
@@ -180,4 +184,4 @@ def test_memory_is_bounded_by_the_request() -> None:
 @pytest.mark.parametrize(("width", "ngram", "candidates"), [(0, 5, 5), (5, 1, 5), (5, 5, -1)])
 def test_impossible_windows_are_refused(width: int, ngram: int, candidates: int) -> None:
     with pytest.raises(ValueError, match="lookahead needs"):
-        Lookahead(width, ngram, candidates)
+        LookaheadDrafter(width, ngram, candidates)

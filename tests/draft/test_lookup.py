@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.draft import Lookup
+from foretell.draft import PromptLookup
 from helpers import context_of
 
 words = st.lists(st.integers(0, 3), min_size=1, max_size=30)
@@ -47,31 +47,31 @@ def test_lookup_finds_what_brute_force_finds(
     text: list[int], references: list[list[int]], longest: int, shortest: int, most: int, first: bool, whole: bool
 ) -> None:
     shortest = min(shortest, longest)
-    lookup = Lookup(longest, shortest, 10, references, choice="first" if first else "latest")
+    lookup = PromptLookup(longest, shortest, 10, references, choice="first" if first else "latest")
     own = len(text) if whole else len(text) // 2
     expected = brute_force(text, own, references, longest, shortest, most, first)
     assert lookup.find(np.array(text), own, most) == (expected if most else (0, ()))
 
 
 def test_the_end_of_the_text_never_matches_itself() -> None:
-    assert Lookup().find(np.array([1, 2, 3]), 3, 9) == (0, ())
-    assert Lookup().find(np.array([7]), 1, 9) == (0, ())
-    assert Lookup().find(np.array([7, 7]), 2, 9) == (1, (7,))
+    assert PromptLookup().find(np.array([1, 2, 3]), 3, 9) == (0, ())
+    assert PromptLookup().find(np.array([7]), 1, 9) == (0, ())
+    assert PromptLookup().find(np.array([7, 7]), 2, 9) == (1, (7,))
 
 
 @pytest.mark.parametrize(("scope", "found"), [("references", (9,)), ("prompt", (6,)), ("text", (7,))])
 def test_the_scope_says_where_to_search(scope: str, found: tuple[int, ...]) -> None:
-    lookup = Lookup(1, 1, 1, [[5, 9]], scope=scope)  # type: ignore[arg-type]
+    lookup = PromptLookup(1, 1, 1, [[5, 9]], scope=scope)  # type: ignore[arg-type]
     assert lookup.retrieve(context_of([5, 6, 5, 7, 5], prompt=2), 4)[0][0].tokens == found
 
 
 def test_copies_keep_within_budget_and_room() -> None:
-    lookup = Lookup(copy=5)
+    lookup = PromptLookup(copy=5)
     text = [1, 2, 3, 4, 5, 6, 7, 8, 1]
     assert lookup.retrieve(context_of(text), 9)[0][0].tokens == (2, 3, 4, 5, 6)
     assert lookup.retrieve(context_of(text), 3)[0][0].tokens == (2, 3, 4)
-    assert lookup.retrieve(context_of(text, room=2), 9)[0][0].tokens == (2, 3)
-    assert lookup.retrieve(context_of(text, room=0), 9)[0] == []
+    assert lookup.retrieve(context_of(text, max_depth=2), 9)[0][0].tokens == (2, 3)
+    assert lookup.retrieve(context_of(text, max_depth=0), 9)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_copies_keep_within_budget_and_room() -> None:
 )
 def test_nonsense_is_refused(values: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Lookup(**values)  # type: ignore[arg-type]
+        PromptLookup(**values)  # type: ignore[arg-type]

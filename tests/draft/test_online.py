@@ -11,18 +11,18 @@ import torch
 from foretell.accept import Match, Rejection
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import embedding_and_head, target_card
-from foretell.context import Step
-from foretell.divergence import forward_kl
-from foretell.draft import DraftModel, Online
-from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork
-from foretell.draft.online import Correction, Lesson, Lessons, distillation
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
+from foretell.core.context import StepResult
+from foretell.core.sampling import SamplingParams
+from foretell.distributions.divergence import forward_kl
+from foretell.draft import DraftModel, OnlineDrafter
+from foretell.draft.online import Correction, ReplayBuffer, ReplayExample, distillation
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Branch, Chain
+from foretell.shape import BranchingTree, Chain
+from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.testing import TINY, tiny_decoder
 from helpers import all_logits, naive, random_tokens, run, statistics_of, tokens_of, unchecked
 
@@ -54,13 +54,17 @@ def network() -> DraftNetwork:
     return draft
 
 
-def method(draft: Online | DraftModel, length: int = 4) -> AnyMethod:
+def method(draft: OnlineDrafter | DraftModel, length: int = 4) -> AnyMethod:
     return Method(draft, Chain(length, draw=False), Match())
 
 
-def requests(count: int, length: int = 16, seed: int = 0, **sampling: float) -> list[Request]:
+def requests(count: int, length: int = 16, seed: int = 0, temperature: float = 0.0) -> list[Request]:
     return [
-        Request(random_tokens(3 + i % 5, VOCAB, seed=seed + i), Sampling(seed=i, **sampling), max_new_tokens=length)  # type: ignore[arg-type]
+        Request(
+            random_tokens(3 + i % 5, VOCAB, seed=seed + i),
+            SamplingParams(temperature, seed=i),
+            max_new_tokens=length,
+        )
         for i in range(count)
     ]
 
@@ -69,14 +73,14 @@ def engine_of(how: AnyMethod, rows: int = 3, target: Decoder = TARGET) -> Engine
     return Engine(DecoderRunner(target), how, rows=rows)
 
 
-class Watching(Online):
+class Watching(OnlineDrafter):
     """Remembers every step and every finished lesson."""
 
-    def keep(self, step: Step) -> None:
-        super().keep(step)
+    def observe(self, step: StepResult) -> None:
+        super().observe(step)
         for i, row in enumerate(step.context.rows):
-            if step.decided[i]:
-                text = step.context.texts[i]
+            if step.new_tokens[i]:
+                text = step.context.sequences[i]
                 assert self._rows[row].corrections[-1].position == text.length - 1
 
 
@@ -94,8 +98,8 @@ def test_answers_are_the_same_before_and_after_updates_and_with_swaps_in_between
 
 def test_drawn_drafts_stay_lossless_across_swaps_too() -> None:
     asked = requests(3)
-    for how in (Chain(3), Branch((2, 2))):
-        draft = Online(network(), interval=1, rate=1e-2)
+    for how in (Chain(3), BranchingTree((2, 2))):
+        draft = OnlineDrafter(network(), interval=1, rate=1e-2)
         found = [tokens_of(u) for u in run(engine_of(Method(draft, how, Rejection()), rows=1), asked)]
         assert found == [naive(TARGET, r) for r in asked] and draft.updates == 2, "the last one has no pass after it"
 
@@ -103,7 +107,7 @@ def test_drawn_drafts_stay_lossless_across_swaps_too() -> None:
 def test_a_frozen_one_is_the_plain_draft_model() -> None:
     asked = requests(3, temperature=1.0)
     frozen, plain = (
-        engine_of(method(Online(network(), interval=0))),
+        engine_of(method(OnlineDrafter(network(), interval=0))),
         engine_of(method(DraftModel(network().runner()))),
     )
     pairs = list(zip(frozen.complete(asked), plain.complete(asked), strict=True))
@@ -118,7 +122,7 @@ def test_a_frozen_one_is_the_plain_draft_model() -> None:
 
 @pytest.mark.parametrize("eos", [(), (3, 7)], ids=["length", "end of sequence"])
 def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targets_law(eos: tuple[int, ...]) -> None:
-    draft = Online(network(), interval=0, best=4)
+    draft = OnlineDrafter(network(), interval=0, best=4)
     engine = engine_of(method(draft), rows=1)
     for request in requests(3):
         engine.submit(replace(request, eos=eos))
@@ -136,10 +140,10 @@ def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targe
         assert not set(places[:-1]) & set(accepted)
         logits = torch.from_numpy(all_logits(TARGET, text))
         for c in lesson.corrections:
-            law = torch.softmax(logits[c.position - 1], -1)
-            inside = (law[KEPT] / law[KEPT].sum()).sort(descending=True)
+            distribution = torch.softmax(logits[c.position - 1], -1)
+            inside = (distribution[KEPT] / distribution[KEPT].sum()).sort(descending=True)
             assert c.likely.tolist() == inside.indices[:4].tolist()
-            assert c.weight == pytest.approx(float(law[KEPT].sum()), abs=1e-5)
+            assert c.weight == pytest.approx(float(distribution[KEPT].sum()), abs=1e-5)
             np.testing.assert_allclose(np.exp(c.log_p), [*inside.values[:4], inside.values[4:].sum()], atol=1e-5)
 
 
@@ -151,7 +155,10 @@ def test_the_loss_compares_the_draft_before_a_token_with_the_target_of_that_toke
         log_p = torch.log_softmax(torch.randn(4, generator=generator), -1).numpy()
         return Correction(position, np.array([3, 0, 7]), log_p, 0.5 + 0.1 * position)
 
-    lessons = [Lesson(np.array(text[:9]), (correction(2), correction(9))), Lesson(np.array(text[:5]), (correction(5),))]
+    lessons = [
+        ReplayExample(np.array(text[:9]), (correction(2), correction(9))),
+        ReplayExample(np.array(text[:5]), (correction(5),)),
+    ]
     expected, weights = 0.0, 0.0
     for lesson in lessons:
         for c in lesson.corrections:
@@ -167,18 +174,18 @@ def test_the_loss_compares_the_draft_before_a_token_with_the_target_of_that_toke
 def test_a_long_text_is_learned_from_its_end() -> None:
     some = Correction(3, np.array([1]), np.log(np.array([0.5, 0.5], np.float32)), 1.0)
     late = replace(some, position=30)
-    lesson = Lesson(np.array(random_tokens(30, VOCAB)), (some, late))
-    only = Lesson(lesson.tokens[-10:], (replace(late, position=10),))
+    lesson = ReplayExample(np.array(random_tokens(30, VOCAB)), (some, late))
+    only = ReplayExample(lesson.tokens[-10:], (replace(late, position=10),))
     found = distillation(network(), [lesson], forward_kl, 10)
     torch.testing.assert_close(found, distillation(network(), [only], forward_kl, 10))
 
 
 def test_the_buffer_is_bounded_and_first_in_is_first_out() -> None:
-    lessons = Lessons(10)
+    lessons = ReplayBuffer(10)
 
-    def lesson(mark: int, count: int) -> Lesson:
+    def lesson(mark: int, count: int) -> ReplayExample:
         some = Correction(3, np.array([1]), np.log(np.array([0.5, 0.5], np.float32)), 1.0)
-        return Lesson(np.array([mark] * 4), (some,) * count)
+        return ReplayExample(np.array([mark] * 4), (some,) * count)
 
     for mark in range(6):
         lessons.add(lesson(mark, 3))
@@ -190,11 +197,11 @@ def test_the_buffer_is_bounded_and_first_in_is_first_out() -> None:
     lessons.add(lesson(7, 25))
     assert len(lessons) == 10 and len(lessons._kept) == 1
     with pytest.raises(ValueError, match="at least one, found 0"):
-        Lessons(0)
+        ReplayBuffer(0)
 
 
 def test_cancelled_requests_and_requests_without_a_pass_teach_what_there_is() -> None:
-    draft = Online(network(), interval=1)
+    draft = OnlineDrafter(network(), interval=1)
     engine = engine_of(method(draft), rows=1)
     first, second = (engine.submit(r) for r in requests(2, length=30))
     engine.step()
@@ -206,7 +213,7 @@ def test_cancelled_requests_and_requests_without_a_pass_teach_what_there_is() ->
     assert not engine.busy and draft.updates == 1
 
 
-def acceptance(draft: Online, target: Decoder, asked: Sequence[Request]) -> float:
+def acceptance(draft: OnlineDrafter, target: Decoder, asked: Sequence[Request]) -> float:
     """Tokens per pass of each of these requests, one after the other."""
     engine = engine_of(method(draft), rows=1, target=target)
     with unchecked():
@@ -221,7 +228,7 @@ def source(first: int, count: int) -> list[Request]:
 
 
 def test_acceptance_rises_on_one_source_drops_at_a_switch_and_recovers() -> None:
-    draft = Online(network(), interval=2, rate=5e-3)
+    draft = OnlineDrafter(network(), interval=2, rate=5e-3)
     start = acceptance(draft, TARGET, source(0, 3))
     acceptance(draft, TARGET, source(0, 30))
     learned = acceptance(draft, TARGET, source(0, 3))

@@ -1,4 +1,6 @@
-"""PaSS: learned vectors in the places to come are read as real tokens would be, and whatever they are, they change no text."""
+"""PaSS: learned vectors in the places to come are read as real tokens would be, and whatever they are, they change no
+text.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,24 +14,24 @@ from foretell.accept import Match, Rejection
 from foretell.bench.contender import Watched
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import embedding_and_head, target_card
-from foretell.draft import Hybrid, Nothing, ParallelSampling, Predictor, Recycling
-from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
-from foretell.model.branches import run_branches
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import TokenTree, concatenate_trees
+from foretell.draft import HybridDrafter, NoDrafter, ParallelDrafter, Predictor, TokenRecycling
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
-from foretell.model.native import available
-from foretell.model.native.decoder import NativeDecoder
+from foretell.model.kernels import available
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner, Network
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Branch, Chain, Fallback, Frugal, Root, Shape
+from foretell.model.training.probe_forward import probe_forward
+from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
+from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
-from foretell.tree import TokenTree, concatenate
 from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, run, target, tokens_of
 
 REQUESTS = [
-    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 12 + n // 2, eos=(3,))
+    Request(random_tokens(n, seed=n), SamplingParams(temperature=t, seed=n), 12 + n // 2, eos=(3,))
     for n, t in ((3, 0.0), (37, 1.0), (1, 0.7))
 ]
 WINDOWED = replace(
@@ -40,8 +42,8 @@ TEXTS = cache(lambda: [naive(target(), r) for r in REQUESTS])
 SHAPES: dict[str, Shape[Predictor]] = {
     "chain": Chain(3, draw=False),
     "too long": Chain(9, draw=False),
-    "branches": Branch((2, 2), draw=False),
-    "beam": Beam(3, 3, 6),
+    "branches": BranchingTree((2, 2), draw=False),
+    "beam": DynamicTree(3, 3, 6),
 }
 every_number_of_groups = pytest.mark.parametrize("groups", [None, 0, 1, 3])
 
@@ -54,8 +56,8 @@ def vectors_for(network: Decoder, ahead: int = 3, seed: int = 0) -> LookAheadEmb
     return out.requires_grad_(False)
 
 
-def drafter(groups: int | None = None, ahead: int = 3) -> ParallelSampling:
-    return ParallelSampling(vectors_for(target(), ahead), groups)
+def drafter(groups: int | None = None, ahead: int = 3) -> ParallelDrafter:
+    return ParallelDrafter(vectors_for(target(), ahead), groups)
 
 
 def perfect(decoder: Decoder, tokens: Sequence[int]) -> LookAheadEmbeddings:
@@ -80,7 +82,7 @@ def test_no_vector_changes_a_text(shape: Shape[Predictor], groups: int | None) -
 def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int | None) -> None:
     """After every step: one pass over all tokens but the last, the vectors after them, nothing else."""
     guesser = drafter(groups)
-    engine = engine_for(Method(guesser, Branch((2, 1), draw=False), Match()), chunk=7)
+    engine = engine_for(Method(guesser, BranchingTree((2, 1), draw=False), Match()), chunk=7)
     texts = {engine.submit(replace(r, eos=())): list(r.prompt) for r in REQUESTS}
     checked = 0
     while engine.busy and checked < 30:
@@ -92,7 +94,7 @@ def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int |
             if len(states):
                 text = texts[number]
                 assert length == len(text)
-                ahead = run_branches(
+                ahead = probe_forward(
                     target(), torch.tensor([text[:-1]]), torch.tensor([[length - 2]]), guesser.network()
                 )
                 torch.testing.assert_close(states.double(), ahead[0, 0, : len(states)], atol=1e-9, rtol=0)
@@ -104,8 +106,9 @@ def test_a_vector_that_is_the_next_tokens_embedding_guesses_what_the_target_says
     """With the true tokens for vectors every draft is right: the places and the scores are where they should be."""
     prompt = random_tokens(9, seed=2)
     text = naive(target(), Request(prompt, max_new_tokens=5))
-    # The pass that reads the prompt decides text[0]; vectors in its place and the next ones guess text[1], text[2], text[3].
-    method = Method(ParallelSampling(perfect(target(), text[:3])), Chain(3, draw=False), Match())
+    # The pass that reads the prompt decides text[0]; vectors in its place and the next ones guess text[1], text[2],
+    # text[3].
+    method = Method(ParallelDrafter(perfect(target(), text[:3])), Chain(3, draw=False), Match())
     engine = engine_for(method, rows=1)
     engine.submit(Request(prompt, max_new_tokens=5))
     assert [list(u.tokens) for u in engine.run()] == [text[:1], text[1:5]]
@@ -118,32 +121,34 @@ def test_branches_are_separate_passes_over_their_texts(config: ModelConfig) -> N
     network = vectors_for(decoder)
     token = torch.tensor([random_tokens(9, config.vocab, seed=i) for i in range(2)])
     cut = torch.tensor([[0, 4, 8], [7, 2, 5]])
-    found = run_branches(decoder, token, cut, network())
+    found = probe_forward(decoder, token, cut, network())
     for row in range(2):
         for g, at in enumerate(cut[row].tolist()):
             tree = chain_tree(token[row, : at + 1].tolist())
             ids = list(range(config.vocab, config.vocab + 3))
             probes = tree.with_probes([ids], [[tree.nodes - 1, tree.nodes, tree.nodes + 1]], scored=[()])
-            tap = (config.layers + 1,)
-            output = DecoderRunner(decoder).forward([0], replace(probes, inputs=network()), taps=tap)
-            torch.testing.assert_close(found[row, g], output.features[0][-3:], atol=1e-9, rtol=0)
+            hidden_layer = (config.layers + 1,)
+            output = DecoderRunner(decoder).forward(
+                [0], replace(probes, probe_embeddings=network()), hidden_layers=hidden_layer
+            )
+            torch.testing.assert_close(found[row, g], output.hidden_states[0][-3:], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.architecture)
 def test_a_branch_of_real_tokens_is_the_text_itself(config: ModelConfig) -> None:
     decoder, text = tiny_decoder(config), random_tokens(10, config.vocab, seed=4)
-    after = run_branches(decoder, torch.tensor([text]), torch.tensor([[5]]), decoder.embed(torch.tensor(text[6:9])))
-    whole = DecoderRunner(decoder).forward([0], chain_tree(text), taps=(config.layers + 1,)).features[0]
+    after = probe_forward(decoder, torch.tensor([text]), torch.tensor([[5]]), decoder.embed(torch.tensor(text[6:9])))
+    whole = DecoderRunner(decoder).forward([0], chain_tree(text), hidden_layers=(config.layers + 1,)).hidden_states[0]
     torch.testing.assert_close(after[0, 0], whole[6:9], atol=1e-9, rtol=0)
 
 
 def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
     prompt = random_tokens(5, seed=1)
     _, runner = watched(Method(drafter(groups=0), Chain(3, draw=False), Match()), [Request(prompt, max_new_tokens=40)])
-    trees = [(int(t.live[0].sum() - t.trunk[0]), int(t.probe[0].sum())) for t, _ in runner.passes]
+    trees = [(int(t.valid[0].sum() - t.prefix_length[0]), int(t.probe[0].sum())) for t, _ in runner.passes]
     whole = len(trees) - 8
     assert whole > 10 and trees[:whole] == [((0, 3), (3, 0))[i % 2] for i in range(whole)]
-    kept = [len(path) - int(t.trunk[0]) + 1 for t, path in runner.passes]
+    kept = [len(path) - int(t.prefix_length[0]) + 1 for t, path in runner.passes]
     rounds = [a + b for a, b in zip(kept[::2], kept[1::2], strict=False)]
     assert all(2 <= tokens <= 3 + 2 for tokens in rounds)
 
@@ -151,8 +156,8 @@ def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
 def test_groups_stand_after_every_node_or_after_the_likeliest() -> None:
     request = [Request(random_tokens(5, seed=1), max_new_tokens=16)]
     for groups, expected in ((None, 7), (2, 2)):
-        _, runner = watched(Method(drafter(groups), Branch((2, 2), draw=False), Match()), request)
-        full = [t for t, _ in runner.passes[1:-6] if t.live[0].sum() == 7]
+        _, runner = watched(Method(drafter(groups), BranchingTree((2, 2), draw=False), Match()), request)
+        full = [t for t, _ in runner.passes[1:-6] if t.valid[0].sum() == 7]
         assert full and all((t.token[0] == VOCAB).sum() == expected for t in full)
 
 
@@ -161,14 +166,14 @@ def test_the_likeliest_end_is_where_the_text_goes_on_if_the_guesses_are_sure() -
     guesser = drafter(groups=1)
     guesser.network.register_buffer("_borrowed_head", guesser.network.get_buffer("_borrowed_head") * 1e4)
     _, runner = watched(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
-    ends = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.live[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
+    ends = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
     assert ends and all(place == last for place, last in ends)
 
 
 def test_without_vectors_it_is_plain_decoding() -> None:
     request = [Request(random_tokens(5, seed=1), max_new_tokens=12)]
     texts, runner = watched(Method(drafter(ahead=0), Chain(3), Rejection()), request)
-    plain, others = watched(Method(Nothing(), Root(), Match()), request)
+    plain, others = watched(Method(NoDrafter(), RootOnly(), Match()), request)
     assert texts == plain
     assert [t.nodes for t, _ in runner.passes] == [t.nodes for t, _ in others.passes]
 
@@ -177,7 +182,7 @@ def test_vectors_are_read_and_not_scored() -> None:
     class Counting(DecoderRunner):
         def forward(self, rows, tree, **options):  # type: ignore[no-untyped-def]
             output = super().forward(rows, tree, **options)
-            counts.append((len(output.logits), int(tree.live.sum() - tree.trunk[0] + 1), int(tree.probe.sum())))
+            counts.append((len(output.logits), int(tree.live.sum() - tree.prefix_length[0] + 1), int(tree.probe.sum())))
             return output
 
     counts = list[tuple[int, int, int]]()
@@ -188,8 +193,8 @@ def test_vectors_are_read_and_not_scored() -> None:
 
 def test_copies_and_recycled_tokens_beside_vectors_keep_every_text() -> None:
     """Whoever learns from all that was scored must not take vectors for tokens."""
-    hybrid = Hybrid(Recycling(VOCAB), drafter(groups=2))
-    shape = Fallback(Frugal(8), Chain(3, draw=False))
+    hybrid = HybridDrafter(TokenRecycling(VOCAB), drafter(groups=2))
+    shape = RetrievalOrModel(CostAwareTrie(8), Chain(3, draw=False))
     assert generate(Method(hybrid, shape, Match()), REQUESTS) == TEXTS()
 
 
@@ -204,7 +209,7 @@ def test_a_chance_of_ending_belongs_to_every_node_and_they_sum_to_one() -> None:
         return out
 
     guesser._chances = spy  # type: ignore[method-assign]
-    generate(Method(guesser, Branch((3, 2), draw=False), Match()), REQUESTS)
+    generate(Method(guesser, BranchingTree((3, 2), draw=False), Match()), REQUESTS)
     assert len(seen) > 5 and seen == pytest.approx([1.0] * len(seen))
 
 
@@ -214,10 +219,10 @@ def test_scores_are_bit_identical_with_and_without_vectors_on_the_kernels(precis
     config = replace(TINY, vocab=VOCAB, hidden=64, head_dim=16)
     decoder = tiny_decoder(config, dtype=torch.float32)
     network: Network = NativeDecoder(decoder, precision)  # type: ignore[arg-type]
-    method = Method(ParallelSampling(vectors_for(decoder)), Branch((12, 3), draw=False), Match())
+    method = Method(ParallelDrafter(vectors_for(decoder)), BranchingTree((12, 3), draw=False), Match())
     requests = [replace(r, eos=(), logprobs=True) for r in REQUESTS]
     ours = run(Engine(DecoderRunner(network), method, rows=3), requests)
-    plain = run(Engine(DecoderRunner(network), Method(Nothing(), Root(), Match()), rows=3), requests)
+    plain = run(Engine(DecoderRunner(network), Method(NoDrafter(), RootOnly(), Match()), rows=3), requests)
     assert [tokens_of(u) for u in ours] == [tokens_of(u) for u in plain]
     assert [[p for u in us for p in u.logprobs] for us in ours] == [[p for u in us for p in u.logprobs] for us in plain]
     assert sum(u.accepted for us in ours for u in us) > 0
@@ -230,12 +235,18 @@ def test_a_negative_number_of_groups_is_refused() -> None:
 
 def test_trees_carry_vectors_and_silence_through_every_rearrangement() -> None:
     tree = replace(
-        chain_tree([1]).with_probes([[VOCAB, VOCAB + 1]], [[0, 1]], scored=[{2}]), inputs=torch.ones(2, TINY.hidden)
+        chain_tree([1]).with_probes([[VOCAB, VOCAB + 1]], [[0, 1]], scored=[{2}]),
+        probe_embeddings=torch.ones(2, TINY.hidden),
     )
     assert tree.scored.tolist() == [[True, False, True]]
-    longer = tree.with_trunk([[5, 6, 1]])
-    assert longer.scored.tolist() == [[True, True, True, False, True]] and longer.inputs is tree.inputs
+    longer = tree.with_prefix([[5, 6, 1]])
+    assert (
+        longer.scored.tolist() == [[True, True, True, False, True]] and longer.probe_embeddings is tree.probe_embeddings
+    )
     other = chain_tree([4])
-    both = concatenate([other, tree])
-    assert both.scored.tolist() == [[True, False, False], [True, False, True]] and both.inputs is tree.inputs
+    both = concatenate_trees([other, tree])
+    assert (
+        both.scored.tolist() == [[True, False, False], [True, False, True]]
+        and both.probe_embeddings is tree.probe_embeddings
+    )
     assert both.select(np.array([1, 0])).scored.tolist() == both.scored[::-1].tolist()

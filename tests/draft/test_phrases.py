@@ -7,39 +7,40 @@ import torch.nn.functional as F
 
 from foretell.accept import Match, Rejection
 from foretell.catalogue import BuildContext, build
-from foretell.context import Context, Step
-from foretell.draft import PhraseRetrieval, Suffix, Together
+from foretell.core.context import Context, StepResult
+from foretell.core.sampling import SamplingParams
+from foretell.draft import CombinedRetriever, PhraseRetriever, SuffixRetriever
 from foretell.draft.phrases import Phrases, encode
-from foretell.engine import Request
-from foretell.method import Method
+from foretell.engine.engine import Request
+from foretell.engine.method import Method
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import TINY
 from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, target
 
 TAP = TINY.layers + 1
 REQUESTS = [
-    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 14) for n, t in ((3, 0.0), (17, 1.0), (40, 0.0))
+    Request(random_tokens(n, seed=n), SamplingParams(temperature=t, seed=n), 14)
+    for n, t in ((3, 0.0), (17, 1.0), (40, 0.0))
 ]
 DOCUMENTS = [random_tokens(50, seed=1), [], random_tokens(1, seed=2), random_tokens(30, seed=3)]
 
 
-def states(tokens: list[int], tap: int = TAP) -> torch.Tensor:
+def states(tokens: list[int], hidden_layer: int = TAP) -> torch.Tensor:
     """Unit states of a text read in one pass."""
-    output = DecoderRunner(target()).forward([0], chain_tree(tokens), taps=(tap,))
-    return F.normalize(output.features[0].float(), dim=-1)
+    output = DecoderRunner(target()).forward([0], chain_tree(tokens), hidden_layers=(hidden_layer,))
+    return F.normalize(output.hidden_states[0].float(), dim=-1)
 
 
-@pytest.mark.parametrize("tap", [0, 1, TINY.layers, TAP])
-def test_every_token_of_a_document_has_its_state(tap: int) -> None:
-    index = encode(DecoderRunner(target()), DOCUMENTS, tap, chunk=16)
+@pytest.mark.parametrize("hidden_layer", [0, 1, TINY.layers, TAP])
+def test_every_token_of_a_document_has_its_state(hidden_layer: int) -> None:
+    index = encode(DecoderRunner(target()), DOCUMENTS, hidden_layer, chunk=16)
     assert len(index.tokens) == len(index.states)
     ends = [-1, *np.flatnonzero(index.tokens < 0)[1:].tolist()]
     parts = [(index.tokens[a + 1 : b], index.states[a + 1 : b]) for a, b in zip([0, *ends[1:]], ends[1:], strict=False)]
     for document, (tokens, found) in zip([d for d in DOCUMENTS if d], parts, strict=True):
         assert tokens.tolist() == document
-        torch.testing.assert_close(found, states(document, tap), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, states(document, hidden_layer), rtol=0, atol=1e-5)
 
 
 def test_documents_longer_than_the_context_are_read_in_parts() -> None:
@@ -73,7 +74,7 @@ def test_the_text_itself_is_found_aligned_and_accepted_at_full_length() -> None:
     index = encode(DecoderRunner(target()), [random_tokens(60, seed=8), text], TAP)
     score, place = index.find(states(text[:30])[-1], text[30], 1)[0]
     assert score == pytest.approx(1, abs=1e-5) and index.copy(place, 5) == tuple(text[31:36])
-    draft = PhraseRetrieval(TAP, index, best=1, own=False)
+    draft = PhraseRetriever(TAP, index, best=1, own=False)
     engine = engine_for(Method(draft, Trie(10), Match()), chunk=64)
     (done,) = engine.complete([request])
     assert list(done.tokens) == text[17:]
@@ -81,15 +82,15 @@ def test_the_text_itself_is_found_aligned_and_accepted_at_full_length() -> None:
 
 
 def test_the_own_text_has_the_states_of_a_fresh_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, retrieve = list[tuple[list[int], torch.Tensor]](), PhraseRetrieval._phrases
+    seen, retrieve = list[tuple[list[int], torch.Tensor]](), PhraseRetriever._phrases
 
-    def spy(self: PhraseRetrieval, sources: list[Phrases], query: torch.Tensor, token: int, most: int) -> object:
+    def spy(self: PhraseRetriever, sources: list[Phrases], query: torch.Tensor, token: int, most: int) -> object:
         seen.append(([*sources[-1].tokens.tolist(), token], sources[-1].states.clone()))
         return retrieve(self, sources, query, token, most)
 
-    monkeypatch.setattr(PhraseRetrieval, "_phrases", spy)
+    monkeypatch.setattr(PhraseRetriever, "_phrases", spy)
     request = REQUESTS[2]
-    assert generate(Method(PhraseRetrieval(TAP), Trie(8), Match()), [request], chunk=7) == [naive(target(), request)]
+    assert generate(Method(PhraseRetriever(TAP), Trie(8), Match()), [request], chunk=7) == [naive(target(), request)]
     assert len(seen) > 3
     for text, own in seen:
         torch.testing.assert_close(own, states(text[:-1]), rtol=0, atol=1e-5)
@@ -100,40 +101,44 @@ def test_no_documents_change_a_text(accept: Match | Rejection) -> None:
     texts = [naive(target(), r) for r in REQUESTS]
     for documents in (DOCUMENTS, [[*r.prompt, *t] for r, t in zip(REQUESTS, texts, strict=True)]):
         for own in (True, False):
-            draft = PhraseRetrieval(1, encode(DecoderRunner(target()), documents, 1), own=own)
+            draft = PhraseRetriever(1, encode(DecoderRunner(target()), documents, 1), own=own)
             assert generate(Method(draft, Trie(12), accept), REQUESTS) == texts
 
 
 def test_together_each_sees_the_layers_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, keep = set[tuple[tuple[int, ...], int]](), PhraseRetrieval.keep
-    truth: dict[int, torch.Tensor] = {tap: states(REQUESTS[0].prompt, tap) for tap in (1, TAP)}  # type: ignore[arg-type]
+    widths, keep = set[tuple[tuple[int, ...], int]](), PhraseRetriever.observe
+    truth: dict[int, torch.Tensor] = {
+        hidden_layer: states(list(REQUESTS[0].prompt), hidden_layer) for hidden_layer in (1, TAP)
+    }
 
-    def spy(self: PhraseRetrieval, step: Step) -> None:
-        widths.add((self.taps, len(step.output.features)))
-        if step.context.texts[0].length == 4:
-            wanted = truth[self.taps[0]]
-            torch.testing.assert_close(F.normalize(step.output.features[0].float(), dim=-1), wanted, rtol=0, atol=1e-5)
+    def spy(self: PhraseRetriever, step: StepResult) -> None:
+        widths.add((self.hidden_layers, len(step.output.hidden_states)))
+        if step.context.sequences[0].length == 4:
+            wanted = truth[self.hidden_layers[0]]
+            torch.testing.assert_close(
+                F.normalize(step.output.hidden_states[0].float(), dim=-1), wanted, rtol=0, atol=1e-5
+            )
         keep(self, step)
 
-    monkeypatch.setattr(PhraseRetrieval, "keep", spy)
-    draft = Together([PhraseRetrieval(TAP), Suffix(), PhraseRetrieval(1)])
-    assert draft.taps == (1, TAP)
+    monkeypatch.setattr(PhraseRetriever, "keep", spy)
+    draft = CombinedRetriever([PhraseRetriever(TAP), SuffixRetriever(), PhraseRetriever(1)])
+    assert draft.hidden_layers == (1, TAP)
     assert generate(Method(draft, Trie(12), Match()), REQUESTS[:1]) == [naive(target(), REQUESTS[0])]
     assert widths == {((TAP,), 1), ((1,), 1)}
 
 
 def test_forgets_a_row() -> None:
-    draft = PhraseRetrieval(TAP)
+    draft = PhraseRetriever(TAP)
     generate(Method(draft, Trie(8), Match()), REQUESTS)
     assert not draft._rows
     empty = Context((0,), (), (), (), np.zeros(0, np.int64))
-    assert draft.retrieve(Context((), (), (), (), empty.room), 8) == []
+    assert draft.retrieve(Context((), (), (), (), empty.max_depth), 8) == []
 
 
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to search"):
-        PhraseRetrieval(TAP, own=False)
+        PhraseRetriever(TAP, own=False)
     with pytest.raises(ValueError, match="at least one phrase"):
-        PhraseRetrieval(TAP, copy=0)
+        PhraseRetriever(TAP, copy=0)
     with pytest.raises(ValueError, match="hidden states"):
         build("phrases", BuildContext(VOCAB, None))

@@ -10,26 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.accept import Match, Rejection
-from foretell.context import Context, Text
-from foretell.datastore import Datastore
-from foretell.draft import Continuation, Rest
-from foretell.draft.rest import frequent
-from foretell.engine import Request
-from foretell.method import Method
-from foretell.sampling import Noise, Sampling
+from foretell.core.context import Context, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.draft import Continuation, DatastoreRetriever
+from foretell.draft.datastore import frequent
+from foretell.engine.engine import Request
+from foretell.engine.method import Method
+from foretell.retrieval.datastore import Datastore
 from foretell.shape import Trie
 from helpers import engine_for, generate, naive, random_tokens, target
 
-REQUESTS = [Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 14) for n, t in ((3, 0.0), (17, 1.0))]
+REQUESTS = [
+    Request(random_tokens(n, seed=n), SamplingParams(temperature=t, seed=n), 14) for n, t in ((3, 0.0), (17, 1.0))
+]
 TEXTS = cache(lambda: [naive(target(), r) for r in REQUESTS])
 
 
-def context_of(tokens: Sequence[int], room: int = 100) -> Context:
-    return Context((0,), (Text(tokens),), (Sampling(),), (Noise(0),), np.array([room]))
+def context_of(tokens: Sequence[int], max_depth: int = 100) -> Context:
+    return Context((0,), (TokenBuffer(tokens),), (SamplingParams(),), (CounterRNG(0),), np.array([max_depth]))
 
 
-def found(rest: Rest, tokens: Sequence[int], budget: int = 64, room: int = 100) -> list[Continuation]:
-    return rest.retrieve(context_of(tokens, room), budget)[0]
+def found(
+    rest: DatastoreRetriever, tokens: Sequence[int], budget: int = 64, max_depth: int = 100
+) -> list[Continuation]:
+    return rest.retrieve(context_of(tokens, max_depth), budget)[0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,8 +48,8 @@ def test_the_most_frequent_prefixes_equal_brute_force(rows: list[list[int]], mos
 
 
 def test_chances_are_shares_of_the_occurrences() -> None:
-    rest = Rest(Datastore.of([[7, 8, 1, 2], [7, 8, 1, 3], [7, 8, 4], [7, 8]]), shortest=1)
-    paths = {c.tokens: c.survival for c in found(rest, [9, 7, 8])}
+    rest = DatastoreRetriever(Datastore.of([[7, 8, 1, 2], [7, 8, 1, 3], [7, 8, 4], [7, 8]]), shortest=1)
+    paths = {c.tokens: c.cumulative_acceptance for c in found(rest, [9, 7, 8])}
     assert set(paths) == {(1, 2), (1, 3), (4,)}
     rate = paths[4,][0] * 4
     assert paths[1, 2] == pytest.approx((2 / 4 * rate, 1 / 4 * rate**2))
@@ -54,23 +58,23 @@ def test_chances_are_shares_of_the_occurrences() -> None:
 
 def test_budget_room_and_copy_bound_the_trie() -> None:
     store = Datastore.of([[1, *(t + 10 for t in random_tokens(12, seed=s))] for s in range(50)])
-    tree = Trie(20).grow(Rest(store, shortest=1, copy=3), context_of([5, 1]))
+    tree = Trie(20).grow(DatastoreRetriever(store, shortest=1, copy=3), context_of([5, 1]))
     assert tree.nodes == 21 and tree.depth.max() <= 3
-    assert max(len(c.tokens) for c in found(Rest(store, shortest=1), [1], room=2)) == 2
-    assert found(Rest(store, shortest=1), [1], room=0) == []
+    assert max(len(c.tokens) for c in found(DatastoreRetriever(store, shortest=1), [1], max_depth=2)) == 2
+    assert found(DatastoreRetriever(store, shortest=1), [1], max_depth=0) == []
 
 
 def test_a_match_may_have_to_occur_often() -> None:
     store = Datastore.of([[1, 2, 3, 9], [5, 2, 3, 8], [6, 2, 3, 8]])
-    assert found(Rest(store), [1, 2, 3])[0].tokens == (9,)
-    assert {c.tokens for c in found(Rest(store, least_hits=2), [1, 2, 3])} == {(8,), (9,)}
-    assert found(Rest(store, least_hits=4), [1, 2, 3]) == []
+    assert found(DatastoreRetriever(store), [1, 2, 3])[0].tokens == (9,)
+    assert {c.tokens for c in found(DatastoreRetriever(store, least_hits=2), [1, 2, 3])} == {(8,), (9,)}
+    assert found(DatastoreRetriever(store, least_hits=4), [1, 2, 3]) == []
 
 
 def test_the_pending_token_belongs_to_the_pattern() -> None:
     store = Datastore.of([[1, 2, 3, 4]])
-    assert found(Rest(store), [2, 3])[0].tokens == (4,)
-    assert found(Rest(store), [3, 2]) == []
+    assert found(DatastoreRetriever(store), [2, 3])[0].tokens == (4,)
+    assert found(DatastoreRetriever(store), [3, 2]) == []
 
 
 def test_coverage_is_learned() -> None:
@@ -78,15 +82,15 @@ def test_coverage_is_learned() -> None:
     right = [*request.prompt, *naive(target(), request)]
     chances = []
     for document in (right, [t for token in right for t in (token, 0)]):
-        rest = Rest(Datastore.of([document]), shortest=1)
+        rest = DatastoreRetriever(Datastore.of([document]), shortest=1)
         engine = engine_for(Method(rest, Trie(8), Match()), rows=1, chunk=64)
         engine.submit(request)
         first = engine.step()
         for _ in range(3):
             engine.step()
         text = [*request.prompt, *(t for u in first for t in u.tokens)]
-        before = found(Rest(rest.store, shortest=1), text)[0].survival[0]
-        chances.append(found(rest, text)[0].survival[0] / before)
+        before = found(DatastoreRetriever(rest.store, shortest=1), text)[0].cumulative_acceptance[0]
+        chances.append(found(rest, text)[0].cumulative_acceptance[0] / before)
     assert chances[0] > 1 > chances[1]
 
 
@@ -97,7 +101,7 @@ def test_no_datastore_changes_a_text(accept: Match | Rejection) -> None:
     whole = [[*r.prompt, *t] for r, t in zip(REQUESTS, texts, strict=True)]
     stores: list[list[list[int]]] = [[], [[]], noise, whole]
     for documents in stores:
-        method = Method(Rest(Datastore.of(documents), shortest=1), Trie(12), accept)
+        method = Method(DatastoreRetriever(Datastore.of(documents), shortest=1), Trie(12), accept)
         assert generate(method, REQUESTS) == texts
 
 
@@ -105,7 +109,7 @@ def test_a_datastore_that_holds_the_text_is_copied_at_full_length() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=44)
     text = naive(target(), request)
     store = Datastore.of([random_tokens(100, seed=1), [*request.prompt, *text]])
-    engine = engine_for(Method(Rest(store), Trie(10), Match()), chunk=64)
+    engine = engine_for(Method(DatastoreRetriever(store), Trie(10), Match()), chunk=64)
     (done,) = engine.complete([request])
     assert list(done.tokens) == text
     assert done.statistics.target_passes == 4
@@ -115,15 +119,15 @@ def test_an_end_of_sequence_in_a_continuation_ends_the_text() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=20)
     text = naive(target(), request)
     request = Request(request.prompt, max_new_tokens=20, eos=(text[6],))
-    rest = Rest(Datastore.of([[*request.prompt, *text]]))
+    rest = DatastoreRetriever(Datastore.of([[*request.prompt, *text]]))
     assert generate(Method(rest, Trie(10), Match()), [request]) == [naive(target(), request)]
 
 
 def test_impossible_sizes_are_refused() -> None:
     store = Datastore.of([[1, 2]], depth=8)
     with pytest.raises(ValueError, match="depth"):
-        Rest(store, longest=9)
+        DatastoreRetriever(store, longest=9)
     with pytest.raises(ValueError, match="1 <= shortest"):
-        Rest(store, longest=1, shortest=2)
+        DatastoreRetriever(store, longest=1, shortest=2)
     with pytest.raises(ValueError, match="at least 1"):
-        Rest(store, longest=8, hits=0)
+        DatastoreRetriever(store, longest=8, hits=0)

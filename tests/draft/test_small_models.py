@@ -8,34 +8,34 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.context import Context
+from foretell.core.context import Context
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import TokenTree
 from foretell.draft import DraftModel
 from foretell.draft.base import Predictor
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.model import native
-from foretell.model.native.decoder import NativeDecoder
-from foretell.model.native.structures import Precision
-from foretell.model.reduced import Reduced
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.model import kernels as native
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import Precision
+from foretell.model.reduced_vocabulary import ReducedVocabulary
 from foretell.model.runner import DecoderRunner, Network
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Chain
+from foretell.shape import Chain, DynamicTree
 from foretell.shape.base import Shape
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import TokenTree
 from helpers import VOCAB, context_of, random_tokens
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 
 SIZES = replace(TINY, hidden=64, heads=4, kv_heads=2, head_dim=16, vocab=VOCAB)
-SHAPES = (Chain(4, draw=False), Chain(3), Beam(1, 3, 9), Beam(5, 3, 60, 1e-4), Beam(4, 2, 5, 0.02))
+SHAPES = (Chain(4, draw=False), Chain(3), DynamicTree(1, 3, 9), DynamicTree(5, 3, 60, 1e-4), DynamicTree(4, 2, 5, 0.02))
 Path = tuple[int, ...]
 
 
 class Stepwise(DraftModel):
     """Has its trees grown level by level."""
 
-    def beam(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+    def grow_dynamic_tree(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
         return None
 
 
@@ -51,7 +51,7 @@ class Watched(Shape[Predictor]):
         tree = self.shape.grow(draft, context)
         self.found.append(
             [
-                {tuple(tree.token[i, tree.ancestors(i, n)].tolist()) for n in np.flatnonzero(tree.live[i]).tolist()}
+                {tuple(tree.token[i, tree.ancestors(i, n)].tolist()) for n in np.flatnonzero(tree.valid[i]).tolist()}
                 for i in range(tree.rows)
             ]
         )
@@ -65,7 +65,7 @@ def small(precision: Precision, subset: bool, layers: int = 1) -> Network:
     if not subset:
         return network
     decoder.head.weight.data = decoder.head.weight[5:].clone()
-    return Reduced(NativeDecoder(decoder, precision).cut(layers), torch.arange(5, VOCAB))
+    return ReducedVocabulary(NativeDecoder(decoder, precision).cut(layers), torch.arange(5, VOCAB))
 
 
 def watched(made: type[DraftModel], precision: Precision, subset: bool, shape: Shape[Any]) -> list[list[set[Path]]]:
@@ -94,7 +94,7 @@ def test_whole_trees_are_those_of_levels(precision: Precision, subset: bool, sha
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_texts_have_trees_as_deep_as_there_is_room(shape: Shape[Any]) -> None:
-    context = replace(context_of([1, 2, 3], [4, 5], [6]), room=np.array([99, 0, 2]))
+    context = replace(context_of([1, 2, 3], [4, 5], [6]), max_depth=np.array([99, 0, 2]))
     found = []
     for made in (DraftModel, Stepwise):
         trees = Watched(shape)
@@ -120,8 +120,8 @@ def test_a_chain_stays_in_the_cache_as_far_as_it_stood() -> None:
 def test_a_network_that_bounds_its_logits_grows_level_by_level() -> None:
     decoder = tiny_decoder(replace(SIZES, logit_softcap=3.0), dtype=torch.float32)
     draft = DraftModel(DecoderRunner(NativeDecoder(decoder, "float32")))
-    assert draft.beam(context_of([1, 2, 3]), (2, 2, 4), (0.0, 0.0)) is None
-    assert Beam(2, 2, 4).grow(draft, context_of([1, 2, 3])).nodes == 5
+    assert draft.grow_dynamic_tree(context_of([1, 2, 3]), (2, 2, 4), (0.0, 0.0)) is None
+    assert DynamicTree(2, 2, 4).grow(draft, context_of([1, 2, 3])).nodes == 5
 
 
 def test_trees_deeper_than_the_cache_and_the_positions_are_refused() -> None:
@@ -133,11 +133,11 @@ def test_trees_deeper_than_the_cache_and_the_positions_are_refused() -> None:
     with pytest.raises(
         ValueError, match="a tree of 9 levels does not fit: the cache has 256 slots, and positions end at 16"
     ):
-        network.beam(torch.zeros(1, 64), trees, cache)
+        network.grow_dynamic_trees(torch.zeros(1, 64), trees, cache)
     assert runner.context == 16
 
 
 def test_penalties_and_temperature_take_the_long_way() -> None:
     draft = DraftModel(DecoderRunner(small("float32", subset=False)))
-    drawn = Chain(3).grow(draft, context_of([1, 2, 3], sampling=Sampling(temperature=1.0, seed=4)))
-    assert drawn.q is not None and drawn.drawn_from.max() >= 0
+    drawn = Chain(3).grow(draft, context_of([1, 2, 3], sampling=SamplingParams(temperature=1.0, seed=4)))
+    assert drawn.q is not None and drawn.q_index.max() >= 0

@@ -10,21 +10,21 @@ import torch
 from foretell.accept import Match
 from foretell.catalogue.feature_level import stages_method
 from foretell.catalogue.options import MLPSpeculatorOptions
-from foretell.draft import Stages
+from foretell.core.tree import TokenTree
+from foretell.draft import MLPSpeculatorDrafter
 from foretell.draft.base import Predictor
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from foretell.draft.network.pack import packed
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.model import native
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.model import kernels as native
 from foretell.model.decoder import Decoder
-from foretell.model.ends import Ends
-from foretell.model.native import Precision, Trees
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.kernels import Precision, Trees
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Beam, Branch, Chain, Paced
+from foretell.shape import BranchingTree, Chain, DynamicTree, LLMCadTree
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.speculator.network.pack import packed
 from foretell.testing import TINY, tiny_decoder
-from foretell.tree import TokenTree
 from helpers import chain_tree, context_of, drafted, random_tokens, reading, run, tokens_of
 
 CONFIG = replace(TINY, vocab=31)
@@ -40,7 +40,7 @@ def network_of(seed: int = 0, **values: Any) -> MLPSpeculator:
     torch.manual_seed(seed)
     network = MLPSpeculator(
         MLPSpeculatorConfig(target=CARD, **{"inner": 40, **values}),
-        Ends(target.embedding.detach(), target.head.weight.detach()),
+        EmbeddingAndHead(target.embedding.detach(), target.head.weight.detach()),
     )
     for parameter in network.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -119,14 +119,16 @@ def published_logits(
 
 def test_what_no_published_format_can_hold_is_not_written() -> None:
     with pytest.raises(ValueError, match="no place for layers \\[1\\] of the target"):
-        network_of(more_taps=(1,)).published()
+        network_of(more_hidden_layers=(1,)).published()
     with pytest.raises(ValueError, match="neither a draft_vocab"):
         MLPSpeculatorConfig(target=CARD, own_embedding=True, draft_vocab=4)
 
 
 def test_untrained_stages_hand_the_targets_state_on() -> None:
     target = small_target()
-    network = MLPSpeculator(MLPSpeculatorConfig(target=CARD, inner=64), Ends(target.embedding, target.head.weight))
+    network = MLPSpeculator(
+        MLPSpeculatorConfig(target=CARD, inner=64), EmbeddingAndHead(target.embedding, target.head.weight)
+    )
     with torch.no_grad():
         for token, project, output in zip(network.token, network.project, network.output, strict=True):
             token.get_parameter("weight").zero_()
@@ -138,19 +140,19 @@ def test_untrained_stages_hand_the_targets_state_on() -> None:
             assert torch.corrcoef(together.flatten(1))[0, 1] > 0.95
 
 
-class Watched(Stages):
+class Watched(MLPSpeculatorDrafter):
     """Remembers what it was asked and what it said."""
 
     def __init__(self, network: MLPSpeculator) -> None:
         super().__init__(network)
         self.said: list[tuple[TokenTree, list[list[int]], torch.Tensor, np.ndarray]] = []
 
-    def best(self, tree: Any, frontier: Any, context: Any, count: int) -> Any:
+    def top_tokens(self, tree: Any, frontier: Any, context: Any, count: int) -> Any:
         narrow, wide = (
-            super().best(tree, frontier, context, count),
-            Predictor.best(self, tree, frontier, context, count),
+            super().top_tokens(tree, frontier, context, count),
+            Predictor.top_tokens(self, tree, frontier, context, count),
         )
-        np.testing.assert_array_equal(narrow.at, wide.at)
+        np.testing.assert_array_equal(narrow.logit_index, wide.logit_index)
         np.testing.assert_array_equal(narrow.token, wide.token)
         np.testing.assert_allclose(narrow.probability, wide.probability, rtol=1e-5)
         return narrow
@@ -163,10 +165,10 @@ class Watched(Stages):
 
 @pytest.mark.parametrize(
     "shape",
-    [Chain(4, draw=False), Branch((2, 2, 1), draw=False), Beam(4, 3, 8), Paced(8)],
+    [Chain(4, draw=False), BranchingTree((2, 2, 1), draw=False), DynamicTree(4, 3, 8), LLMCadTree(8)],
     ids=lambda s: type(s).__name__,
 )
-@pytest.mark.parametrize("values", [{}, {"tied": True, "more_taps": (1,)}])
+@pytest.mark.parametrize("values", [{}, {"tied": True, "more_hidden_layers": (1,)}])
 def test_drafting_scores_are_those_of_the_training_forward(shape: Any, values: dict[str, Any]) -> None:
     target, network = small_target(), network_of(draft_vocab=20, **values)
     drafter = Watched(network)
@@ -178,8 +180,10 @@ def test_drafting_scores_are_those_of_the_training_forward(shape: Any, values: d
     for tree, texts, logits, at in drafter.said:
         for row, node in np.argwhere(at >= 0).tolist():
             path = tree.ancestors(row, node)
-            output = DecoderRunner(target).forward([0], chain_tree(texts[row][:-1]), taps=network.taps)
-            features = [f[-1:] for f in output.features]
+            output = DecoderRunner(target).forward(
+                [0], chain_tree(texts[row][:-1]), hidden_layers=network.hidden_layers
+            )
+            features = [f[-1:] for f in output.hidden_states]
             given = torch.tensor([tree.token[row, path].tolist() + [0] * (4 - len(path))])
             expected = network.spread(scored(network, features, given)[len(path) - 1])
             torch.testing.assert_close(logits[at[row, node]], expected[0], rtol=1e-4, atol=1e-4)
@@ -199,7 +203,7 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
 @pytest.mark.parametrize(("precision", "near"), [("float32", 2e-5), ("int8", 0.5)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precision, near: float) -> None:
-    plain = network_of(5, tied=tied, draft_vocab=20, more_taps=(1,))
+    plain = network_of(5, tied=tied, draft_vocab=20, more_hidden_layers=(1,))
     fast = packed(plain, precision)
     assert fast.kernels is not None and plain.kernels is None and packed(fast) is fast
     state = torch.randn(7, 2 * CONFIG.hidden)
@@ -226,25 +230,31 @@ def test_published_stages_draft_with_their_packed_heads(tied: bool) -> None:
         state = expected[0]
 
 
-class Stepwise(Stages):
+class Stepwise(MLPSpeculatorDrafter):
     """Has its trees grown level by level."""
 
-    def beam(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+    def grow_dynamic_tree(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
         return None
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shape", [Beam(1, 3, 9), Beam(9, 3, 60, 1e-4), Beam(4, 4, 7), Beam(4, 2, 9, 0.02)], ids=str)
-def test_the_kernels_grow_the_trees_that_grow_level_by_level(precision: Precision, tied: bool, shape: Beam) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [DynamicTree(1, 3, 9), DynamicTree(9, 3, 60, 1e-4), DynamicTree(4, 4, 7), DynamicTree(4, 2, 9, 0.02)],
+    ids=str,
+)
+def test_the_kernels_grow_the_trees_that_grow_level_by_level(
+    precision: Precision, tied: bool, shape: DynamicTree
+) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none."""
-    network = packed(network_of(7, tied=tied, draft_vocab=20, more_taps=(1,)), precision)
+    network = packed(network_of(7, tied=tied, draft_vocab=20, more_hidden_layers=(1,)), precision)
     network.choose(torch.arange(CONFIG.vocab)[3:23])
     texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
-    context = replace(context_of(*texts), room=np.array([99, 2, 99, 0]))
-    step = reading(small_target(), context, network.taps)
-    found = [drafted(shape, drafter, step) for drafter in (Stages(network), Stepwise(network))]
+    context = replace(context_of(*texts), max_depth=np.array([99, 2, 99, 0]))
+    step = reading(small_target(), context, network.hidden_layers)
+    found = [drafted(shape, drafter, step) for drafter in (MLPSpeculatorDrafter(network), Stepwise(network))]
     assert found[0] == found[1]
     assert [bool(part) for part in found[0]] == [True, True, True, False]
     assert all(len(path) <= 3 for path in found[0][1]) and all(len(path) <= 5 for path in found[0][0])

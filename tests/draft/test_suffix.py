@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.draft import Suffix
+from foretell.draft import SuffixRetriever
 from foretell.draft.suffix import SuffixAutomaton
 from helpers import context_of, random_tokens
 
@@ -56,7 +56,7 @@ def test_the_match_while_growing_is_the_longest_ending_seen_before(text: list[in
 @given(words, st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
 def test_what_followed_the_longest_match_is_proposed(text: list[int], step: int) -> None:
-    suffix = Suffix()
+    suffix = SuffixRetriever()
     for end in range(1, len(text) + 1, step):
         found = suffix.retrieve(context_of(text[:end]), 5)[0]
         size, after = longest_repeat(text[:end])
@@ -64,17 +64,17 @@ def test_what_followed_the_longest_match_is_proposed(text: list[int], step: int)
 
 
 def test_references_are_searched_and_copies_end_with_their_document() -> None:
-    suffix = Suffix([(1, 2, 3, 4), (5, 6, 7)], bias=0)
+    suffix = SuffixRetriever([(1, 2, 3, 4), (5, 6, 7)], bias=0)
     assert suffix.retrieve(context_of([9, 1, 2]), 8)[0][0].tokens == (3, 4)
     assert suffix.retrieve(context_of([9, 1, 2, 8, 3, 4]), 8)[0] == []
-    suffix.clear(0)
+    suffix.release(0)
     assert suffix.retrieve(context_of([6]), 1)[0][0].tokens == (7,)
 
 
 def test_a_cleared_row_forgets_its_text() -> None:
-    suffix = Suffix()
+    suffix = SuffixRetriever()
     assert suffix.retrieve(context_of([1, 2, 1]), 4)[0]
-    suffix.clear(0)
+    suffix.release(0)
     assert suffix.retrieve(context_of([1, 3]), 4)[0] == []
 
 
@@ -85,4 +85,4 @@ def test_time_does_not_depend_on_the_length_of_the_match() -> None:
 
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Suffix(copy=0)
+        SuffixRetriever(copy=0)

@@ -6,16 +6,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from foretell.accept import Match
 from foretell.catalogue import BuildContext, build
-from foretell.context import Text
-from foretell.draft import DraftModel, Translated
-from foretell.draft.translate import Mirror, after, aligned
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.core.context import TokenBuffer
+from foretell.core.sampling import SamplingParams
+from foretell.draft import CrossTokenizerDrafter, DraftModel
+from foretell.draft.cross_tokenizer import RetokenizedText, after, aligned
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
 from foretell.shape import Trie
 from foretell.testing import letter_codec
-from foretell.text import TextCodec
+from foretell.tokenizer.codec import TextCodec
 from helpers import VOCAB, generate, random_tokens, sibling, target
 
 
@@ -58,7 +58,7 @@ def test_a_token_across_the_border_is_not_proposed() -> None:
 def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
     mine, theirs = letter_codec(VOCAB), pairs()
     tokens = mine.encode("xabcdefghabcdabefabc" * 12)
-    text, mirror = Text(tokens[:7]), Mirror()
+    text, mirror = TokenBuffer(tokens[:7]), RetokenizedText()
     for end in range(8, len(tokens) + 1, 3):
         mirror.follow(text, mine, theirs, lookbehind=8)
         assert mirror.text.tokens.tolist() == theirs.encode(mine.decode(text.tokens.tolist()))
@@ -68,7 +68,7 @@ def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
 
 def test_a_mirror_says_what_a_change_of_boundaries_undoes() -> None:
     mine, theirs = letter_codec(VOCAB), pairs()
-    text, mirror = Text(mine.encode("xab")), Mirror()
+    text, mirror = TokenBuffer(mine.encode("xab")), RetokenizedText()
     mirror.follow(text, mine, theirs, 8)
     assert (mirror.text.length, mirror.stands) == (2, 2)
     text.append(mine.encode("c"))
@@ -83,7 +83,7 @@ def test_a_mirror_says_what_a_change_of_boundaries_undoes() -> None:
 def test_a_character_in_parts_waits_until_it_is_whole() -> None:
     mine, theirs = bytewise(), bytewise()
     tokens = mine.encode("né")
-    text, mirror = Text(tokens[:2]), Mirror()
+    text, mirror = TokenBuffer(tokens[:2]), RetokenizedText()
     mirror.follow(text, mine, theirs, 8)
     assert theirs.decode(mirror.text.tokens.tolist()) == "n"
     text.append(tokens[2:])
@@ -98,7 +98,7 @@ def test_text_after_a_place() -> None:
 
 
 def test_the_same_model_under_the_same_tokenizer_is_always_right() -> None:
-    draft = Translated(DraftModel(DecoderRunner(target())), letter_codec(VOCAB), letter_codec(VOCAB), 4, 0.0)
+    draft = CrossTokenizerDrafter(DraftModel(DecoderRunner(target())), letter_codec(VOCAB), letter_codec(VOCAB), 4, 0.0)
     engine = Engine(DecoderRunner(target()), Method(draft, Trie(8), Match()))
     (done,) = engine.complete([Request(random_tokens(9), max_new_tokens=40)])
     assert done.statistics.tokens_per_pass == 5
@@ -108,13 +108,16 @@ def test_the_same_model_under_the_same_tokenizer_is_always_right() -> None:
 def test_texts_are_the_targets_in_any_company(temperature: float, confidence: float) -> None:
     requests = [
         Request(
-            random_tokens(n, seed=n), Sampling(temperature=temperature, seed=n), max_new_tokens=12, eos=(5,) * (n == 9)
+            random_tokens(n, seed=n),
+            SamplingParams(temperature=temperature, seed=n),
+            max_new_tokens=12,
+            eos=(5,) * (n == 9),
         )
         for n in (3, 17, 40, 9, 1)
     ]
 
-    def method() -> Method[Translated]:
-        draft = Translated(
+    def method() -> Method[CrossTokenizerDrafter]:
+        draft = CrossTokenizerDrafter(
             DraftModel(DecoderRunner(sibling())), letter_codec(VOCAB), pairs(), 5, confidence, lookbehind=4
         )
         return Method(draft, Trie(10), Match())
@@ -128,4 +131,4 @@ def test_both_tokenizers_are_needed() -> None:
     with pytest.raises(ValueError, match="one draft model with its tokenizer"):
         build("universal_draft", BuildContext(VOCAB, target(), drafts=(DecoderRunner(sibling()),)))
     with pytest.raises(ValueError, match="length and lookbehind of at least 1"):
-        Translated(DraftModel(DecoderRunner(sibling())), pairs(), pairs(), length=0)
+        CrossTokenizerDrafter(DraftModel(DecoderRunner(sibling())), pairs(), pairs(), length=0)

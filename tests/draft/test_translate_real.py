@@ -1,4 +1,7 @@
-"""Gemma 3 270M drafts for SmolLM2 135M: two tokenizers, two architectures, real weights. Skipped where the models are not installed."""
+"""Gemma 3 270M drafts for SmolLM2 135M: two tokenizers, two architectures, real weights.
+
+Skipped where the models are not installed.
+"""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -6,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from foretell.api import Answer, Model
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.load import EMBEDDED, load
 
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,6 @@
-"""Reading checkpoints: GGUF files of several precisions against transformers, and one sentence for whatever is damaged or refused."""
+"""Reading checkpoints: GGUF files of several precisions against transformers, and one sentence for whatever is damaged
+or refused.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from foretell.load import load, resolve
 from foretell.model.config import from_gguf, from_hf
 from foretell.model.decoder import Decoder
-from foretell.model.gguf import GGUF
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, build, gguf_config
 from foretell.model.runner import DecoderRunner
-from foretell.model.weights import GGUFWeights, SafetensorsWeights, build, gguf_config
 from foretell.testing import letter_codec
 from helpers import LLAMA3, all_logits, chain_tree, random_tokens
 
@@ -64,7 +66,9 @@ def as_stored(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(path: Path, oracle: Any, kind: Kind = Kind.F32, scaling: Mapping[str, Any] | None = None) -> None:
-    """A GGUF file of the model, its matrices stored as `kind`; the model's own matrices become what the file can hold."""
+    """A GGUF file of the model, its matrices stored as `kind`; the model's own matrices become what the file can
+    hold.
+    """
     name, config = oracle.config.model_type, oracle.config
     writer = gguf.GGUFWriter(path, name)
     writer.add_vocab_size(config.vocab_size)
@@ -238,7 +242,8 @@ def test_a_directory_without_weights_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        "{", "[]", "[" * 10**5, '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../gone.safetensors"}}',
+        "{", "[]", "[" * 10**5, '{"weight_map": [1]}', '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "../gone.safetensors"}}',
         '{"weight_map": {"a": "gone.safetensors"}}',
     ],
 )  # fmt: skip

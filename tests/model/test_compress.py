@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from foretell.catalogue import BuildContext, find
-from foretell.engine import Engine, Request
+from foretell.engine.engine import Engine, Request
 from foretell.model.compress import pruned, quantized, rounded, sparse
-from foretell.model.decoder import Block, Decoder
+from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.influence import influence
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
@@ -18,8 +18,8 @@ from helpers import VOCAB, all_logits, random_tokens, run, statistics_of
 DEEP = replace(TINY, vocab=VOCAB, layers=4)
 
 
-def blocks(decoder: Decoder) -> list[Block]:
-    return [b for b in decoder.blocks if isinstance(b, Block)]
+def blocks(decoder: Decoder) -> list[DecoderBlock]:
+    return [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
 
 
 def acceptance(method: str, values: dict[str, object]) -> float:

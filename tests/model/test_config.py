@@ -1,4 +1,6 @@
-"""Configurations: what transformers takes for what a file leaves out, GGUF metadata as llama.cpp reads it, and hostile values."""
+"""Configurations: what transformers takes for what a file leaves out, GGUF metadata as llama.cpp reads it, and hostile
+values.
+"""
 
 import json
 import math
@@ -106,7 +108,8 @@ ROPES: Mapping[str, Mapping[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
     "legacy": {"type": "linear", "factor": 2.5},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
     },
     "yarn": YARN,
     "yarn betas": {**YARN, "beta_fast": 16, "beta_slow": 2},
@@ -190,12 +193,18 @@ def replaced(raw: Mapping[str, Any], path: tuple[str, ...], value: object) -> di
 
 
 WHOLE: Mapping[str, Any] = {
-    **SIZES, "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False, "qkv_bias": True, "sliding_window": 8,
-    "use_sliding_window": True, "max_window_layers": 2, "layer_types": ["full_attention"] * 8, "bos_token_id": 1, "eos_token_id": [1, 2],
-    "tie_word_embeddings": True, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0,
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
-    "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True, "sliding_window_pattern": 6, "rope_local_base_freq": 1e4,
+    **SIZES, "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "hidden_act": "silu", "hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False, "qkv_bias": True,
+    "sliding_window": 8,
+    "use_sliding_window": True, "max_window_layers": 2, "layer_types": ["full_attention"] * 8, "bos_token_id": 1,
+    "eos_token_id": [1, 2],
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0,
+    "final_logit_softcapping": 1.0,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True, "sliding_window_pattern": 6,
+    "rope_local_base_freq": 1e4,
     "use_bidirectional_attention": False, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
@@ -236,7 +245,8 @@ def test_hostile_values_are_read_or_refused_by_file_and_key(kind: str) -> None:
         ({"vocab_size": 1.5}, "c.json: vocab_size should be an integer, found 1.5"),
         ({"num_hidden_layers": 10**12}, "c.json: num_hidden_layers should be at most 10000"),
         ({"rms_norm_eps": math.inf}, "c.json: rms_norm_eps should be a finite number, found inf"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "c.json: rope_scaling.factor should be a finite number, found '2'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "c.json: rope_scaling.factor should be a finite "
+                                                                   "number, found '2'"),
         ({"eos_token_id": ["</s>"]}, "c.json: eos_token_id should be an integer or a list of integers"),
         ({"tie_word_embeddings": "yes"}, "c.json: tie_word_embeddings should be true or false, found 'yes'"),
         ({"head_dim": 5}, "c.json: head_dim should be even"),
@@ -252,7 +262,8 @@ def test_the_sentence_names_file_key_and_what_was_found(values: Mapping[str, Any
 
 def gguf_meta(more: Mapping[str, Any], name: str = "llama") -> dict[str, Any]:
     sizes = {
-        "embedding_length": 128, "block_count": 4, "attention.head_count": 4, "context_length": 64, "feed_forward_length": 32,
+        "embedding_length": 128, "block_count": 4, "attention.head_count": 4, "context_length": 64,
+        "feed_forward_length": 32,
     }  # fmt: skip
     return {
         "general.architecture": name,

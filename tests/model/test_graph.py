@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from foretell.accept import Match
-from foretell.draft import Recycling
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.draft import TokenRecycling
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.shape import Trie
@@ -18,7 +18,7 @@ CONFIG = replace(TINY, vocab=23, window=6, window_layers=(1,))
 
 
 def _generate(network: Network) -> list[list[int]]:
-    engine = Engine(DecoderRunner(network), Method(Recycling(CONFIG.vocab), Trie(6), Match()), rows=3)
+    engine = Engine(DecoderRunner(network), Method(TokenRecycling(CONFIG.vocab), Trie(6), Match()), rows=3)
     numbers = [engine.submit(Request(list(range(1, n)), max_new_tokens=25)) for n in (4, 9, 15, 3)]
     tokens: dict[int, list[int]] = {n: [] for n in numbers}
     for update in engine.run():
@@ -47,11 +47,11 @@ def test_static_passes_are_tapped_as_well() -> None:
     decoder = tiny_decoder(CONFIG)
     plain, static = DecoderRunner(decoder), DecoderRunner(GraphedDecoder(decoder))
     for text in ([1, 2, 3], [4], [5, 6, 7, 8, 9], [1]):
-        for taps in ((0, 1), (2, 3, 1), ()):
-            expected, found = (r.forward([0], chain_tree(text), taps=taps) for r in (plain, static))
+        for hidden_layers in ((0, 1), (2, 3, 1), ()):
+            expected, found = (r.forward([0], chain_tree(text), hidden_layers=hidden_layers) for r in (plain, static))
             torch.testing.assert_close(found.logits, expected.logits)
-            assert len(found.features) == len(taps)
-            for mine, theirs in zip(found.features, expected.features, strict=True):
+            assert len(found.hidden_states) == len(hidden_layers)
+            for mine, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
                 torch.testing.assert_close(mine, theirs)
         for runner in (plain, static):
-            runner.keep(0, range(len(text)))
+            runner.commit(0, range(len(text)))

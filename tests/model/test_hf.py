@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, decoders, models
 
 import foretell
 from foretell.accept import Match, Rejection
-from foretell.draft import DraftModel, Recycling
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
-from foretell.model.hf import HFRunner, load_hf
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Branch, Chain, Trie
-from foretell.tree import from_lists
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import tree_from_lists
+from foretell.draft import DraftModel, TokenRecycling
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
+from foretell.model.load.transformers import HFRunner, load_hf
+from foretell.shape import BranchingTree, Chain, DynamicTree, Trie
 from helpers import chain_tree, oracle_logits, random_tokens, run, statistics_of, tokens_of
 
 VOCAB = 37
@@ -54,19 +54,19 @@ def test_tree_logits_are_path_logits(name: str) -> None:
     model = model_of(name)
     runner, text = HFRunner(model), random_tokens(9, VOCAB)
     runner.forward([3], chain_tree(text[:4]))
-    runner.keep(3, range(4))
+    runner.commit(3, range(4))
     runner.forward([3], chain_tree(text[4:]))
-    runner.keep(3, range(5))
+    runner.commit(3, range(5))
     tokens, parents = random_tokens(8, VOCAB, seed=2), [-1, 0, 0, 1, 1, 2, 5, 3]
-    tree = from_lists([tokens], [parents])
-    output = runner.forward([3], tree, taps=(0, 1, 3))
+    tree = tree_from_lists([tokens], [parents])
+    output = runner.forward([3], tree, hidden_layers=(0, 1, 3))
     for node in range(8):
         path = [*text, *(tokens[i] for i in tree.ancestors(0, node))]
         torch.testing.assert_close(output.logits[node], oracle_logits(model, path)[-1], rtol=0, atol=1e-6)
         states = model(torch.tensor([path]), output_hidden_states=True).hidden_states
-        for feature, state in zip(output.features, states, strict=True):
+        for feature, state in zip(output.hidden_states, states, strict=True):
             torch.testing.assert_close(feature[node], state[0, -1], rtol=0, atol=1e-6)
-    runner.keep(3, [0, 2, 5])
+    runner.commit(3, [0, 2, 5])
     last = runner.forward([3], chain_tree([1])).logits[0]
     torch.testing.assert_close(
         last, oracle_logits(model, [*text, tokens[0], tokens[2], tokens[5], 1])[-1], rtol=0, atol=1e-6
@@ -85,10 +85,10 @@ def test_methods_give_the_models_own_greedy_text(name: str) -> None:
             for p in prompts
         ]
     methods: list[AnyMethod] = [
-        Method(Recycling(VOCAB), Trie(9), Match()),
+        Method(TokenRecycling(VOCAB), Trie(9), Match()),
         Method(DraftModel(HFRunner(model_of(name, seed=1))), Chain(4), Rejection()),
-        Method(DraftModel(HFRunner(model_of(name, seed=1))), Branch((2, 2)), Rejection()),
-        Method(DraftModel(HFRunner(model)), Beam(3, 2, 6), Match()),
+        Method(DraftModel(HFRunner(model_of(name, seed=1))), BranchingTree((2, 2)), Rejection()),
+        Method(DraftModel(HFRunner(model)), DynamicTree(3, 2, 6), Match()),
     ]
     for method in methods:
         engine = Engine(HFRunner(model), method, rows=2, chunk=5)
@@ -101,9 +101,9 @@ def test_methods_give_the_models_own_greedy_text(name: str) -> None:
 def test_sampled_text_is_that_of_plain_decoding(name: str) -> None:
     model, texts = model_of(name), []
     requests = [
-        Request(random_tokens(5, VOCAB), Sampling(temperature=1.0, seed=s), max_new_tokens=15) for s in range(3)
+        Request(random_tokens(5, VOCAB), SamplingParams(temperature=1.0, seed=s), max_new_tokens=15) for s in range(3)
     ]
-    for method in (Method(Recycling(VOCAB), Trie(9), Match()), Method(Recycling(VOCAB), Trie(0), Match())):
+    for method in (Method(TokenRecycling(VOCAB), Trie(9), Match()), Method(TokenRecycling(VOCAB), Trie(0), Match())):
         texts.append([tokens_of(u) for u in run(Engine(HFRunner(model), method, rows=3), requests)])
     assert texts[0] == texts[1]
 
@@ -150,7 +150,7 @@ def test_a_model_that_cannot_read_trees_is_refused(kind: str) -> None:
 
 def test_the_output_before_the_final_norm_is_refused() -> None:
     with pytest.raises(ValueError, match="before the final norm"):
-        HFRunner(model_of("gpt2")).forward([0], chain_tree([1]), taps=(2,))
+        HFRunner(model_of("gpt2")).forward([0], chain_tree([1]), hidden_layers=(2,))
 
 
 def test_without_transformers_the_cure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

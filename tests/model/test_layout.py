@@ -6,30 +6,34 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.model.cache import Cache, Layout
-from foretell.model.config import ModelConfig, Rope
+from foretell.core.tree import root_tree, tree_from_lists
+from foretell.model.cache import KVCache, Layout
+from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
-from foretell.tree import from_lists, root
 from helpers import chain_tree, random_tokens
 
 CONFIGS: dict[str, ModelConfig] = {
     "llama": replace(TINY, vocab=31),
     "window": replace(TINY, vocab=31, window=4, window_layers=(1,)),
     "gemma": replace(
-        TINY, vocab=31, architecture="gemma3_text", post_norms=True, qk_norm=True, norm_offset=1.0, activation="gelu_tanh",
-        attention_softcap=4.0, logit_softcap=9.0, embedding_scale=4.0, window=4, window_layers=(0,), local_rope=Rope(theta=500.0),
+        TINY, vocab=31, architecture="gemma3_text", post_norms=True, qk_norm=True, norm_offset=1.0,
+        activation="gelu_tanh",
+        attention_softcap=4.0, logit_softcap=9.0, embedding_scale=4.0, window=4, window_layers=(0,),
+        local_rope=RopeConfig(theta=500.0),
     ),
     "mixture": tiny_mixture(replace(TINY, vocab=31)),
 }  # fmt: skip
 PARENTS = [-1, 0, 0, 1, 3, 1, 2, 6, 4, 0]
 
 
-def layout_of(parents: list[int], trunk: int, length: int, read: list[bool] | None = None) -> list[tuple[int, ...]]:
+def layout_of(
+    parents: list[int], prefix_length: int, length: int, read: list[bool] | None = None
+) -> list[tuple[int, ...]]:
     """Slot, position, prefix and extras of every node that is read."""
-    tree = from_lists([[0] * len(parents)], [parents])
-    tree.trunk[:] = trunk
-    layout, _ = Layout.of(tree, [0], np.array([length]), tree.live if read is None else np.array([read]))
+    tree = tree_from_lists([[0] * len(parents)], [parents])
+    tree.prefix_length[:] = prefix_length
+    layout, _ = Layout.of(tree, [0], np.array([length]), tree.valid if read is None else np.array([read]))
     columns = (layout.slot, layout.position, layout.prefix)
     return [
         (*(int(c[t]) for c in columns), *layout.extra[t][layout.extra[t] >= 0].tolist()) for t in range(layout.tokens)
@@ -66,49 +70,49 @@ def test_tree_logits_are_path_logits(name: str) -> None:
     text, tokens = random_tokens(13, 31), random_tokens(10, 31, seed=1)
     runner = DecoderRunner(network)
     runner.forward([0], chain_tree(text))
-    runner.keep(0, range(13))
-    tree = from_lists([tokens], [PARENTS])
-    whole = runner.forward([0], tree, taps=(0, 1, 2, 3))
-    early = tree.live & (np.arange(10) < 6)
-    first, second = (runner.forward([0], tree, read=part) for part in (early, tree.live & ~early))
+    runner.commit(0, range(13))
+    tree = tree_from_lists([tokens], [PARENTS])
+    whole = runner.forward([0], tree, hidden_layers=(0, 1, 2, 3))
+    early = tree.valid & (np.arange(10) < 6)
+    first, second = (runner.forward([0], tree, active=part) for part in (early, tree.valid & ~early))
     torch.testing.assert_close(torch.cat([first.logits, second.logits]), whole.logits, rtol=0, atol=1e-9)
     for node in range(10):
         path = [*text, *(tokens[a] for a in tree.ancestors(0, node))]
-        alone = DecoderRunner(network).forward([0], chain_tree(path), taps=(0, 1, 2, 3))
+        alone = DecoderRunner(network).forward([0], chain_tree(path), hidden_layers=(0, 1, 2, 3))
         torch.testing.assert_close(whole.logits[node], alone.logits[-1], rtol=0, atol=1e-9)
-        for found, expected in zip(whole.features, alone.features, strict=True):
+        for found, expected in zip(whole.hidden_states, alone.hidden_states, strict=True):
             torch.testing.assert_close(found[node], expected[-1], rtol=0, atol=1e-9)
 
 
 def test_a_kept_path_continues_as_if_it_had_been_the_text() -> None:
     network, text = tiny_decoder(CONFIGS["window"]), random_tokens(5, 31)
-    runner, tree = DecoderRunner(network), from_lists([random_tokens(10, 31, seed=1)], [PARENTS])
-    runner.forward([2, 0], root([1, 1]).with_trunk([text, text[:2]]))
-    runner.keep(2, range(5))
+    runner, tree = DecoderRunner(network), tree_from_lists([random_tokens(10, 31, seed=1)], [PARENTS])
+    runner.forward([2, 0], root_tree([1, 1]).with_prefix([text, text[:2]]))
+    runner.commit(2, range(5))
     runner.forward([2], tree)
-    runner.keep(2, [0, 1, 3, 4, 8])
+    runner.commit(2, [0, 1, 3, 4, 8])
     assert runner.length(2) == 10
     path = [*text, *(int(tree.token[0, n]) for n in (0, 1, 3, 4, 8)), 7]
     found = runner.forward([2], chain_tree([7])).logits
     torch.testing.assert_close(
         found[0], DecoderRunner(network).forward([0], chain_tree(path)).logits[-1], rtol=0, atol=1e-9
     )
-    runner.crop(2, 3)
+    runner.truncate(2, 3)
     again = runner.forward([2], chain_tree(path[3:])).logits[-1]
     torch.testing.assert_close(again, found[0], rtol=0, atol=1e-9)
 
 
 def test_only_scored_nodes_have_scores() -> None:
-    runner, tree = DecoderRunner(tiny_decoder()), from_lists([[1, 2, 3], [4, 5]], [[-1, 0, 0], [-1, 0]])
+    runner, tree = DecoderRunner(tiny_decoder()), tree_from_lists([[1, 2, 3], [4, 5]], [[-1, 0, 0], [-1, 0]])
     scored = np.array([[False, True, False], [True, False, False]])
     output = runner.forward([0, 1], tree, scored=scored)
-    assert output.at.tolist() == [[-1, 0, -1], [1, -1, -1]]
+    assert output.logit_index.tolist() == [[-1, 0, -1], [1, -1, -1]]
     everything = runner.forward([0, 1], tree)
     torch.testing.assert_close(output.logits, everything.logits[[1, 3]])
 
 
 def test_moving_slots_that_overlap_goes_through_a_copy() -> None:
-    cache = Cache(1, 1, 1, torch.float32, torch.device("cpu"))
+    cache = KVCache(1, 1, 1, torch.float32, torch.device("cpu"))
     cache.reserve(1, 8)
     cache.k[0, 0, 0, :8, 0] = torch.arange(8.0)
     cache.move(0, [2, 4, 3, 5], 2)
@@ -116,7 +120,7 @@ def test_moving_slots_that_overlap_goes_through_a_copy() -> None:
 
 
 def test_a_growing_cache_keeps_what_it_holds() -> None:
-    cache = Cache(1, 1, 1, torch.float32, torch.device("cpu"))
+    cache = KVCache(1, 1, 1, torch.float32, torch.device("cpu"))
     cache.reserve(1, 3)
     cache.k[0, 0, 0, :3, 0] = torch.tensor([1.0, 2.0, 3.0])
     cache.reserve(4, 2000)

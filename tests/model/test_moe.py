@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.draft import DraftModel, Nothing
-from foretell.engine import Completion, Engine, Request
-from foretell.method import AnyMethod, Method
-from foretell.model.config import Experts
+from foretell.core.sampling import SamplingParams
+from foretell.draft import DraftModel, NoDrafter
+from foretell.engine.engine import Completion, Engine, Request
+from foretell.engine.method import AnyMethod, Method
+from foretell.model.config import MoEConfig
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Chain, Root
+from foretell.shape import Chain, RootOnly
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
 from helpers import VOCAB, chain_tree, random_tokens
 
@@ -26,7 +26,7 @@ def mixture(count: int, active: int, seed: int = 0) -> ExpertFeedForward:
     noise = torch.Generator().manual_seed(seed)
     router = Linear(torch.randn(count, 16, generator=noise))
     gate_up, down = torch.randn(count, 6, 16, generator=noise), torch.randn(count, 16, 3, generator=noise)
-    return ExpertFeedForward(Experts(count, active, 3), router, gate_up, down)
+    return ExpertFeedForward(MoEConfig(count, active, 3), router, gate_up, down)
 
 
 def sparse_target() -> Decoder:
@@ -35,7 +35,7 @@ def sparse_target() -> Decoder:
 
 def decoded(method: AnyMethod) -> Completion:
     engine = Engine(DecoderRunner(sparse_target()), method)
-    return engine.complete([Request(random_tokens(12), Sampling(temperature=2.5), max_new_tokens=30)])[0]
+    return engine.complete([Request(random_tokens(12), SamplingParams(temperature=2.5), max_new_tokens=30)])[0]
 
 
 @pytest.mark.parametrize(("count", "active"), [(8, 2), (64, 8), (4, 4)])
@@ -71,14 +71,14 @@ def test_a_pass_reports_distinct_experts_per_layer() -> None:
     runner = DecoderRunner(target)
     one = runner.forward([0], chain_tree([5])).experts
     assert one == (2, 2)
-    runner.keep(0, [0])
+    runner.commit(0, [0])
     several = runner.forward([0], chain_tree(random_tokens(9))).experts
     assert all(2 <= n <= 4 for n in several) and len(several) == 2
     assert DecoderRunner(tiny_decoder()).forward([0], chain_tree([5])).experts == ()
 
 
 def test_speculation_reads_more_experts_per_pass_for_the_same_text() -> None:
-    plain = decoded(Method(Nothing(), Root(), Match()))
+    plain = decoded(Method(NoDrafter(), RootOnly(), Match()))
     draft = DraftModel(DecoderRunner(sparse_target()))
     fast = decoded(Method(draft, Chain(4), Match()))
     assert fast.tokens == plain.tokens
@@ -87,5 +87,5 @@ def test_speculation_reads_more_experts_per_pass_for_the_same_text() -> None:
 
 
 def test_dense_models_report_no_experts() -> None:
-    engine = Engine(DecoderRunner(tiny_decoder()), Method(Nothing(), Root(), Match()))
+    engine = Engine(DecoderRunner(tiny_decoder()), Method(NoDrafter(), RootOnly(), Match()))
     assert engine.complete([Request([1, 2], max_new_tokens=4)])[0].statistics.experts_per_pass == 0

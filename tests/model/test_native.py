@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretell.model.cache import Cache, Layout
-from foretell.model.config import Experts, ModelConfig
-from foretell.model.native import (
+from foretell.model.cache import KVCache, Layout
+from foretell.model.config import ModelConfig, MoEConfig
+from foretell.model.kernels import (
     NativeLinear,
     NativeStack,
     Precision,
@@ -25,7 +25,7 @@ from foretell.model.native import (
     topk,
     why_not,
 )
-from foretell.model.native.structures import PRECISIONS
+from foretell.model.kernels.structures import PRECISIONS
 
 pytestmark = pytest.mark.skipif(not available(), reason=why_not() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2}
@@ -113,9 +113,9 @@ def stack_of(config: ModelConfig, precision: Precision) -> NativeStack:
     return NativeStack(config, blocks_of(config), precision, tables(config))
 
 
-def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> Cache:
+def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> KVCache:
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    cache = Cache(config.layers, config.kv_heads, config.head_dim, dtype, torch.device("cpu"))
+    cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, torch.device("cpu"))
     # Slots nobody wrote hold what may lie in memory: a kernel that reads them shows it.
     cache.k = torch.full((config.layers, rows, config.kv_heads, slots, config.head_dim), torch.nan, dtype=dtype)
     cache.v = cache.k.clone()
@@ -288,7 +288,7 @@ def test_taps_are_the_streams_between_blocks(count: int, precision: Precision) -
     assert torch.equal(second, stack(x, where, cache, 0, 1)) and torch.equal(middle, second)
     assert torch.equal(last, stack(second, where, cache, 1, 2)) and torch.equal(end, last)
     for wrong in ((1, 0), (0, 0), (2,), (-1,)):
-        with pytest.raises(ValueError, match="taps must ascend"):
+        with pytest.raises(ValueError, match="hidden_layers must ascend"):
             stack.streams(x, where, cache, 0, 2, wrong)
 
 
@@ -353,7 +353,11 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_supports_says_what_runs() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
-    refused = (replace(SMALL, experts=Experts(4, 2, 8)), replace(SMALL, activation="relu"), replace(SMALL, head_dim=20))
+    refused = (
+        replace(SMALL, experts=MoEConfig(4, 2, 8)),
+        replace(SMALL, activation="relu"),
+        replace(SMALL, head_dim=20),
+    )
     assert not any(NativeStack.supports(config) for config in refused)
 
 

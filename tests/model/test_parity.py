@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
+from foretell.core.tree import tree_from_lists
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
+from foretell.model.load.weights import SafetensorsWeights, build
 from foretell.model.runner import DecoderRunner
-from foretell.model.weights import SafetensorsWeights, build
-from foretell.tree import from_lists
 from helpers import LLAMA3, chain_tree, oracle_logits, random_tokens
 
 SIZES: dict[str, Any] = {
@@ -32,7 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama3 rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "llama yarn": ("LlamaConfig", {"rope_parameters": YARN}),
-    "llama linear rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}}),
+    "llama linear rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.0,
+    "rope_theta": 5000.0}}),
     "llama biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 16}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
@@ -46,11 +47,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 capped": ("Gemma2Config", {"head_dim": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
         "Gemma3TextConfig",
-        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40}),
-    "qwen2_moe partly dense": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen2_moe partly dense": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40,
+    "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3_moe biased": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "attention_bias": True, "decoder_sparse_step": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
 }  # fmt: skip
@@ -89,10 +92,10 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     for size in (7, 1, 20, 12):
         found = runner.forward([0], chain_tree(text[at : at + size])).logits
         torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=1e-4)
-        runner.keep(0, range(size))
+        runner.commit(0, range(size))
         at += size
     tokens, parents = random_tokens(14, 61, seed=3), random_parents(14, seed=4)
-    tree = from_lists([tokens], [parents])
+    tree = tree_from_lists([tokens], [parents])
     found = runner.forward([0], tree).logits
     for node in range(14):
         path = [tokens[i] for i in tree.ancestors(0, node)]

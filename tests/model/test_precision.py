@@ -7,13 +7,13 @@ import torch
 
 from foretell.api import Model
 from foretell.load import _network, _streamed
-from foretell.model import native
+from foretell.model import kernels as native
 from foretell.model.decoder import Skip
+from foretell.model.kernels import NativeLinear, Precision
+from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
-from foretell.model.native import NativeLinear, Precision
-from foretell.model.native.structures import PRECISIONS
+from foretell.model.offload import StreamedDecoder
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.stream import StreamedDecoder
 from foretell.testing import TINY, RandomWeights, letter_codec, tiny_mixture
 from helpers import VOCAB, chain_tree, random_tokens
 
@@ -42,9 +42,9 @@ def network(precision: Precision, kernels: bool, limit: int | None = None, confi
         return _streamed(config, WithHead(), precision, CPU, limit)
 
 
-def scores(network: Network, taps: tuple[int, ...] = ()) -> list[torch.Tensor]:
-    output = DecoderRunner(network).forward([0], chain_tree(random_tokens(40)), taps=taps)
-    return [output.logits, *output.features]
+def scores(network: Network, hidden_layers: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    output = DecoderRunner(network).forward([0], chain_tree(random_tokens(40)), hidden_layers=hidden_layers)
+    return [output.logits, *output.hidden_states]
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

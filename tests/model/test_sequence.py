@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretell.model import strips
-from foretell.model.config import ModelConfig, Rope
+from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder
-from foretell.model.sequence import run_blocks
+from foretell.model.training import chunked_attention as strips
+from foretell.model.training.full_forward import full_forward
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
 from helpers import all_logits, random_tokens
 
@@ -21,7 +21,7 @@ GEMMA = replace(
     activation="gelu_tanh",
     window=3,
     window_layers=(0,),
-    local_rope=Rope(theta=100.0),
+    local_rope=RopeConfig(theta=100.0),
     attention_softcap=5.0,
 )
 SLIDING = replace(TINY, architecture="mistral", window=4, window_layers=(0, 1), qkv_bias=True)
@@ -30,7 +30,7 @@ FAMILIES = [TINY, replace(TINY, architecture="qwen3", qk_norm=True), SLIDING, GE
 
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
-    out = run_blocks(decoder, x).flatten(0, 1)
+    out = full_forward(decoder, x).flatten(0, 1)
     logits: torch.Tensor = decoder.logits(decoder.final(out))
     return logits.view(*tokens.shape, -1)
 
@@ -68,7 +68,7 @@ def test_padding_at_the_end_changes_nothing_before_it() -> None:
 def test_a_range_of_blocks_continues_where_another_ended() -> None:
     decoder = tiny_decoder()
     x = decoder.embed(torch.tensor(random_tokens(6, 7)))[None]
-    torch.testing.assert_close(run_blocks(decoder, run_blocks(decoder, x, 0, 1), 1, 2), run_blocks(decoder, x))
+    torch.testing.assert_close(full_forward(decoder, full_forward(decoder, x, 0, 1), 1, 2), full_forward(decoder, x))
 
 
 def test_every_weight_of_a_block_gets_a_gradient() -> None:

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 
 from foretell.accept import Match
 from foretell.draft import DraftModel
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.model.decoder import Block, Decoder, Skip
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.model.decoder import Decoder, DecoderBlock, Skip
+from foretell.model.load.weights import SafetensorsWeights, build_block, build_shell
+from foretell.model.offload import BlockStore, StreamedDecoder, size_of
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.stream import BlockStore, StreamedDecoder, size_of
-from foretell.model.weights import SafetensorsWeights, build_block, build_shell
-from foretell.shape import Chain, Paced
+from foretell.shape import Chain, LLMCadTree
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, all_logits, chain_tree, random_tokens, run, tokens_of
 
@@ -30,10 +30,10 @@ class Shelf:
 
     def __init__(self) -> None:
         self.weights = RandomWeights(0, 1.0)
-        self.handed = list[weakref.ref[Block]]()
+        self.handed = list[weakref.ref[DecoderBlock]]()
         self.most = 0
 
-    def fetch(self, i: int) -> Block:
+    def fetch(self, i: int) -> DecoderBlock:
         block = build_block(DEEP, i, self.weights, torch.float64, CPU)
         self.handed.append(weakref.ref(block))
         self.most = max(self.most, self.held)
@@ -51,7 +51,7 @@ def shell() -> Decoder:
     return build_shell(DEEP, RandomWeights(0, 1.0), torch.float64, CPU)
 
 
-def streamed(blocks: int, shelf: Shelf | None = None) -> StreamedDecoder[Block]:
+def streamed(blocks: int, shelf: Shelf | None = None) -> StreamedDecoder[DecoderBlock]:
     """The deep model with room for this many blocks."""
     shelf, outer = shelf or Shelf(), shell()
     budget = size_of(outer) + blocks * size_of(Shelf().fetch(0))
@@ -64,7 +64,7 @@ def whole() -> Decoder:
 
 
 def answers(network: Network, draft: bool) -> list[list[int]]:
-    shape = Paced(6, 0.2) if draft else Chain(0)
+    shape = LLMCadTree(6, 0.2) if draft else Chain(0)
     method = Method(DraftModel(DecoderRunner(whole().cut(3))), shape, Match())
     engine = Engine(DecoderRunner(network), method, rows=2)
     return [
@@ -103,9 +103,11 @@ def test_fewer_passes_fetch_fewer_blocks() -> None:
 
 
 def test_taps_are_those_of_the_whole_model() -> None:
-    text, taps = random_tokens(7), (0, 2, 5, 6, 7)
-    mine, theirs = (DecoderRunner(n).forward([0], chain_tree(text), taps=taps) for n in (streamed(2), whole()))
-    assert all(torch.equal(a, b) for a, b in zip(mine.features, theirs.features, strict=True))
+    text, hidden_layers = random_tokens(7), (0, 2, 5, 6, 7)
+    mine, theirs = (
+        DecoderRunner(n).forward([0], chain_tree(text), hidden_layers=hidden_layers) for n in (streamed(2), whole())
+    )
+    assert all(torch.equal(a, b) for a, b in zip(mine.hidden_states, theirs.hidden_states, strict=True))
 
 
 def test_cut_and_skipping_use_the_same_store() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from foretell.model import strips
-from foretell.model.strips import Pair, attend_in_strips, causal_attention
+from foretell.model.training import chunked_attention as strips
+from foretell.model.training.chunked_attention import Pair, causal_attention, chunked_attention
 
 SCALE = 0.25
 
@@ -37,7 +37,7 @@ def test_strips_are_the_whole(
     parts = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
     q, k, v, *more = parts
     own = list(zip(more[::2], more[1::2], strict=True))
-    expected, found = whole(q, k, v, own), attend_in_strips(q, k, v, SCALE, own)
+    expected, found = whole(q, k, v, own), chunked_attention(q, k, v, SCALE, own)
     torch.testing.assert_close(found.double(), expected, atol=near, rtol=0)
     slope = torch.randn(expected.shape).to(dtype)
     slopes = [torch.autograd.grad(out, parts, slope.to(out.dtype)) for out in (expected, found)]
@@ -52,4 +52,4 @@ def test_torchs_kernel_gives_what_strips_give(steps: int, absent: int, monkeypat
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((6, 9), (3, 9 + absent), (3, 9 + absent)))
     own = [(k[:, :, -9:] + i, v[:, :, -9:] - i) for i in range(steps)]
-    torch.testing.assert_close(causal_attention(q, k, v, SCALE, own), attend_in_strips(q, k, v, SCALE, own))
+    torch.testing.assert_close(causal_attention(q, k, v, SCALE, own), chunked_attention(q, k, v, SCALE, own))

@@ -12,7 +12,9 @@ RANKS = (0.6, 0.15, 0.07, 0.04)
 
 
 def by_dynamic_programming(ranks: tuple[float, ...], decay: float, nodes: int, depth: int) -> float:
-    """The best value of at most `nodes` nodes, splitting the budget over children in every way (independent of `grow`)."""
+    """The best value of at most `nodes` nodes, splitting the budget over children in every way (independent of
+    `grow`).
+    """
 
     @cache
     def tree(level: int, budget: int) -> float:

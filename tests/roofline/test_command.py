@@ -224,7 +224,8 @@ def test_every_device_is_sourced_and_every_model_described() -> None:
     assert all(len(h.source) > 20 for h in devices().values())
     assert find("GPT_J_6B")[0] == "gpt-j-6b"
     with pytest.raises(ValueError, match="evenly"):
-        describe({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2, "num_hidden_layers": 1,
+        describe({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
                   "vocab_size": 2, "intermediate_size": 2}, "x")  # fmt: skip
 
 

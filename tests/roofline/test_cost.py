@@ -21,7 +21,9 @@ def model(name: str) -> Model:
 
 
 def closed_form(name: str, n: int, b: int, s: int) -> tuple[float, float]:
-    """OPs and bytes of a dense gated model with fused attention, 16 bits, derived by hand and not from the operation list."""
+    """OPs and bytes of a dense gated model with fused attention, 16 bits, derived by hand and not from the operation
+    list.
+    """
     c = model(name).config
     big = b * n
     h, d, q, k, f = c.hidden, c.head_dim, c.heads, c.kv_heads, c.ffn
@@ -30,7 +32,8 @@ def closed_form(name: str, n: int, b: int, s: int) -> tuple[float, float]:
     pairs = b * (n * s + n * (n + 1) / 2)
     ops = 2 * big * weights + pairs * (4 * q * d + 5 * q)
     ops += big * (2 * 4 * h + 2 * h + 3 * (q + k) * d + 5 * f)
-    # Norms, projections, rotation, attention, output, two additions, gated feed-forward: elements read and written per row.
+    # Norms, projections, rotation, attention, output, two additions, gated feed-forward: elements read and written per
+    # row.
     rows = 4 * h + (3 * h + q * d) + 2 * (q + k) * d + 2 * q * d + (q * d + h) + 6 * h + (2 * h + 5 * f) + (f + h)
     moved = weights + biases + 2 * h + big * (rows + 2 * k * d) + b * (s + n) * 2 * k * d
     head_ops = big * (2 * h * c.vocab + 4 * h)

@@ -20,7 +20,8 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="the browser test n
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="the browser test needs chromium and chromedriver")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--force-color-profile=srgb", "--window-size=1440,900",
 )  # fmt: skip
 SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
@@ -105,7 +106,8 @@ def command(state: str) -> list[str]:
 def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state: str) -> None:
     opened(browser, address, state)
     found = browser.execute_script(
-        "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, wire: a.total[6], memory: a.memory,"
+        "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, wire: a.total[6], "
+        "memory: a.memory,"
         "batch: a.largestBatch, context: a.longestContext, fits: a.fits, tokens: a.tokens,"
         "lines: Object.fromEntries(a.lines.map(l => [l.key, [l.cost[0], l.bytes, l.seconds, l.bound]]))}"
     )
@@ -156,7 +158,8 @@ def test_it_loads_draws_and_takes_clicks_and_keys(browser: Any, address: str) ->
     assert not browser.get_log("browser")
     assert len(browser.find_elements("css selector", "#graph .op")) == 17
     browser.execute_script(
-        "document.querySelector('[data-key=\"layer/attention\"]').dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+        "document.querySelector('[data-key=\"layer/attention\"]').dispatchEvent(new MouseEvent('click', {bubbles: "
+        "true}))"
     )
     assert text(browser, "#operation h2").startswith("attention")
     assert "#op=layer%2Fattention" in browser.current_url

@@ -51,7 +51,9 @@ def test_gains_are_bounded_by_tokens_and_agree_with_break_even() -> None:
 
 
 def test_the_best_chain_of_the_derivation() -> None:
-    """Acceptance .8, a draft that costs 5 % of the target: about 3.08 times at batch 1 and 2.23 at 64 (derived apart)."""
+    """Acceptance .8, a draft that costs 5 % of the target: about 3.08 times at batch 1 and 2.23 at 64 (derived
+    apart).
+    """
     chain = with_acceptance(LOOKUP, profile(0.8, "given", chain=True), "given")
     for batch, context, expected in ((1, 1024, 3.08), (64, 1024, 2.23), (64, 16384, 2.96)):
         tokens, asked = np.arange(1.0, 20), Setting("verify", batch, context, fusion="full")

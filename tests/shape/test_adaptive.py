@@ -5,61 +5,61 @@ from copy import deepcopy
 import pytest
 
 from foretell.accept import Match, Rejection
-from foretell.draft import DraftModel, Nothing
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.core.sampling import SamplingParams
+from foretell.draft import DraftModel, NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.linear import Linear
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Adaptive, Chain, Root, Schedule, Threshold
-from foretell.shape.adaptive import Record
-from foretell.shape.chain import Pace
+from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, HeuristicSchedule, RootOnly
+from foretell.shape.adaptive import ChainHistory
+from foretell.shape.chain import ChainLimits
 from helpers import VOCAB, engine_for, generate, random_tokens, small_model, target
 
 REQUESTS = [Request(random_tokens(n, seed=n), max_new_tokens=18) for n in (3, 17, 9)]
-RULES = [Schedule(), Threshold()]
+RULES = [HeuristicSchedule(), ConfidenceRule()]
 
 
 def test_the_heuristic_schedule() -> None:
-    record, lengths = Record(Pace(5)), []
+    record, lengths = ChainHistory(ChainLimits(5)), []
     for accepted in (5, 6, 7, 0, 2, 6):
-        record = Schedule().after(record, record.pace.length, accepted)
-        lengths.append(record.pace.length)
+        record = HeuristicSchedule().after(record, record.limits.length, accepted)
+        lengths.append(record.limits.length)
     assert lengths == [7, 6, 5, 4, 3, 2]
-    shortest = Schedule().after(Record(Pace(1)), 1, 0)
-    assert shortest.pace.length == 1
-    assert Schedule(most=6).after(Record(Pace(5)), 5, 5).pace.length == 6
+    shortest = HeuristicSchedule().after(ChainHistory(ChainLimits(1)), 1, 0)
+    assert shortest.limits.length == 1
+    assert HeuristicSchedule(most=6).after(ChainHistory(ChainLimits(5)), 5, 5).limits.length == 6
 
 
 def test_draft_and_verify_check_values() -> None:
-    record, found = Record(Pace(8, confidence=0.8)), []
+    record, found = ChainHistory(ChainLimits(8, confidence=0.8)), []
     for accepted, drafted in ((0, 4), (2, 4), (8, 8)):
-        record = Threshold().after(record, drafted, accepted)
-        found.append((record.acceptance, record.pace.confidence))
+        record = ConfidenceRule().after(record, drafted, accepted)
+        found.append((record.acceptance, record.limits.confidence))
     assert [a for a, _ in found] == [0, 0.25, 0.625]
     assert [c for _, c in found] == pytest.approx([0.801, 0.802, 0.803])
 
 
 def test_the_threshold_falls_only_before_the_cap() -> None:
-    sure = Record(Pace(8, confidence=0.8), acceptance=1.0)
-    assert Threshold().after(sure, 4, 4).pace.confidence == pytest.approx(0.799)
-    assert Threshold().after(sure, 8, 8).pace.confidence == 0.8
+    sure = ChainHistory(ChainLimits(8, confidence=0.8), acceptance=1.0)
+    assert ConfidenceRule().after(sure, 4, 4).limits.confidence == pytest.approx(0.799)
+    assert ConfidenceRule().after(sure, 8, 8).limits.confidence == 0.8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
-def test_adapting_changes_no_answer(rule: Schedule | Threshold) -> None:
-    plain = generate(Method(Nothing(), Root(), Match()), REQUESTS)
+def test_adapting_changes_no_answer(rule: HeuristicSchedule | ConfidenceRule) -> None:
+    plain = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)
     for rows, chunk in ((3, 16), (1, 512)):
-        method = Method(small_model(VOCAB), Adaptive(Chain(4, confidence=0.5), rule), Rejection())
+        method = Method(small_model(VOCAB), AdaptiveChain(Chain(4, confidence=0.5), rule), Rejection())
         assert generate(method, REQUESTS, rows, chunk) == plain
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
-def test_drawn_answers_do_not_depend_on_company(rule: Schedule | Threshold) -> None:
-    requests = [Request(r.prompt, Sampling(temperature=1, seed=3), 18) for r in REQUESTS]
+def test_drawn_answers_do_not_depend_on_company(rule: HeuristicSchedule | ConfidenceRule) -> None:
+    requests = [Request(r.prompt, SamplingParams(temperature=1, seed=3), 18) for r in REQUESTS]
 
     def answers(rows: int) -> list[list[int]]:
-        method = Method(small_model(VOCAB), Adaptive(Chain(4, confidence=0.5), rule), Rejection())
+        method = Method(small_model(VOCAB), AdaptiveChain(Chain(4, confidence=0.5), rule), Rejection())
         return generate(method, requests, rows)
 
     assert answers(3) == answers(1)
@@ -68,12 +68,12 @@ def test_drawn_answers_do_not_depend_on_company(rule: Schedule | Threshold) -> N
 def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_forgotten() -> None:
     def lengths(draft: DraftModel) -> list[int]:
         """Length of the chain after every step of a request."""
-        shape, found = Adaptive(Chain(4), Schedule()), list[int]()
+        shape, found = AdaptiveChain(Chain(4), HeuristicSchedule()), list[int]()
         engine = engine_for(Method(draft, shape, Match()), rows=1)
         engine.submit(Request([1, 2, 3], max_new_tokens=40))
         while engine.busy:
             engine.step()
-            found.append(shape.record(0).pace.length)
+            found.append(shape.record(0).limits.length)
         return found
 
     assert lengths(DraftModel(DecoderRunner(target())))[:4] == [6, 8, 10, 12], "every draft is accepted"

@@ -1,4 +1,6 @@
-"""Drafting that turns itself off: what pays is drafted, what does not is not, and the text stays the same either way."""
+"""Drafting that turns itself off: what pays is drafted, what does not is not, and the text stays the same either
+way.
+"""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -8,31 +10,31 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.context import Context
+from foretell.core.context import Context
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import TokenTree
 from foretell.draft import (
+    CombinedRetriever,
     Continuation,
     DraftModel,
-    Hybrid,
-    Lookup,
-    Nothing,
+    HybridDrafter,
+    NoDrafter,
     Predictor,
-    Recycling,
+    PromptLookup,
     Retriever,
-    Suffix,
-    Together,
+    SuffixRetriever,
+    TokenRecycling,
 )
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
+from foretell.engine.statistics import RequestStatistics
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Chain, Fallback, Frugal, PassCost, Root
-from foretell.shape.frugal import Ledger, Offer
-from foretell.statistics import Statistics
-from foretell.tree import TokenTree
+from foretell.shape import Chain, CostAwareTrie, PassCost, RetrievalOrModel, RootOnly
+from foretell.shape.cost_aware_trie import Candidates, DraftController
 from helpers import VOCAB, generate, good_model, random_tokens, small_model, target
 
 REQUESTS = [
-    Request(random_tokens(n, seed=n), Sampling(temperature=t, seed=n), 20 + n)
+    Request(random_tokens(n, seed=n), SamplingParams(temperature=t, seed=n), 20 + n)
     for n, t in ((3, 0.0), (17, 1.0), (9, 0.0), (1, 0.7))
 ]
 CHEAP = PassCost({1: 1.0, 64: 1.3})
@@ -60,7 +62,7 @@ class Oracle(Retriever):
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         out = []
-        for text in context.texts:
+        for text in context.sequences:
             self.asked += 1
             known = next(
                 t for t in self._texts if list(t[: text.prompt_length]) == text.tokens[: text.prompt_length].tolist()
@@ -74,13 +76,13 @@ GREEDY = [Request(random_tokens(n, seed=n), max_new_tokens=60) for n in (3, 9)]
 
 
 def whole_texts() -> list[list[int]]:
-    plain: AnyMethod = Method(Nothing(), Root(), Match())
+    plain: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
     return [[*r.prompt, *t] for r, t in zip(GREEDY, generate(plain, GREEDY), strict=True)]
 
 
 def statistics(
     method: AnyMethod, requests: Sequence[Request], clock: Callable[[], float] = perf_counter
-) -> list[Statistics]:
+) -> list[RequestStatistics]:
     engine = Engine(DecoderRunner(target()), method, rows=1, clock=clock)
     return [done.statistics for done in engine.complete(requests)]
 
@@ -100,24 +102,24 @@ class Slow(DraftModel):
 
 def drafts_per_pass(model: DraftModel, clock: Clock, requests: Sequence[Request] = GREEDY[:1]) -> list[float]:
     """Where retrieval finds nothing and a pass takes a second."""
-    shape = Fallback(Frugal(0, CHEAP), Chain(4, draw=False), again=1000)
-    found = statistics(Method(Hybrid(Lookup(), model), shape, Match()), requests, clock)
+    shape = RetrievalOrModel(CostAwareTrie(0, CHEAP), Chain(4, draw=False), again=1000)
+    found = statistics(Method(HybridDrafter(PromptLookup(), model), shape, Match()), requests, clock)
     return [s.drafted / s.target_passes for s in found]
 
 
-def copies() -> Together:
-    return Together([Suffix(), Recycling(VOCAB)])
+def copies() -> CombinedRetriever:
+    return CombinedRetriever([SuffixRetriever(), TokenRecycling(VOCAB)])
 
 
 def hybrid(model: Predictor, cost: PassCost | None = None) -> AnyMethod:
-    shape = Fallback(Frugal(12, cost), Chain(4, draw=False, confidence=0.3), again=8)
-    return Method(Hybrid(copies(), model), shape, Match())
+    shape = RetrievalOrModel(CostAwareTrie(12, cost), Chain(4, draw=False, confidence=0.3), again=8)
+    return Method(HybridDrafter(copies(), model), shape, Match())
 
 
 METHODS: dict[str, Callable[[], AnyMethod]] = {
-    "cheap": lambda: Method(copies(), Frugal(12, CHEAP), Match()),
-    "dear": lambda: Method(copies(), Frugal(12, DEAR), Match()),
-    "learned": lambda: Method(copies(), Frugal(12), Match()),
+    "cheap": lambda: Method(copies(), CostAwareTrie(12, CHEAP), Match()),
+    "dear": lambda: Method(copies(), CostAwareTrie(12, DEAR), Match()),
+    "learned": lambda: Method(copies(), CostAwareTrie(12), Match()),
     "hybrid, good model": lambda: hybrid(good_model(VOCAB), CHEAP),
     "hybrid, bad model": lambda: hybrid(small_model(VOCAB), CHEAP),
     "hybrid, learned": lambda: hybrid(good_model(VOCAB)),
@@ -126,29 +128,29 @@ METHODS: dict[str, Callable[[], AnyMethod]] = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_text_is_that_of_plain_decoding(name: str) -> None:
-    plain = generate(Method(Nothing(), Root(), Match()), REQUESTS)
+    plain = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)
     assert generate(METHODS[name](), REQUESTS, rows=3, chunk=16) == plain
     assert generate(METHODS[name](), REQUESTS, rows=1, chunk=512) == plain
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:
-    assert statistics(Method(copies(), Frugal(12, DEAR), Match()), GREEDY[:1])[0].drafted == 0
+    assert statistics(Method(copies(), CostAwareTrie(12, DEAR), Match()), GREEDY[:1])[0].drafted == 0
 
 
 def test_trees_are_as_large_as_pays() -> None:
-    frugal = Frugal(12, PassCost({1: 1.0, 101: 11.0}))
-    offers: list[Offer] = [[((1,), 0.9), ((1, 2), 0.5), ((1, 2, 3), 0.05)], [((4,), 0.3)]]
+    frugal = CostAwareTrie(12, PassCost({1: 1.0, 101: 11.0}))
+    offers: list[Candidates] = [[((1,), 0.9), ((1, 2), 0.5), ((1, 2, 3), 0.05)], [((4,), 0.3)]]
     assert frugal._choose(offers, 2) == [2, 1]
-    assert Frugal(12, DEAR)._choose(offers, 2) == [0, 0]
-    assert Frugal(12, CHEAP)._choose(offers, 2) == [3, 1]
+    assert CostAwareTrie(12, DEAR)._choose(offers, 2) == [0, 0]
+    assert CostAwareTrie(12, CHEAP)._choose(offers, 2) == [3, 1]
 
 
 def test_an_oracle_is_used_and_a_liar_is_not_believed() -> None:
     texts = whole_texts()
     cost = PassCost({1: 1.0, 2: 1.4, 64: 8.0})
-    (told,) = statistics(Method(Oracle(texts), Frugal(12, cost), Match()), GREEDY[:1], Clock())
+    (told,) = statistics(Method(Oracle(texts), CostAwareTrie(12, cost), Match()), GREEDY[:1], Clock())
     assert told.tokens_per_pass > 4
-    (lied,) = statistics(Method(Oracle(texts, wrong=True), Frugal(12, cost), Match()), GREEDY[:1], Clock())
+    (lied,) = statistics(Method(Oracle(texts, wrong=True), CostAwareTrie(12, cost), Match()), GREEDY[:1], Clock())
     assert lied.drafted / lied.target_passes < 0.5 * told.drafted / told.target_passes, (
         "broken promises shrink the tree"
     )
@@ -156,22 +158,22 @@ def test_an_oracle_is_used_and_a_liar_is_not_believed() -> None:
 
 def test_a_text_that_does_not_pay_is_asked_less_often() -> None:
     liar = Oracle(whole_texts(), wrong=True)
-    (s,) = statistics(Method(liar, Frugal(12, CHEAP), Match()), GREEDY[:1], Clock(tick=0.02))
+    (s,) = statistics(Method(liar, CostAwareTrie(12, CHEAP), Match()), GREEDY[:1], Clock(tick=0.02))
     assert liar.asked < s.target_passes
 
 
 def test_the_ledger_pauses_and_forgives() -> None:
-    ledger = Ledger()
+    ledger = DraftController()
     asked = 0
     for _ in range(100):
-        if ledger.asks():
+        if ledger.should_draft():
             asked += 1
-            ledger.enter(0.0, 0, -1.0)
+            ledger.update(0.0, 0, -1.0)
     assert 24 < asked < 60
     for _ in range(40):
-        if ledger.asks():
-            ledger.enter(1.0, 1, 1.0)
-    assert all(ledger.asks() for _ in range(5))
+        if ledger.should_draft():
+            ledger.update(1.0, 1, 1.0)
+    assert all(ledger.should_draft() for _ in range(5))
 
 
 def test_costs_are_learned() -> None:
@@ -245,7 +247,7 @@ def test_what_stood_in_one_text_says_nothing_of_the_next() -> None:
     class Moody(Slow):
         def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
             scores, at = super().expand(tree, frontier, context)
-            wrong = context.texts[0].prompt_length == len(GREEDY[0].prompt)
+            wrong = context.sequences[0].prompt_length == len(GREEDY[0].prompt)
             return scores.roll(1, -1) if wrong else scores, at
 
     clock = Clock()
@@ -254,18 +256,20 @@ def test_what_stood_in_one_text_says_nothing_of_the_next() -> None:
 
 
 def test_a_model_that_was_right_before_is_trusted_with_the_next_text() -> None:
-    """Its guesses take half as long again as a pass, which more of them must make up for than a new text is thought to take."""
+    """Its guesses take half as long again as a pass, which more of them must make up for than a new text is thought to
+    take.
+    """
     clock = Clock()
     assert min(drafts_per_pass(Slow(good_model(VOCAB), clock, 1.5), clock, GREEDY)) > 3
 
 
 def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
     class Late(DraftModel):
-        taps = (1,)
+        hidden_layers = (1,)
 
-        def depths(self, context: Context) -> np.ndarray:
-            fresh = np.array([not len(text.generated) for text in context.texts])
-            return np.where(fresh, 0, super().depths(context))
+        def max_depths(self, context: Context) -> np.ndarray:
+            fresh = np.array([not len(text.generated) for text in context.sequences])
+            return np.where(fresh, 0, super().max_depths(context))
 
     assert drafts_per_pass(Late(good_model(VOCAB).runner), Clock())[0] > 3
 
@@ -273,8 +277,10 @@ def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
 def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:
     clock = Clock()
     model = Slow(good_model(VOCAB), clock, 10.0)
-    shape = Fallback(Frugal(12, CHEAP), Chain(3, draw=False), again=5)
-    engine = Engine(DecoderRunner(target()), Method(Hybrid(copies(), model), shape, Match()), rows=2, clock=clock)
+    shape = RetrievalOrModel(CostAwareTrie(12, CHEAP), Chain(3, draw=False), again=5)
+    engine = Engine(
+        DecoderRunner(target()), Method(HybridDrafter(copies(), model), shape, Match()), rows=2, clock=clock
+    )
     for r in GREEDY:
         engine.submit(r)
     behind = []
@@ -288,12 +294,12 @@ def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Frugal(-1), "budget of -1"),
+        (lambda: CostAwareTrie(-1), "budget of -1"),
         (lambda: PassCost({}), "cost table"),
         (lambda: PassCost({0: 1.0}), "cost table"),
-        (lambda: Fallback(Frugal(), Chain(4)), "draw=False"),
+        (lambda: RetrievalOrModel(CostAwareTrie(), Chain(4)), "draw=False"),
         (
-            lambda: AnyMethod(copies(), Fallback(Frugal(), Chain(4, draw=False)), Match()),
+            lambda: AnyMethod(copies(), RetrievalOrModel(CostAwareTrie(), Chain(4, draw=False)), Match()),
             "Fallback grows from a hybrid",
         ),
     ],

@@ -6,31 +6,35 @@ import numpy as np
 import pytest
 
 from foretell.accept import Match
-from foretell.context import Context, Text
+from foretell.core.context import Context, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft import DraftModel
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Noise, Sampling
-from foretell.shape import Paced
-from foretell.shape.paced import Branch, fair_share
+from foretell.shape import LLMCadTree
+from foretell.shape.llmcad import GrowingBranch, fair_share
 from helpers import good_model, random_tokens, run, small_model, target, tokens_of
 
 VOCAB = 29
 
 
-def context(rows: int = 2, room: int = 9) -> Context:
+def context(rows: int = 2, max_depth: int = 9) -> Context:
     return Context(
         rows=tuple(range(rows)),
-        texts=tuple(Text(random_tokens(5 + i, seed=i)) for i in range(rows)),
-        sampling=(Sampling(),) * rows,
-        noise=(Noise(0),) * rows,
-        room=np.full(rows, room),
+        sequences=tuple(TokenBuffer(random_tokens(5 + i, seed=i)) for i in range(rows)),
+        sampling_params=(SamplingParams(),) * rows,
+        rngs=(CounterRNG(0),) * rows,
+        max_depth=np.full(rows, max_depth),
     )
 
 
 def test_shares_follow_cumulative_confidence_and_add_up() -> None:
-    grove = [Branch(1, 4, 4, math.log(0.5)), Branch(2, 1, 1, math.log(0.3)), Branch(3, 1, 2, math.log(0.2))]
+    grove = [
+        GrowingBranch(1, 4, 4, math.log(0.5)),
+        GrowingBranch(2, 1, 1, math.log(0.3)),
+        GrowingBranch(3, 1, 2, math.log(0.2)),
+    ]
     shares = [fair_share(b, grove) for b in grove]
     assert shares == pytest.approx([3.0, 1.8, 1.2])
     deficits = [s - b.size for s, b in zip(shares, grove, strict=True)]
@@ -38,33 +42,33 @@ def test_shares_follow_cumulative_confidence_and_add_up() -> None:
 
 
 def test_without_forks_it_is_a_chain() -> None:
-    tree = Paced(budget=6, fork=1.0, threshold=1e-9).grow(good_model(VOCAB), context())
-    assert tree.live.sum(1).tolist() == [7, 7]
+    tree = LLMCadTree(budget=6, fork=1.0, threshold=1e-9).grow(good_model(VOCAB), context())
+    assert tree.valid.sum(1).tolist() == [7, 7]
     for row in range(2):
-        nodes = np.flatnonzero(tree.live[row])
+        nodes = np.flatnonzero(tree.valid[row])
         assert tree.parent[row, nodes].tolist() == [-1, *nodes[:-1]]
 
 
 def test_every_likely_token_opens_a_branch_and_the_budget_holds() -> None:
-    tree = Paced(budget=12, fork=0.02, threshold=1e-9).grow(good_model(VOCAB), context(6))
+    tree = LLMCadTree(budget=12, fork=0.02, threshold=1e-9).grow(good_model(VOCAB), context(6))
     families = [tree.token[row, below].tolist() for row in range(6) for below in tree.children(row).values()]
     assert max(map(len, families)) > 1
     assert all(len(set(tokens)) == len(tokens) for tokens in families)
-    assert tree.live.sum(1).max() == 13
+    assert tree.valid.sum(1).max() == 13
 
 
 def test_no_node_is_deeper_than_the_room() -> None:
-    tree = Paced(budget=30, fork=0.05, threshold=1e-9).grow(good_model(VOCAB), context(2, room=2))
-    assert tree.depth[tree.live].max() == 2
-    assert Paced().grow(good_model(VOCAB), context(1, room=0)).nodes == 1
+    tree = LLMCadTree(budget=30, fork=0.05, threshold=1e-9).grow(good_model(VOCAB), context(2, max_depth=2))
+    assert tree.depth[tree.valid].max() == 2
+    assert LLMCadTree().grow(good_model(VOCAB), context(1, max_depth=0)).nodes == 1
 
 
 def test_a_high_threshold_stops_after_one_token() -> None:
-    assert Paced(threshold=1.0, fork=1.0).grow(good_model(VOCAB), context(1)).live.sum() == 2
+    assert LLMCadTree(threshold=1.0, fork=1.0).grow(good_model(VOCAB), context(1)).valid.sum() == 2
 
 
 def test_the_threshold_halves_after_a_right_round() -> None:
-    shape = Paced(8, fork=1.0, threshold=1e-3)
+    shape = LLMCadTree(8, fork=1.0, threshold=1e-3)
     engine = Engine(DecoderRunner(target()), Method(DraftModel(DecoderRunner(target())), shape, Match()))
     engine.submit(Request(random_tokens(7), max_new_tokens=40))
     levels = [shape.threshold_of(0)]
@@ -75,7 +79,7 @@ def test_the_threshold_halves_after_a_right_round() -> None:
 
 
 def test_the_rise_is_the_share_of_mistakes() -> None:
-    shape = Paced(4, fork=1.0, threshold=0.01)
+    shape = LLMCadTree(4, fork=1.0, threshold=0.01)
     engine = Engine(DecoderRunner(target()), Method(small_model(VOCAB), shape, Match()))
     number = engine.submit(Request(random_tokens(7), max_new_tokens=40))
     before, seen = math.log(0.01), 0
@@ -98,7 +102,7 @@ def test_text_is_the_targets_whatever_the_settings() -> None:
     plain = None
     for budget, fork, threshold in ((1, 0.3, 0.01), (5, 0.0, 0.5), (20, 0.1, 1e-6)):
         engine = Engine(
-            DecoderRunner(target()), Method(small_model(VOCAB), Paced(budget, fork, threshold), Match()), rows=2
+            DecoderRunner(target()), Method(small_model(VOCAB), LLMCadTree(budget, fork, threshold), Match()), rows=2
         )
         found = [tokens_of(u) for u in run(engine, requests)]
         plain = found if plain is None else plain
@@ -108,4 +112,4 @@ def test_text_is_the_targets_whatever_the_settings() -> None:
 @pytest.mark.parametrize("values", [(0, 0.3, 0.01, 0.5), (4, 1.5, 0.01, 0.5), (4, 0.3, 0.0, 0.5), (4, 0.3, 0.01, 1.0)])
 def test_impossible_settings_are_refused(values: tuple[int, float, float, float]) -> None:
     with pytest.raises(ValueError, match="a paced tree needs"):
-        Paced(*values)
+        LLMCadTree(*values)

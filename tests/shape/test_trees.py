@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.accept import Match
-from foretell.context import Context
-from foretell.draft import Continuation, Lookup, Nothing, Predictor, Retriever
+from foretell.core.context import Context
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import TokenTree, concatenate_trees, merge_trees, tree_from_lists
+from foretell.draft import Continuation, NoDrafter, Predictor, PromptLookup, Retriever
 from foretell.draft.base import Drafter
-from foretell.method import Method
-from foretell.sampling import Sampling
-from foretell.shape import Beam, Branch, Chain, Fixed, Root, Shape, Trie, optimal
-from foretell.shape.base import Growth
-from foretell.shape.optimal import expected_tokens
-from foretell.tree import TokenTree, concatenate, from_lists, joined
+from foretell.engine.method import Method
+from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, RootOnly, Shape, Trie, optimal_tree
+from foretell.shape.base import TreeBuilder
+from foretell.shape.optimal_tree import expected_tokens
 from helpers import context_of
 
 VOCAB = 6
-DRAWN = Sampling(temperature=1.0)
+DRAWN = SamplingParams(temperature=1.0)
 
 
 class Table(Predictor):
@@ -52,7 +52,7 @@ def paths(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
     return [
         tuple(int(tree.token[row, a]) for a in tree.ancestors(row, n)[1:])
         for n in range(1, tree.nodes)
-        if tree.live[row, n]
+        if tree.valid[row, n]
     ]
 
 
@@ -70,37 +70,37 @@ def well_formed(tree: TokenTree) -> None:
         for node in range(1, tree.nodes):
             parent = tree.parent[row, node]
             assert 0 <= parent < node
-            assert tree.live[row, parent] or not tree.live[row, node]
+            assert tree.valid[row, parent] or not tree.valid[row, node]
 
 
 SHAPES: list[Shape[Predictor]] = [
     Chain(4),
     Chain(0),
     Chain(4, draw=False, confidence=0.3),
-    Branch((3, 2, 1)),
-    Branch((2, 9), distinct=True),
-    Branch((3, 2), distinct=False),
-    Branch((2, 2), draw=False),
-    Fixed(((0,), (2,), (2, 1), (2, 0), (2, 0, 8))),
-    Fixed(((0,), (1,), (0, 0)), draw=True),
-    Beam(4, 3, 8),
-    Beam(3, 9, 50),
-    Beam(3, 2, 5, least=0.2),
-    optimal(12, [0.5, 0.2, 0.1]),
+    BranchingTree((3, 2, 1)),
+    BranchingTree((2, 9), distinct=True),
+    BranchingTree((3, 2), distinct=False),
+    BranchingTree((2, 2), draw=False),
+    FixedTree(((0,), (2,), (2, 1), (2, 0), (2, 0, 8))),
+    FixedTree(((0,), (1,), (0, 0)), draw=True),
+    DynamicTree(4, 3, 8),
+    DynamicTree(3, 9, 50),
+    DynamicTree(3, 2, 5, least=0.2),
+    optimal_tree(12, [0.5, 0.2, 0.1]),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), DRAWN, Sampling(temperature=1.0, top_k=2)], ids=["greedy", "drawn", "top 2"]
+    "sampling", [SamplingParams(), DRAWN, SamplingParams(temperature=1.0, top_k=2)], ids=["greedy", "drawn", "top 2"]
 )
-def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predictor], sampling: Sampling) -> None:
+def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predictor], sampling: SamplingParams) -> None:
     context = context_of([1, 2], [3], [4, 4, 5], sampling=sampling)
-    context.room[:] = [0, 2, 9]
+    context.max_depth[:] = [0, 2, 9]
     tree = shape.grow(Table(), context)
     well_formed(tree)
-    for row, room in enumerate(context.room.tolist()):
-        assert tree.depth[row][tree.live[row]].max() <= room
+    for row, max_depth in enumerate(context.max_depth.tolist()):
+        assert tree.depth[row][tree.valid[row]].max() <= max_depth
     assert tree.token[:, 0].tolist() == [2, 3, 5]
     if tree.distinct.any():
         for row in range(tree.rows):
@@ -111,18 +111,18 @@ def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predic
 def test_picked_trees_hold_the_tokens_of_their_ranks() -> None:
     table, choices = Table(), ((0,), (2,), (2, 1), (2, 0))
     ranks = np.argsort(-table.p, axis=1)
-    found = paths(Fixed(choices).grow(table, context_of([1])))
+    found = paths(FixedTree(choices).grow(table, context_of([1])))
     third = int(ranks[1, 2])
     assert sorted(found) == sorted(
         [(int(ranks[1, 0]),), (third,), (third, int(ranks[third, 1])), (third, int(ranks[third, 0]))]
     )
     with pytest.raises(ValueError, match="ancestors"):
-        Fixed(((0, 1),))
+        FixedTree(((0, 1),))
 
 
 def test_a_beam_keeps_the_best_nodes_with_their_ancestors() -> None:
     table = Table()
-    found = paths(Beam(3, VOCAB, 9).grow(table, context_of([1])))
+    found = paths(DynamicTree(3, VOCAB, 9).grow(table, context_of([1])))
     every = [p for d in (1, 2, 3) for p in np.ndindex(*(VOCAB,) * d)]
     # The beam widens the best six nodes of a depth only; with so many the best nine of the whole tree are among them.
     best = sorted(every, key=lambda p: -chance(table.p, 1, p))[:9]
@@ -131,40 +131,42 @@ def test_a_beam_keeps_the_best_nodes_with_their_ancestors() -> None:
 
 def test_a_beam_of_width_one_is_the_greedy_chain() -> None:
     context = context_of([1], [4])
-    narrow, chain = Beam(4, 1, 9).grow(Table(), context), Chain(4).grow(Table(), context)
+    narrow, chain = DynamicTree(4, 1, 9).grow(Table(), context), Chain(4).grow(Table(), context)
     assert [paths(narrow, row) for row in (0, 1)] == [paths(chain, row) for row in (0, 1)]
 
 
 def test_a_beam_prunes_what_is_too_unlikely() -> None:
     table = Table()
-    assert all(chance(table.p, 1, p) >= 0.2 for p in paths(Beam(3, 4, 30, least=0.2).grow(table, context_of([1]))))
+    assert all(
+        chance(table.p, 1, p) >= 0.2 for p in paths(DynamicTree(3, 4, 30, least=0.2).grow(table, context_of([1])))
+    )
 
 
 def test_a_beam_goes_on_where_a_child_may_be_worth_its_place() -> None:
     table, least = Table(), 0.1
-    found = paths(Beam(3, 4, 30, least).grow(table, context_of([1])))
+    found = paths(DynamicTree(3, 4, 30, least).grow(table, context_of([1])))
     parents = {p[:-1] for p in found if len(p) > 1}
     assert parents and all(chance(table.p, 1, p) >= 1.5 * least for p in parents)
     assert any(chance(table.p, 1, p) < 1.5 * least for p in found if p not in parents)
     table.p[1] = 0.1 / (VOCAB - 1)
     table.p[1, 2] = 0.9
-    assert paths(Beam(3, 4, 30, least=0.8).grow(table, context_of([1]))) == [(2,)]
+    assert paths(DynamicTree(3, 4, 30, least=0.8).grow(table, context_of([1]))) == [(2,)]
 
 
 def test_draws_remember_the_law_they_came_from() -> None:
     table = Table()
-    tree = Branch((2, 2)).grow(table, context_of([1], [2], sampling=DRAWN))
+    tree = BranchingTree((2, 2)).grow(table, context_of([1], [2], sampling=DRAWN))
     assert tree.q is not None
     for row in range(2):
         for node in range(1, tree.nodes):
             parent = int(tree.token[row, tree.parent[row, node]])
-            law = tree.q[row, tree.drawn_from[row, node]].numpy()
-            np.testing.assert_allclose(law, table.p[parent], atol=1e-12)
+            distribution = tree.q[row, tree.q_index[row, node]].numpy()
+            np.testing.assert_allclose(distribution, table.p[parent], atol=1e-12)
 
 
 def test_draws_without_replacement_follow_the_laws_of_the_drafter() -> None:
     table, counts, number = Table(3), np.zeros((3, 3)), 3000
-    tree = Branch((2,)).grow(table, context_of(*[[0]] * number, sampling=DRAWN))
+    tree = BranchingTree((2,)).grow(table, context_of(*[[0]] * number, sampling=DRAWN))
     np.add.at(counts, (tree.token[:, 1], tree.token[:, 2]), 1)
     p = table.p[0]
     expected = p[:, None] * p[None, :] / (1 - p[:, None]) * (1 - np.eye(3))
@@ -172,7 +174,9 @@ def test_draws_without_replacement_follow_the_laws_of_the_drafter() -> None:
 
 
 def best_value(budget: int, rates: Sequence[float], depth: int) -> float:
-    """Sequoia's dynamic programme: expected accepted nodes of the best tree of `budget` nodes, given its root is accepted."""
+    """Sequoia's dynamic programme: expected accepted nodes of the best tree of `budget` nodes, given its root is
+    accepted.
+    """
 
     @cache
     def tree(nodes: int, left: int) -> float:
@@ -197,16 +201,16 @@ def best_value(budget: int, rates: Sequence[float], depth: int) -> float:
 @settings(max_examples=60, deadline=None)
 def test_the_optimal_tree_is_that_of_the_dynamic_programme(budget: int, rates: list[float], depth: int) -> None:
     rates = sorted(rates, reverse=True)
-    tree = optimal(budget, rates, depth)
+    tree = optimal_tree(budget, rates, depth)
     assert len(tree.choices) <= budget
     assert max((len(c) for c in tree.choices), default=0) <= depth
     assert expected_tokens(tree, rates) == pytest.approx(1 + best_value(budget, rates, depth), abs=1e-12)
 
 
 def test_optimal_takes_rates_per_depth_in_any_order() -> None:
-    assert optimal(3, [[0.1, 0.6], [0.9]]).choices == ((1,), (1, 0), (1, 0, 0))
+    assert optimal_tree(3, [[0.1, 0.6], [0.9]]).choices == ((1,), (1, 0), (1, 0, 0))
     with pytest.raises(ValueError, match="sum to at most 1"):
-        optimal(3, [0.9, 0.9])
+        optimal_tree(3, [0.9, 0.9])
 
 
 continuations = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=6)
@@ -215,19 +219,19 @@ continuations = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), ma
 @given(continuations, st.integers(0, 10), st.integers(0, 6), st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_trie_holds_the_likeliest_prefixes_and_all_of_theirs(
-    lists: list[list[int]], budget: int, room: int, data: st.DataObject
+    lists: list[list[int]], budget: int, max_depth: int, data: st.DataObject
 ) -> None:
     offered = []
     for tokens in lists:
         rates = data.draw(st.lists(st.sampled_from([0.3, 0.5, 1.0]), min_size=len(tokens), max_size=len(tokens)))
         offered.append(Continuation(tuple(tokens), tuple(np.cumprod(rates).tolist())))
-    tree = Trie(budget).grow(Listed(offered), context_of([1], room=room))
+    tree = Trie(budget).grow(Listed(offered), context_of([1], max_depth=max_depth))
     well_formed(tree)
     found = paths(tree)
     chances: dict[tuple[int, ...], float] = {}
     for c in offered:
-        for i in range(min(len(c.tokens), room)):
-            chances[c.tokens[: i + 1]] = max(c.survival[i], chances.get(c.tokens[: i + 1], 0))
+        for i in range(min(len(c.tokens), max_depth)):
+            chances[c.tokens[: i + 1]] = max(c.cumulative_acceptance[i], chances.get(c.tokens[: i + 1], 0))
     assert len(found) == len(set(found)) == min(budget, len(chances))
     assert all(p[:-1] in found for p in found if len(p) > 1)
     rest = [v for p, v in chances.items() if p not in found]
@@ -244,10 +248,10 @@ def test_a_trie_leaves_out_what_is_too_unlikely() -> None:
     [
         (lambda: Chain(-1), "0 or more"),
         (lambda: Chain(2, confidence=1.5), "confidence"),
-        (lambda: Branch((2, 0)), "at least one branch"),
-        (lambda: Beam(0, 1, 1), "at least 1"),
+        (lambda: BranchingTree((2, 0)), "at least one branch"),
+        (lambda: DynamicTree(0, 1, 1), "at least 1"),
         (lambda: Trie(-1), "0 or more"),
-        (lambda: optimal(-1, [0.5]), "0 or more"),
+        (lambda: optimal_tree(-1, [0.5]), "0 or more"),
     ],
 )
 def test_nonsense_is_refused(make: Callable[[], object], words: str) -> None:
@@ -258,24 +262,24 @@ def test_nonsense_is_refused(make: Callable[[], object], words: str) -> None:
 @pytest.mark.parametrize(
     ("draft", "tree", "words"),
     [
-        (Lookup(), Chain(3), "Chain grows from a predictor, and Lookup is not one; try Trie"),
+        (PromptLookup(), Chain(3), "Chain grows from a predictor, and Lookup is not one; try Trie"),
         (Table(), Trie(3), "Trie grows from a retriever, and Table is not one; try Chain"),
-        (Nothing(), Beam(1, 1, 1), "Beam grows from a predictor"),
+        (NoDrafter(), DynamicTree(1, 1, 1), "Beam grows from a predictor"),
     ],
 )
 def test_a_shape_refuses_the_wrong_kind_of_drafter(draft: Drafter, tree: Shape[Drafter], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Method(draft, tree, Match())
-    Method(draft, Root(), Match())
+    Method(draft, RootOnly(), Match())
 
 
 def test_joined_trees_hold_every_path_of_both_once() -> None:
-    first = from_lists([[1, 2, 3, 4], [1, 5]], [[-1, 0, 1, 0], [-1, 0]])
-    second = from_lists([[1, 2, 6, 3], [1]], [[-1, 0, 1, 1], [-1]])
-    both = joined(first, second)
+    first = tree_from_lists([[1, 2, 3, 4], [1, 5]], [[-1, 0, 1, 0], [-1, 0]])
+    second = tree_from_lists([[1, 2, 6, 3], [1]], [[-1, 0, 1, 1], [-1]])
+    both = merge_trees(first, second)
 
     def paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
-        live = np.nonzero(tree.live[row])[0].tolist()
+        live = np.nonzero(tree.valid[row])[0].tolist()
         return [tuple(int(tree.token[row, n]) for n in tree.ancestors(row, node)) for node in live]
 
     for row in (0, 1):
@@ -287,30 +291,30 @@ def test_joined_trees_hold_every_path_of_both_once() -> None:
 def test_trees_side_by_side_keep_how_their_siblings_were_drawn() -> None:
     context = context_of([1], [2], sampling=DRAWN)
     with_, without = (
-        Branch((2, 2), distinct=d).grow(Table(), context.select([i])) for i, d in enumerate((False, True))
+        BranchingTree((2, 2), distinct=d).grow(Table(), context.select([i])) for i, d in enumerate((False, True))
     )
-    both = concatenate([with_, without])
+    both = concatenate_trees([with_, without])
     assert both.distinct.tolist() == [False, True]
-    assert both.select(np.array([1, 0])).with_trunk([[5, 2], [4, 3, 1]]).distinct.tolist() == [True, False]
+    assert both.select(np.array([1, 0])).with_prefix([[5, 2], [4, 3, 1]]).distinct.tolist() == [True, False]
 
 
 def test_trees_with_different_inputs_are_not_read_together() -> None:
-    one, two = (replace(from_lists([[1]], [[-1]]), inputs=torch.zeros(2, 3)) for _ in range(2))
-    assert concatenate([one, from_lists([[1]], [[-1]]), one]).inputs is one.inputs
+    one, two = (replace(tree_from_lists([[1]], [[-1]]), probe_embeddings=torch.zeros(2, 3)) for _ in range(2))
+    assert concatenate_trees([one, tree_from_lists([[1]], [[-1]]), one]).probe_embeddings is one.probe_embeddings
     with pytest.raises(ValueError, match="trees with inputs of their own cannot be read together"):
-        concatenate([one, two])
+        concatenate_trees([one, two])
 
 
-@pytest.mark.parametrize(("sampling", "confidence"), [(Sampling(), 0.4), (DRAWN, 0.15)], ids=["picked", "drawn"])
+@pytest.mark.parametrize(("sampling", "confidence"), [(SamplingParams(), 0.4), (DRAWN, 0.15)], ids=["picked", "drawn"])
 def test_a_tree_is_not_written_to_once_it_is_made(
-    sampling: Sampling, confidence: float, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams, confidence: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Growth.add
+    real = TreeBuilder.add
 
-    def frozen(self: Growth, *given: np.ndarray) -> None:
+    def frozen(self: TreeBuilder, *given: np.ndarray) -> None:
         real(self, *given)
-        self.tree.live.flags.writeable = False
+        self.tree.valid.flags.writeable = False
 
-    monkeypatch.setattr(Growth, "add", frozen)
+    monkeypatch.setattr(TreeBuilder, "add", frozen)
     tree = Chain(4, confidence=confidence).grow(Table(), context_of([1, 2], [3], [5], [0], sampling=sampling))
-    assert len(set(tree.live.sum(1).tolist())) > 1, "some chains stopped early"
+    assert len(set(tree.valid.sum(1).tolist())) > 1, "some chains stopped early"

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from foretell.draft.network.base import TargetCard
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.network.base import TargetCard
 
 D, V, LAYERS = 8, 23, 6
 CARD = TargetCard(name="tiny", fingerprint="", hidden=D, vocab=V, layers=LAYERS)
 Tensors = dict[str, torch.Tensor]
 
 
-def ends(seed: int = 0) -> Ends:
-    return Ends(matrix(V, D, seed=seed), matrix(V, D, seed=seed + 1))
+def ends(seed: int = 0) -> EmbeddingAndHead:
+    return EmbeddingAndHead(matrix(V, D, seed=seed), matrix(V, D, seed=seed + 1))
 
 
 def matrix(*shape: int, seed: int) -> torch.Tensor:
@@ -156,12 +156,12 @@ def eagle3(kept: int = 9, head_dim: int = 4, layer: str = "midlayer", aux: int =
 
 def speculators_eagle3(kept: int = 9, **flags: Any) -> tuple[dict[str, Any], Tensors]:
     """As the `speculators` library saves it; `norm_before_residual` is absent unless asked for."""
-    taps = flags.get("eagle_aux_hidden_state_layer_ids") or (2, 3, 3)
-    config, tensors = eagle3(kept, layer="layers.0", aux=len(taps))
+    hidden_layers = flags.get("eagle_aux_hidden_state_layer_ids") or (2, 3, 3)
+    config, tensors = eagle3(kept, layer="layers.0", aux=len(hidden_layers))
     if flags.get("norm_before_fc"):
-        tensors["input_norm.weight"] = matrix(len(taps) * D, seed=70)
+        tensors["input_norm.weight"] = matrix(len(hidden_layers) * D, seed=70)
     if flags.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": matrix(D, seed=71 + i) for i in range(len(taps))}
+        tensors |= {f"fc_norm.{i}.weight": matrix(D, seed=71 + i) for i in range(len(hidden_layers))}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     layer = {k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size")}
     return {

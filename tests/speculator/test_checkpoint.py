@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
-from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, put_weights, save
+from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.testing import TINY
 
 SOURCE = TinySource(replace(TINY, hidden=96))
@@ -17,11 +17,11 @@ SOURCE = TinySource(replace(TINY, hidden=96))
 
 @pytest.fixture
 def heads() -> Medusa:
-    return Medusa(MedusaConfig(target=card_of(SOURCE), heads=2), SOURCE.ends())
+    return Medusa(MedusaConfig(target=card_of(SOURCE), heads=2), SOURCE.embedding_and_head())
 
 
 def read_back(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for name, tensor in load_own(folder, SOURCE.ends()).state_dict().items()}
+    return {name: tensor.float() for name, tensor in load_own(folder, SOURCE.embedding_and_head()).state_dict().items()}
 
 
 @pytest.mark.parametrize(("bits", "most"), [(16, 0.004), (8, 0.02), (4, 0.15)])
@@ -67,23 +67,23 @@ def test_numbers_without_their_scale_are_refused(tmp_path: Path, heads: Medusa) 
     name = next(n for n in tensors if n.endswith("::scale"))
     save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match=r"stored as torch\.int8 without a scale"):
-        load_own(tmp_path, SOURCE.ends())
+        load_own(tmp_path, SOURCE.embedding_and_head())
     save_file(tensors | {name: tensors[name][:3].contiguous()}, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match="scales that do not fit"):
-        load_own(tmp_path, SOURCE.ends())
+        load_own(tmp_path, SOURCE.embedding_and_head())
 
 
 @pytest.mark.parametrize("tokens", [[0, 1, 99], [-1, 1, 2], [1, 0, 2], [1, 1, 2], [0, 1], [0.0, 1.0, 2.0]])
 def test_drafted_tokens_that_the_target_lacks_are_refused_in_a_sentence(tmp_path: Path, tokens: list[float]) -> None:
-    network = Medusa(MedusaConfig(target=card_of(SOURCE), heads=2, draft_vocab=3), SOURCE.ends())
+    network = Medusa(MedusaConfig(target=card_of(SOURCE), heads=2, draft_vocab=3), SOURCE.embedding_and_head())
     save(tmp_path, network, network.config)
     put_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
     with pytest.raises(ValueError, match=r"damaged: token_of is no ascending list of 3 of the target's \d+ tokens"):
-        load_own(tmp_path, SOURCE.ends())
+        load_own(tmp_path, SOURCE.embedding_and_head())
 
 
 def test_a_configuration_nested_without_end_is_refused_in_a_sentence(tmp_path: Path, heads: Medusa) -> None:
     save(tmp_path, heads, heads.config)
     (tmp_path / CONFIG).write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config.json"):
-        load_own(tmp_path, SOURCE.ends())
+        load_own(tmp_path, SOURCE.embedding_and_head())

@@ -1,4 +1,6 @@
-"""Published EAGLE layers: read whatever their layout, computing what a plain transcription of the papers computes; and what is refused."""
+"""Published EAGLE layers: read whatever their layout, computing what a plain transcription of the papers computes; and
+what is refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from published import CARD, LAYER, D, Tensors, V, eagle1, eagle3, ends, matrix, put, speculators_eagle3
 
-from foretell.draft.network.eagle import Eagle1, Eagle3, EagleNetwork
-from foretell.draft.network.layer import Unrolled
 from foretell.speculator import is_speculator
 from foretell.speculator.load import load_speculator
+from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
+from foretell.speculator.network.layer import Unrolled
 
 TOKENS = torch.tensor([[3, 1, 22, 0, 7, 7, 12]])
 S = TOKENS.shape[1] - 1
@@ -30,7 +32,7 @@ def features(count: int) -> list[torch.Tensor]:
 
 def guesses(network: EagleNetwork, steps: int = 2) -> list[torch.Tensor]:
     """Logits over the whole vocabulary after every position, and one step of its own later."""
-    g = network.fuse(torch.cat(features(len(network.taps)), -1)[:, :-1])
+    g = network.fuse(torch.cat(features(len(network.hidden_layers)), -1)[:, :-1])
     position, sight, out = torch.arange(S)[None], Unrolled(), []
     for i in range(steps):
         g = network.advance(F.pad(TOKENS[:, 1 + i :], (0, i)), g, position + i, sight)
@@ -108,7 +110,7 @@ def spread(logits: torch.Tensor, t: Tensors) -> torch.Tensor:
 def test_eagle1(tmp_path: Path, bias: bool, biased_qkv: bool, layers: int) -> None:
     config, tensors = eagle1(bias, biased_qkv, layers)
     network = load(put(tmp_path, config, tensors))
-    assert isinstance(network, Eagle1) and network.embedding is None and network.taps == (CARD.layers + 1,)
+    assert isinstance(network, Eagle1) and network.embedding is None and network.hidden_layers == (CARD.layers + 1,)
     wanted = plain_eagle1(tensors, ends().embedding, ends().head, layers)
     torch.testing.assert_close(guesses(network)[0], wanted)
 
@@ -128,7 +130,9 @@ def test_eagle1_of_vllm_and_an_embedding_of_its_own(tmp_path: Path) -> None:
 def test_eagle3(tmp_path: Path, kept: int, layer: str, head_dim: int) -> None:
     config, tensors = eagle3(kept, head_dim, layer)
     network = load(put(tmp_path, config, tensors))
-    assert isinstance(network, Eagle3) and network.taps == (2, 3, 3) and (network.token_of is None) == (kept == V)
+    assert (
+        isinstance(network, Eagle3) and network.hidden_layers == (2, 3, 3) and (network.token_of is None) == (kept == V)
+    )
     torch.testing.assert_close(
         guesses(network)[0], spread(plain_eagle3(tensors, layer, ends().embedding, {}, 3), tensors)
     )
@@ -139,7 +143,7 @@ def test_eagle3_with_taps_counted_from_outputs_and_an_embedding_of_its_own(tmp_p
     config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 4]}
     tensors["embed_tokens.weight"] = matrix(V, D, seed=80)
     network = load(put(tmp_path, config, tensors))
-    assert network.taps == (1, 5) and network.embedding is not None
+    assert network.hidden_layers == (1, 5) and network.embedding is not None
     wanted = spread(plain_eagle3(tensors, "midlayer", tensors["embed_tokens.weight"], {}, 2), tensors)
     torch.testing.assert_close(guesses(network)[0], wanted)
 
@@ -156,9 +160,11 @@ def test_eagle3_with_taps_counted_from_outputs_and_an_embedding_of_its_own(tmp_p
 def test_speculators(tmp_path: Path, flags: dict[str, Any]) -> None:
     config, tensors = speculators_eagle3(**flags)
     network = load(put(tmp_path, config, tensors))
-    taps = tuple(flags.get("eagle_aux_hidden_state_layer_ids", (2, 3, 3)))
-    assert isinstance(network, Eagle3) and network.taps == taps and network.card.name == "Qwen/Qwen3-8B"
-    wanted = plain_eagle3(tensors, "layers.0", ends().embedding, flags, len(taps))
+    hidden_layers = tuple(flags.get("eagle_aux_hidden_state_layer_ids", (2, 3, 3)))
+    assert (
+        isinstance(network, Eagle3) and network.hidden_layers == hidden_layers and network.card.name == "Qwen/Qwen3-8B"
+    )
+    wanted = plain_eagle3(tensors, "layers.0", ends().embedding, flags, len(hidden_layers))
     torch.testing.assert_close(guesses(network)[0], spread(wanted, tensors))
 
 

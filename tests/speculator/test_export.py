@@ -10,20 +10,20 @@ import torch
 from published import CARD, LAYERS, D, V, ends, matrix
 from safetensors.torch import load_file
 
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
-from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork
-from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.draft.network.layer import Unrolled
-from foretell.draft.network.medusa import Medusa, MedusaConfig
-from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.load import load
-from foretell.model.config import ModelConfig, Rope
-from foretell.model.ends import Ends
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator import export as room
 from foretell.speculator.export import export
 from foretell.speculator.formats.base import Export, Verifier
 from foretell.speculator.load import load_speculator
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
+from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
+from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.speculator.network.layer import Unrolled
+from foretell.speculator.network.medusa import Medusa, MedusaConfig
+from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.testing import letter_codec
 from helpers import all_logits
 
@@ -43,18 +43,29 @@ def random(network: Speculator, tokens: torch.Tensor | None = KEPT) -> Speculato
 
 
 def eagle3(**more: Any) -> Eagle3:
-    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 12, "context": 64, "taps": (1, 3, 5)}
+    sizes: dict[str, Any] = {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "ffn": 12,
+        "context": 64,
+        "hidden_layers": (1, 3, 5),
+    }
     config = EagleConfig(target=CARD, **(sizes | {"draft_vocab": len(KEPT)} | more))
     network = random(Eagle3(config, ends()))
     assert isinstance(network, Eagle3)
     return network
 
 
-def back(network: Speculator, format_name: str, out: Path, lent: Ends | None = None) -> Speculator:
+def back(network: Speculator, format_name: str, out: Path, lent: EmbeddingAndHead | None = None) -> Speculator:
     export(network, VERIFIER, format_name, out)
     assert not [p for p in out.parent.iterdir() if p != out], "nothing is left beside it"
     found = load_speculator(out, CARD, lent or ends())
-    assert found.kind == network.kind and found.card.name == "owner/target" and found.taps == network.taps
+    assert (
+        found.kind == network.kind
+        and found.card.name == "owner/target"
+        and found.hidden_layers == network.hidden_layers
+    )
     return found
 
 
@@ -62,7 +73,7 @@ def eagle_logits(network: Speculator) -> torch.Tensor:
     """Of two steps over a text."""
     assert isinstance(network, EagleNetwork)
     token = torch.tensor([[3, 1, 22, 0, 7]])
-    features = torch.cat([matrix(1, 4, D, seed=30 + i) for i in range(len(network.taps))], -1)
+    features = torch.cat([matrix(1, 4, D, seed=30 + i) for i in range(len(network.hidden_layers))], -1)
     g, sight, out = network.fuse(features), Unrolled(), []
     for i, text in enumerate((token[:, 1:], torch.tensor([[2, 2, 2, 2]]))):
         g = network.advance(text, g, torch.arange(4)[None] + i, sight)
@@ -77,8 +88,12 @@ def eagle_logits(network: Speculator) -> torch.Tensor:
         {},
         {"draft_vocab": None, "own_head": True},
         {"own_head": True, "own_embedding": True, "norm_before_residual": True},
-        {"norm_before_fc": True, "norm_output": True, "taps": (2, 6)},
-        {"fc_norm": True, "qk_norm": True, "rope": Rope(theta=700.0, kind="llama3", factor=4.0, original_context=16)},
+        {"norm_before_fc": True, "norm_output": True, "hidden_layers": (2, 6)},
+        {
+            "fc_norm": True,
+            "qk_norm": True,
+            "rope": RopeConfig(theta=700.0, kind="llama3", factor=4.0, original_context=16),
+        },
     ],
 )
 def test_eagle3(tmp_path: Path, format_name: str, more: dict[str, Any]) -> None:
@@ -90,7 +105,7 @@ def test_eagle3(tmp_path: Path, format_name: str, more: dict[str, Any]) -> None:
 
 
 def test_eagle3_of_a_target_that_scales_its_embedding_takes_it_along(tmp_path: Path) -> None:
-    lent = Ends(ends().embedding, ends().head, embedding_scale=2.0)
+    lent = EmbeddingAndHead(ends().embedding, ends().head, embedding_scale=2.0)
     network = random(Eagle3(eagle3().config, lent))
     found = back(network, "speculators", tmp_path / "out", lent)
     assert "embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors")
@@ -199,9 +214,9 @@ def mlp_logits(network: Speculator, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None:
-    rope = Rope(theta=700.0, kind="llama3", factor=4.0, original_context=16)
+    rope = RopeConfig(theta=700.0, kind="llama3", factor=4.0, original_context=16)
     model = replace(TARGET, layers=2, rope=rope)
-    lent = Ends(ends().embedding, ends().embedding if tied else ends().head)
+    lent = EmbeddingAndHead(ends().embedding, ends().embedding if tied else ends().head)
     network = random(DraftNetwork(DraftModelConfig(target=CARD, model=model, draft_vocab=len(KEPT)), lent))
     assert isinstance(network, DraftNetwork)
     codec = letter_codec(V)
@@ -236,14 +251,14 @@ def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
         export(medusa, VERIFIER, "speculator", tmp_path / "out")
     for more, what in (
         ({"qkv_bias": True}, "biases of queries"),
-        ({"taps": (2, LAYERS + 1)}, "after its final norm"),
-        ({"rope": Rope(fraction=0.5)}, "a part of the head"),
+        ({"hidden_layers": (2, LAYERS + 1)}, "after its final norm"),
+        ({"rope": RopeConfig(fraction=0.5)}, "a part of the head"),
     ):
         with pytest.raises(ValueError, match=f"ha(s|ve) no place for .*{what}"):
             export(eagle3(**more), VERIFIER, "speculators", tmp_path / "out")
     with pytest.raises(ValueError, match="one layer, and this speculator has 2"):
         export(eagle3(layers=2), VERIFIER, "eagle3", tmp_path / "out")
-    bounded = Ends(ends().embedding, ends().head, softcap=30.0)
+    bounded = EmbeddingAndHead(ends().embedding, ends().head, softcap=30.0)
     with pytest.raises(ValueError, match="no place for a bound on the logits"):
         export(Medusa(MedusaConfig(target=CARD), bounded), VERIFIER, "vllm-medusa", tmp_path / "out")
     assert not list(tmp_path.iterdir())

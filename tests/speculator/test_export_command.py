@@ -1,4 +1,6 @@
-"""`foretell export`: a trained speculator of a small model, written for vLLM, read back by its method; and what is refused in one sentence."""
+"""`foretell export`: a trained speculator of a small model, written for vLLM, read back by its method; and what is
+refused in one sentence.
+"""
 
 import json
 from pathlib import Path
@@ -7,16 +9,16 @@ import pytest
 from toy import card_of
 
 from command import foretell, refused, save_tiny, tiny
-from foretell.draft.network.medusa import Medusa, MedusaConfig
 from foretell.load import load
 from foretell.speculator.checkpoint import save
+from foretell.speculator.network.medusa import Medusa, MedusaConfig
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
     source = load(str(tiny())).source
     config = MedusaConfig(target=card_of(source), heads=2, draft_vocab=40)
-    save(tmp_path / "trained", Medusa(config, source.ends()), config)
+    save(tmp_path / "trained", Medusa(config, source.embedding_and_head()), config)
     return tmp_path / "trained"
 
 

@@ -23,11 +23,11 @@ from published import (
     vllm_medusa,
 )
 
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.medusa import Medusa
-from foretell.draft.network.mlp_speculator import MLPSpeculator
 from foretell.speculator import is_speculator
 from foretell.speculator.load import load_speculator
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.medusa import Medusa
+from foretell.speculator.network.mlp_speculator import MLPSpeculator
 
 H = matrix(4, D, seed=9)
 
@@ -42,7 +42,7 @@ def load(folder: Path) -> Speculator:
 def test_medusa_of_its_authors(tmp_path: Path, file: str, prefix: str) -> None:
     config, tensors = authors_medusa()
     network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}, file))
-    assert isinstance(network, Medusa) and network.card.name == "lmsys/vicuna-7b-v1.3" and network.taps == (7,)
+    assert isinstance(network, Medusa) and network.card.name == "lmsys/vicuna-7b-v1.3" and network.hidden_layers == (7,)
     logits = network(H)
     for h in range(3):
         x = H

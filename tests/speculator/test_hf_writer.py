@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretell import load
-from foretell.model.config import ModelConfig, Rope
+from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.linear import Linear
 from foretell.speculator.hf_writer import write_hf
 from foretell.testing import TINY, letter_codec, tiny_decoder
@@ -23,8 +23,8 @@ TEXT = random_tokens(40, 23)
     [
         WIDE,
         replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True, activation="gelu_tanh"),
-        replace(WIDE, rope=Rope(kind="llama3", factor=8.0, original_context=32)),
-        replace(WIDE, rope=Rope(theta=500.0, kind="linear", factor=2.0), eos=(2, 3)),
+        replace(WIDE, rope=RopeConfig(kind="llama3", factor=8.0, original_context=32)),
+        replace(WIDE, rope=RopeConfig(theta=500.0, kind="linear", factor=2.0), eos=(2, 3)),
     ],
     ids=["plain", "biases", "llama3", "linear"],
 )
@@ -64,7 +64,7 @@ def test_template_and_special_tokens_are_written(tmp_path: Path) -> None:
     [
         (replace(WIDE, qk_norm=True), "norms of queries"),
         (replace(WIDE, window=8, window_layers=(0,)), "sliding window"),
-        (replace(WIDE, rope=Rope(divisors=(1.0, 1.0, 2.0, 2.0))), "rotary"),
+        (replace(WIDE, rope=RopeConfig(divisors=(1.0, 1.0, 2.0, 2.0))), "rotary"),
     ],
 )
 def test_other_architectures_are_refused_before_anything_is_written(

@@ -12,8 +12,7 @@ from toy import TARGET, TinySource, Toy, ToyConfig, card_of
 from command import foretell
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import network
-from foretell.speculator import is_speculator
+from foretell.speculator import is_speculator, network
 from foretell.speculator.checkpoint import save
 from foretell.speculator.installed import (
     PACKAGE,
@@ -40,7 +39,7 @@ def parts(source: TinySource | None, folder: Path | None = None) -> BuildContext
 
 def write(folder: Path, source: TinySource, fingerprint: str | None = None) -> Path:
     config = ToyConfig(target=card_of(source, fingerprint=fingerprint))
-    save(folder, Toy(config, source.ends()), config)
+    save(folder, Toy(config, source.embedding_and_head()), config)
     return folder
 
 
@@ -105,7 +104,8 @@ def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None
     folder = write(install(site, "z_good", "tiny") / "toy", TinySource())
     assert find_installed("toy", TinySource().fingerprint()) == folder
     reasons = (
-        "a_missing cannot be used: its entry point in foretell.speculators names 'a_nowhere.at_all', which is no package",
+        "a_missing cannot be used: its entry point in foretell.speculators names 'a_nowhere.at_all', which is no "
+        "package",
         "b_empty cannot be used: .*/b_empty: no folder with config.json in it",
         "c_damaged cannot be used: .*: not valid JSON",
         "d_list cannot be used: .*: a JSON object was expected",

@@ -1,4 +1,6 @@
-"""The weights in the package `foretell-smollm2-135m`: small enough, described, for the embedded model, worth having, and lossless."""
+"""The weights in the package `foretell-smollm2-135m`: small enough, described, for the embedded model, worth having,
+and lossless.
+"""
 
 from pathlib import Path
 

@@ -5,10 +5,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.model.config import ModelConfig
-from foretell.model.ends import Ends
-from foretell.model.source import Source
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.checkpoint import Checkpoint
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.testing import TINY, RandomWeights, tiny_decoder
 
 
@@ -19,16 +19,16 @@ class ToyConfig(SpeculatorConfig):
 class Toy(Speculator):
     kind = "toy"
 
-    def __init__(self, config: SpeculatorConfig, ends: Ends) -> None:
+    def __init__(self, config: SpeculatorConfig, ends: EmbeddingAndHead) -> None:
         super().__init__(config, ends)
         self.layer = nn.Linear(ends.hidden, ends.hidden, bias=False)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def hidden_layers(self) -> tuple[int, ...]:
         return ()
 
 
-class TinySource(Source):
+class TinySource(Checkpoint):
     """The checkpoint of a tiny decoder."""
 
     def __init__(self, config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
@@ -43,7 +43,7 @@ class TinySource(Source):
         raise NotImplementedError
 
 
-def card_of(source: Source, name: str = "tiny", fingerprint: str | None = None) -> TargetCard:
+def card_of(source: Checkpoint, name: str = "tiny", fingerprint: str | None = None) -> TargetCard:
     c = source.config
     mark = source.fingerprint() if fingerprint is None else fingerprint
     return TargetCard(name=name, fingerprint=mark, hidden=c.hidden, vocab=c.vocab, layers=c.layers)

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 
 from command import tiny
 from foretell.api import Model
-from foretell.datastore import fingerprint
-from foretell.engine import Request
+from foretell.engine.engine import Request
 from foretell.load import load
+from foretell.retrieval.datastore import fingerprint
 from foretell.train.data.dataset import Collection, Manifest, Record
 from foretell.train.loop.settings import Portion, Settings
 from foretell.train.loop.task import Task, features, prepare, understood
@@ -67,7 +67,8 @@ def settings(out: Path, data: Path | None = None, **changed: object) -> Settings
     """A training of seconds on the tiny target."""
     values: dict[str, object] = {
         "recipe": "mlp_speculator", "options": {"inner": "32"}, "model": str(tiny()), "out": str(out),
-        "data": (Portion(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256, "sequence": 64, "warmup": 2,
+        "data": (Portion(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256, "sequence": 64,
+        "warmup": 2,
         "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3, "measure_tokens": 8, "lr": 3e-3,
     }  # fmt: skip
     return Settings.model_validate(values | changed)

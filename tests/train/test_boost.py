@@ -8,7 +8,8 @@ from command import foretell, tiny
 from foretell.speculator.checkpoint import read_config
 
 SMALL = (
-    "--steps", "3", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "3", "--measure-prompts", "2", "--measure-tokens", "6",
+    "--steps", "3", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "3", "--measure-prompts", "2",
+    "--measure-tokens", "6",
     "--precision", "no", "--draft-vocab", "64", "--set", "layers=1", "--warmup", "2",
 )  # fmt: skip
 

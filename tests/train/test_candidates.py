@@ -1,4 +1,6 @@
-"""Losses over candidates instead of the whole vocabulary stand for the whole on average, and cost nothing in what is learned."""
+"""Losses over candidates instead of the whole vocabulary stand for the whole on average, and cost nothing in what is
+learned.
+"""
 
 import pytest
 import torch
@@ -7,14 +9,14 @@ from foretell.train.objective.candidates import candidates
 
 
 def test_the_likeliest_and_the_certain_are_among_them_and_the_count_is_kept() -> None:
-    law = torch.softmax(3 * torch.randn(6, 40), -1)
+    distribution = torch.softmax(3 * torch.randn(6, 40), -1)
     certain = torch.tensor([31, 7])
-    found = candidates(law, 16, certain)
+    found = candidates(distribution, 16, certain)
     assert found is not None
     columns = found.column.tolist()
     assert columns == sorted(set(columns)) and len(columns) == 16
     assert {31, 7} <= set(columns)
-    mass = law.sum(0)
+    mass = distribution.sum(0)
     mass[certain] = torch.inf
     assert set(mass.argsort(descending=True)[:12].tolist()) <= set(columns)
     assert (found.raised > 0).sum() == 4
@@ -29,10 +31,10 @@ def test_none_are_chosen_where_nothing_would_be_left_out(count: int) -> None:
 def test_the_sum_over_the_vocabulary_is_right_on_average() -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 60)
-    law, whole = torch.softmax(logits, -1), logits.exp().sum(-1)
+    distribution, whole = torch.softmax(logits, -1), logits.exp().sum(-1)
     sums = []
     for _ in range(4000):
-        some = candidates(law, 20)
+        some = candidates(distribution, 20)
         assert some is not None
         sums.append((logits[:, some.column] + some.raised).exp().sum(-1))
     torch.testing.assert_close(torch.stack(sums).mean(0), whole, rtol=0.02, atol=0)

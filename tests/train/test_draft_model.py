@@ -1,4 +1,6 @@
-"""Distilled draft models: what they are cut from, what counts in their loss, and that they can learn a tiny set by heart."""
+"""Distilled draft models: what they are cut from, what counts in their loss, and that they can learn a tiny set by
+heart.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,16 +10,16 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.draft import DraftModel, Nothing
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.draft_model import DraftNetwork
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
+from foretell.draft import DraftModel, NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import Change
+from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.source import Source
-from foretell.shape import Chain, Root
+from foretell.shape import Chain, RootOnly
 from foretell.speculator.load import load_speculator
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import padded, read
@@ -37,7 +39,7 @@ class Untied(RandomWeights):
         return 3 * self.need(name, CONFIG.vocab, CONFIG.hidden) if name == "lm_head.weight" else None
 
 
-class Checkpoint(Source):
+class RandomCheckpoint(Checkpoint):
     """The tiny target, read again as often as wanted."""
 
     def __init__(self) -> None:
@@ -47,11 +49,11 @@ class Checkpoint(Source):
         return change(self.decoder(torch.float32))
 
 
-SOURCE = Checkpoint()
+SOURCE = RandomCheckpoint()
 
 
 def setup(options: Mapping[str, str] | None = None, kept: torch.Tensor | None = KEPT) -> Setup:
-    return Setup(CARD, CONFIG, SOURCE.ends(torch.float32), SOURCE, kept, options=options or {})
+    return Setup(CARD, CONFIG, SOURCE.embedding_and_head(torch.float32), SOURCE, kept, options=options or {})
 
 
 def batch_of(texts: Sequence[Sequence[int]], start: int = 1) -> Batch:
@@ -138,7 +140,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, str], words: str
 def greedy_texts(count: int, length: int) -> list[list[int]]:
     """What the target says after random beginnings."""
     runner = DecoderRunner(SOURCE.decoder(torch.float32))
-    engine = Engine(runner, Method(Nothing(), Root(), Match()), rows=count)
+    engine = Engine(runner, Method(NoDrafter(), RootOnly(), Match()), rows=count)
     texts = {}
     for i in range(count):
         prompt = random_tokens(4, 24, seed=50 + i)
@@ -178,7 +180,7 @@ def test_a_draft_learns_a_tiny_set_by_heart_and_is_accepted_almost_always(tmp_pa
     after = tokens_per_pass(recipe.method(recipe.network), texts)
     assert before < 3 and after > 5.4, (before, after)  # 6 would be perfect
     recipe.save(tmp_path)
-    read_again = load_speculator(tmp_path, CARD, SOURCE.ends(torch.float32))
+    read_again = load_speculator(tmp_path, CARD, SOURCE.embedding_and_head(torch.float32))
     assert isinstance(read_again, DraftNetwork)
     again = Method(DraftModel(read_again.runner()), Chain(5, draw=False), Match())
     assert tokens_per_pass(again, texts) > 5.2  # stored in bfloat16
@@ -218,7 +220,10 @@ def test_boosting_leaves_out_what_an_earlier_draft_finds(tmp_path: Path) -> None
     batch = batch_of(texts, 4)
     every, left = first._where(batch), second._where(batch)
     assert (left <= every).all() and left[:2].sum() < 3 and left[2:].sum() > 8
-    target, found = SOURCE.decoder(torch.float32), load_speculator(tmp_path, CARD, SOURCE.ends(torch.float32))
+    target, found = (
+        SOURCE.decoder(torch.float32),
+        load_speculator(tmp_path, CARD, SOURCE.embedding_and_head(torch.float32)),
+    )
     assert isinstance(found, DraftNetwork)
     for i, text in enumerate(texts):
         theirs, ours = all_logits(target, text), all_logits(found.network(), text)
@@ -259,7 +264,7 @@ def test_answers_are_written_anew_by_whom_was_asked(writer: str) -> None:
         assert new.token[i, : answer[0]].tolist() == text[: answer[0]]
         if writer == "draft":
             assert set(new.token[i, answer].tolist()) <= set(KEPT.tolist())
-    expected = read(SOURCE.decoder(torch.float32), new.token, recipe.taps)
+    expected = read(SOURCE.decoder(torch.float32), new.token, recipe.hidden_layers)
     torch.testing.assert_close(new.features[0], expected[0])
     assert recipe.loss(recipe.network, old).total.isfinite()
 

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from foretell.accept import Match
-from foretell.draft import Eagle, Nothing
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.eagle import Eagle1, Eagle3
-from foretell.draft.network.layer import FusingLayer, Layer
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.model.decoder import Block, Decoder, FeedForward
-from foretell.model.ends import Ends
+from foretell.draft import EagleDrafter, NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Chain, Root
+from foretell.shape import Chain, RootOnly
 from foretell.speculator.checkpoint import load_own
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.eagle import Eagle1, Eagle3
+from foretell.speculator.network.layer import FusingLayer, Layer
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.regression import feature_distance, noisy
@@ -37,22 +37,22 @@ def made_target() -> Decoder:
     return tiny_decoder(CONFIG, dtype=torch.float32)
 
 
-def embedding_and_head(network: Decoder) -> Ends:
-    return Ends(network.embedding.detach(), network.head.weight.detach())
+def embedding_and_head(network: Decoder) -> EmbeddingAndHead:
+    return EmbeddingAndHead(network.embedding.detach(), network.head.weight.detach())
 
 
 def recipe_of(kind: str, network: Decoder, kept: torch.Tensor | None = None, **options: str) -> EagleRecipe:
     return RECIPES[kind].of(Setup(CARD, network.config, embedding_and_head(network), kept=kept, options=options))
 
 
-def batch_of(network: Decoder, texts: list[list[int]], start: int, taps: tuple[int, ...]) -> Batch:
+def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers: tuple[int, ...]) -> Batch:
     """Texts of equal length, with the target's states."""
     runner = DecoderRunner(network)
-    outputs = [runner.forward([i], chain_tree(t), taps=taps) for i, t in enumerate(texts)]
+    outputs = [runner.forward([i], chain_tree(t), hidden_layers=hidden_layers) for i, t in enumerate(texts)]
     token = torch.tensor(texts)
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
-    features = tuple(torch.stack([o.features[k] for o in outputs]).clone() for k in range(len(taps)))
+    features = tuple(torch.stack([o.hidden_states[k] for o in outputs]).clone() for k in range(len(hidden_layers)))
     return Batch(token, answer, torch.ones_like(answer), features)
 
 
@@ -108,12 +108,12 @@ def test_the_loss_is_that_of_every_position_on_its_own(kind: str) -> None:
     network, kept, steps = made_target(), torch.arange(0, 64, 2), 3
     recipe = recipe_of(kind, network, kept, steps=str(steps), **({"noise": "0"} if kind == "eagle" else {}))
     texts = [random_tokens(10, 64, seed=i) for i in range(2)]
-    batch = batch_of(network, texts, 6, recipe.taps)
+    batch = batch_of(network, texts, 6, recipe.hidden_layers)
     loss = recipe.loss(recipe.network, batch)
     seen = batch.features[-1]
     full = F.linear(seen, network.head.weight)
     everywhere = torch.ones(2, 9, dtype=torch.bool)
-    guesses = recipe.network(batch.token, batch.features[: len(recipe.network.taps)], [everywhere] * steps)
+    guesses = recipe.network(batch.token, batch.features[: len(recipe.network.hidden_layers)], [everywhere] * steps)
     total = torch.zeros(())
     for i, guess in enumerate(guesses):
         entropies, distances = [], []
@@ -147,14 +147,14 @@ def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
     recipe = recipe_of(kind, network)
     start(recipe.network, network, 0)
     text = random_tokens(8, 64)
-    batch = batch_of(network, [text], 0, recipe.network.taps)
+    batch = batch_of(network, [text], 0, recipe.network.hidden_layers)
     fused = recipe.network.fuse(torch.cat(batch.features, -1))
     assert isinstance(recipe.network, Eagle1 | Eagle3)
     near = F.cosine_similarity(fused, batch.features[-1], dim=-1).min()
     assert near > 0.95
     layer, block = recipe.network.layers[0], network.blocks[-1]
     assert isinstance(layer, Layer | FusingLayer)
-    assert isinstance(block, Block)
+    assert isinstance(block, DecoderBlock)
     assert isinstance(block.mlp, FeedForward)
     assert torch.equal(layer.mlp.gate_up_proj.weight, block.mlp.gate_up.weight)
     assert torch.equal(layer.self_attn.qkv_proj.weight[:, -16:], block.qkv.weight)
@@ -166,10 +166,10 @@ def test_options_are_checked(kind: str) -> None:
         recipe_of(kind, made_target(), stepz="3")
     if kind == "eagle3":
         for wrong in ("1,2,9", "a"):
-            with pytest.raises(ValueError, match="--set taps"):
-                recipe_of(kind, made_target(), taps=wrong)
-        assert recipe_of(kind, made_target(), taps="0,4").taps == (0, 4)
-        assert recipe_of(kind, made_target(), taps="0,2").taps == (0, 2, 4)
+            with pytest.raises(ValueError, match="--set hidden_layers"):
+                recipe_of(kind, made_target(), hidden_layers=wrong)
+        assert recipe_of(kind, made_target(), hidden_layers="0,4").hidden_layers == (0, 4)
+        assert recipe_of(kind, made_target(), hidden_layers="0,2").hidden_layers == (0, 2, 4)
 
 
 @pytest.mark.parametrize("candidates", ["0", "24"])
@@ -178,7 +178,7 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: 
     torch.manual_seed(0)
     network = made_target()
     prompts = [random_tokens(6, 64, seed=i) for i in range(4)]
-    plain = Engine(DecoderRunner(network), Method(Nothing(), Root(), Match()), rows=4)
+    plain = Engine(DecoderRunner(network), Method(NoDrafter(), RootOnly(), Match()), rows=4)
     texts = [
         p + tokens_of(u)
         for p, u in zip(prompts, run(plain, [Request(p, max_new_tokens=24) for p in prompts]), strict=True)
@@ -187,7 +187,7 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: 
     options = {"noise": "0", "steps": "3", "classify": "1"} if kind == "eagle" else {"steps": "4", "hard": "0.5"}
     recipe = recipe_of(kind, network, kept, ffn="64", candidates=candidates, **options)
     start(recipe.network, network, 0)
-    batch = batch_of(network, texts, 6, recipe.taps)
+    batch = batch_of(network, texts, 6, recipe.hidden_layers)
     optimizer = torch.optim.AdamW(recipe.network.parameters(), lr=6e-3)
     with unchecked():
         for _ in range(120):
@@ -197,7 +197,9 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: 
     recipe.save(tmp_path)
     trained = load_own(tmp_path, embedding_and_head(network))
     assert isinstance(trained, Eagle1 | Eagle3)
-    engine = Engine(DecoderRunner(network), Method(Eagle(trained.float()), Chain(4, draw=False), Match()), rows=4)
+    engine = Engine(
+        DecoderRunner(network), Method(EagleDrafter(trained.float()), Chain(4, draw=False), Match()), rows=4
+    )
     updates = run(engine, [Request(p, max_new_tokens=24) for p in prompts])
     assert [p + tokens_of(u) for p, u in zip(prompts, updates, strict=True)] == texts
     drafted = sum(s.drafted for s in map(statistics_of, updates))

@@ -1,4 +1,6 @@
-"""The target's states: those of a pass with a cache, however batches are padded; kept on disk without ever being wrong."""
+"""The target's states: those of a pass with a cache, however batches are padded; kept on disk without ever being
+wrong.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,17 +32,17 @@ class Counting(Streamed):
         return super().read(texts, wide)
 
 
-def streamed(taps: tuple[int, ...] = TAPS) -> Counting:
+def streamed(hidden_layers: tuple[int, ...] = TAPS) -> Counting:
     decoder = tiny_decoder(dtype=torch.bfloat16)
-    return Counting(lambda: decoder, taps)
+    return Counting(lambda: decoder, hidden_layers)
 
 
 def cached(
-    folder: Path, chosen: Sequence[Piece], taps: tuple[int, ...] = TAPS, room: int = 1 << 20
+    folder: Path, chosen: Sequence[Piece], hidden_layers: tuple[int, ...] = TAPS, room: int = 1 << 20
 ) -> tuple[Cached, Counting]:
-    source = streamed(taps)
+    source = streamed(hidden_layers)
     lengths = [len(p.text) for p in chosen]
-    shelf = Shelf(folder, "abc", taps, lengths, TINY.hidden, room)
+    shelf = Shelf(folder, "abc", hidden_layers, lengths, TINY.hidden, room)
     return Cached(source, [shelf], TINY, torch.bfloat16), source
 
 
@@ -51,12 +53,12 @@ def same(a: Features, b: Features, chosen: Sequence[Piece], wide: int = 32) -> N
             torch.testing.assert_close(ours[i, :length], theirs[i, :length], atol=0.03, rtol=0.03)
 
 
-@pytest.mark.parametrize("taps", [(0,), (1, 3), (3, 0, 2), TAPS])
-def test_states_are_those_of_a_runner(taps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("hidden_layers", [(0,), (1, 3), (3, 0, 2), TAPS])
+def test_states_are_those_of_a_runner(hidden_layers: tuple[int, ...]) -> None:
     decoder, texts = tiny_decoder(), [random_tokens(9, 7), random_tokens(5, 7, seed=1)]
-    found = read(decoder, padded([np.array(t) for t in texts], 16), taps)
+    found = read(decoder, padded([np.array(t) for t in texts], 16), hidden_layers)
     for i, text in enumerate(texts):
-        expected = DecoderRunner(decoder).forward([0], chain_tree(text), taps=taps).features
+        expected = DecoderRunner(decoder).forward([0], chain_tree(text), hidden_layers=hidden_layers).hidden_states
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours[i, : len(text)], theirs)
 
@@ -67,7 +69,7 @@ def test_a_document_is_read_once_and_then_looked_up(tmp_path: Path) -> None:
     same(store, streamed(), chosen)
     same(store, streamed(), chosen[::-1])
     assert source.texts == 3
-    again, source = cached(tmp_path, chosen, taps=(2, 3))
+    again, source = cached(tmp_path, chosen, hidden_layers=(2, 3))
     same(again, streamed((2, 3)), chosen)
     assert source.texts == 0, "another training that taps less needs no pass"
 

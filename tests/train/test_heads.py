@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from foretell.catalogue import BuildContext, build
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.heads import HeadsNetwork
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod
+from foretell.core.sampling import SamplingParams
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod
 from foretell.model.decoder import Decoder
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
-from foretell.sampling import Sampling
-from foretell.shape import Fixed, PathCounts
+from foretell.shape import FixedTree, PathCounts
 from foretell.speculator.checkpoint import load_own
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import read
@@ -115,7 +115,7 @@ def test_the_noted_paths_make_the_tree_that_accepts_most() -> None:
     assert sum(chances) == pytest.approx(accepted(paths), abs=2e-3)
     assert all(a >= b for a, b in pairwise(chances))
     for size in (1, 5, 20):
-        Fixed(paths[:size])  # holds the ancestors of its nodes
+        FixedTree(paths[:size])  # holds the ancestors of its nodes
     grown: list[tuple[int, ...]] = []
     for _ in range(8):
         options = [(*p, r) for p in [(), *grown] for r in range(6) if len(p) < 3 and (*p, r) not in grown]
@@ -133,7 +133,7 @@ def test_old_observations_fade() -> None:
 
 
 def setup_for(decoder: Decoder, kept: torch.Tensor | None, **options: str) -> Setup:
-    ends = Ends(decoder.embedding.detach(), decoder.head.weight.detach())
+    ends = EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach())
     c = decoder.config
     card = TargetCard(name="tiny", hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     return Setup(card, c, ends, None, kept, 0, options)
@@ -142,7 +142,7 @@ def setup_for(decoder: Decoder, kept: torch.Tensor | None, **options: str) -> Se
 def answers(decoder: Decoder, method: AnyMethod) -> tuple[list[list[int]], float]:
     """Answers that vary, and the tokens per pass that they took."""
     prompts = [random_tokens(n, seed=n) for n in (3, 5, 8, 12)]
-    requests = [Request(p, Sampling(temperature=1.0, seed=len(p)), max_new_tokens=41) for p in prompts]
+    requests = [Request(p, SamplingParams(temperature=1.0, seed=len(p)), max_new_tokens=41) for p in prompts]
     engine = Engine(DecoderRunner(decoder), method)
     found = engine.complete(requests)
     texts = [[*p, *done.tokens] for p, done in zip(prompts, found, strict=True)]

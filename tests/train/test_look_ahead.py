@@ -1,4 +1,6 @@
-"""Look-ahead embeddings learn: what is asked of which place, who gets gradients, and that training raises acceptance."""
+"""Look-ahead embeddings learn: what is asked of which place, who gets gradients, and that training raises
+acceptance.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -8,16 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from foretell.accept import Match
-from foretell.draft import Nothing
-from foretell.draft.network.base import TargetCard
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod, Method
-from foretell.model.branches import run_branches
+from foretell.draft import NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.config import ModelConfig
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import DecoderRunner
-from foretell.model.source import Source
-from foretell.shape import Root
+from foretell.model.training.probe_forward import probe_forward
+from foretell.shape import RootOnly
+from foretell.speculator.network.base import TargetCard
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
@@ -26,10 +28,10 @@ from foretell.train.recipe.look_ahead import LookAheadRecipe
 from helpers import random_tokens, run, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64, hidden=64, head_dim=16, ffn=128)
-PLAIN = Method(Nothing(), Root(), Match())
+PLAIN = Method(NoDrafter(), RootOnly(), Match())
 
 
-class Tiny(Source):
+class Tiny(Checkpoint):
     """The checkpoint of a tiny target."""
 
     def __init__(self, config: ModelConfig = CONFIG) -> None:
@@ -43,11 +45,11 @@ class Tiny(Source):
         raise NotImplementedError
 
 
-def recipe_of(kept: int | None = None, source: Source | None = Tiny(), **options: str) -> LookAheadRecipe:  # noqa: B008
+def recipe_of(kept: int | None = None, source: Checkpoint | None = Tiny(), **options: str) -> LookAheadRecipe:  # noqa: B008
     card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     decoder = Tiny().decoder(torch.float32)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
-    ends = Ends(decoder.embedding.detach(), decoder.head.weight.detach())
+    ends = EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach())
     return LookAheadRecipe.of(Setup(card, CONFIG, ends, source, chosen, options=options))
 
 
@@ -94,7 +96,7 @@ def test_the_loss_is_the_weighted_cross_entropy_at_drawn_places(kept: int | None
     for row in range(2):
         for at in cut[row].tolist():
             text = batch.token[row : row + 1, : at + 1]
-            states = run_branches(decoder, text, torch.tensor([[at]]), recipe.network())[0, 0].detach()
+            states = probe_forward(decoder, text, torch.tensor([[at]]), recipe.network())[0, 0].detach()
             for i, log in enumerate(F.log_softmax(states @ decoder.head.weight[tokens].T, -1)):
                 if at + 2 + i < 14 and int(batch.token[row, at + 2 + i]) in tokens:
                     sums[i] -= float(log[tokens.index(int(batch.token[row, at + 2 + i]))])

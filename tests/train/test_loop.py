@@ -1,4 +1,6 @@
-"""The one loop: it learns, resumes as if nothing had happened, stops by what it measures, and never loses a good checkpoint."""
+"""The one loop: it learns, resumes as if nothing had happened, stops by what it measures, and never loses a good
+checkpoint.
+"""
 
 import csv
 import errno
@@ -16,7 +18,6 @@ from safetensors.torch import load_file
 
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
-from foretell.store import write_through
 from foretell.train.loop import checkpoint
 from foretell.train.loop import trainer as loop
 from foretell.train.loop.card import card, write
@@ -24,6 +25,7 @@ from foretell.train.loop.measure import Measured
 from foretell.train.loop.settings import Settings
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from foretell.utils.store import write_through
 
 
 def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> None:
@@ -31,7 +33,7 @@ def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> N
     done.run()
     assert losses(done)[-1] < 0.8 * losses(done)[0]
     assert done.best > 1.2 and done.last is not None and done.last.accepted[0] > 0.1
-    found = load_own(tmp_path, done.task.model.source.ends(torch.float32))
+    found = load_own(tmp_path, done.task.model.source.embedding_and_head(torch.float32))
     assert type(found) is type(done.task.recipe.network)
     rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
     assert [int(r["step"]) for r in rows] == list(range(1, 46))
@@ -60,7 +62,8 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
 
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
-    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from foretell.train.loop.settings import Settings; "
+    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from "
+                                     "foretell.train.loop.settings import Settings; "
                "import torch; torch.set_num_threads(1); run(Settings.model_validate_json(sys.argv[1]), '')"]  # fmt: skip
     process = subprocess.Popen(
         [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE
@@ -197,7 +200,7 @@ def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Pat
 def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
     def drafted(name: str) -> list[int]:
         tokens = load_own(
-            tmp_path / name, trainer(settings(tmp_path / "x")).task.model.source.ends(torch.float32)
+            tmp_path / name, trainer(settings(tmp_path / "x")).task.model.source.embedding_and_head(torch.float32)
         ).token_of
         assert tokens is not None
         return list(tokens.tolist())
@@ -213,12 +216,16 @@ def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
 def test_a_later_training_may_read_more_of_the_target(tmp_path: Path) -> None:
     first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2))
     narrow = settings(tmp_path / "b", steps=1, begin=str(tmp_path / "a"), lr=1e-9, draft_vocab=None)
-    more = {"options": {"inner": "32", "more_taps": "1,0"}, "out": str(tmp_path / "c")}
+    more = {"options": {"inner": "32", "more_hidden_layers": "1,0"}, "out": str(tmp_path / "c")}
     before, begun = losses(trained(narrow))[0], losses(trained(narrow.model_copy(update=more)))[0]
     # What it did not see weighs nothing at first.
     assert begun == pytest.approx(before, rel=1e-6)
     assert begun < 0.95 * losses(first)[0]
-    other = {"options": {"inner": "32", "more_taps": "0,1"}, "out": str(tmp_path / "d"), "begin": str(tmp_path / "c")}
+    other = {
+        "options": {"inner": "32", "more_hidden_layers": "0,1"},
+        "out": str(tmp_path / "d"),
+        "begin": str(tmp_path / "c"),
+    }
     with pytest.raises(
         ValueError, match=r"reads layers \[3, 1, 0\] of the target, and \[3, 0, 1\] with these settings"
     ):

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from foretell.accept import Match
-from foretell.draft import Nothing
-from foretell.draft.network.base import TargetCard
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.draft import NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.decoder import Decoder
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Root
+from foretell.shape import RootOnly
+from foretell.speculator.network.base import TargetCard
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.stages import Teacher, cross_entropy, lesson, stage_losses
@@ -23,7 +23,7 @@ from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64)
-PLAIN = Method(Nothing(), Root(), Match())
+PLAIN = Method(NoDrafter(), RootOnly(), Match())
 
 
 def made_target() -> Decoder:
@@ -31,20 +31,20 @@ def made_target() -> Decoder:
 
 
 def recipe_of(network: Decoder, options: dict[str, str], kept: int | None = None) -> MLPSpeculatorRecipe:
-    ends = Ends(network.embedding.detach(), network.head.weight.detach())
+    ends = EmbeddingAndHead(network.embedding.detach(), network.head.weight.detach())
     card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
     return MLPSpeculatorRecipe.of(Setup(card, network.config, ends, kept=chosen, options=options))
 
 
-def batch_of(network: Decoder, texts: list[list[int]], start: int, taps: tuple[int, ...]) -> Batch:
+def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers: tuple[int, ...]) -> Batch:
     """Texts of equal length, with the target's states."""
     runner = DecoderRunner(network)
-    outputs = [runner.forward([i], chain_tree(t), taps=taps) for i, t in enumerate(texts)]
+    outputs = [runner.forward([i], chain_tree(t), hidden_layers=hidden_layers) for i, t in enumerate(texts)]
     token = torch.tensor(texts)
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
-    features = tuple(torch.stack([o.features[k] for o in outputs]).clone() for k in range(len(taps)))
+    features = tuple(torch.stack([o.hidden_states[k] for o in outputs]).clone() for k in range(len(hidden_layers)))
     return Batch(token, answer, torch.ones_like(answer), features)
 
 
@@ -54,7 +54,7 @@ def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
     answer[:, :4] = False
     answer[2, 9:] = False
     generator = torch.Generator().manual_seed(0)
-    features = tuple(torch.randn(3, 11, CONFIG.hidden, generator=generator) for _ in recipe.taps)
+    features = tuple(torch.randn(3, 11, CONFIG.hidden, generator=generator) for _ in recipe.hidden_layers)
     return Batch(token, answer, answer, features)
 
 
@@ -78,9 +78,9 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
                 if not batch.answer[row, t + stage + 2] or after not in kept:
                     continue
                 log = F.log_softmax(net.score_stage(s, stage), -1)
-                law = torch.softmax((network.head.weight[kept] @ state[row, t + stage + 1]) / 2, -1)
+                distribution = torch.softmax((network.head.weight[kept] @ state[row, t + stage + 1]) / 2, -1)
                 hard = -log[after // 2]
-                expected[stage] = expected[stage] + soft * -(law * log).sum() + (1 - soft) * hard
+                expected[stage] = expected[stage] + soft * -(distribution * log).sum() + (1 - soft) * hard
                 counts[stage] += 1
     wanted = torch.stack([e / c for e, c in zip(expected, counts, strict=True)])
     (wanted * torch.tensor([1, 0.5, 0.25, 0.125])).sum().backward()  # type: ignore[no-untyped-call]
@@ -103,19 +103,24 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
 
 
 def test_the_cross_entropy_is_least_for_the_law_itself() -> None:
-    law = torch.tensor([[0.7, 0.2, 0.1]])
-    entropy = -(law * law.log()).sum()
+    distribution = torch.tensor([[0.7, 0.2, 0.1]])
+    entropy = -(distribution * distribution.log()).sum()
     label = torch.tensor([0])
-    assert cross_entropy(law.log(), label, law, 1.0).item() == pytest.approx(entropy.item())
-    assert cross_entropy(torch.zeros(1, 3), label, law, 1.0).item() > entropy.item()
-    assert cross_entropy(law.log(), label, law, 0.5).item() == pytest.approx(
-        (entropy.item() - law[0, 0].log().item()) / 2
+    assert cross_entropy(distribution.log(), label, distribution, 1.0).item() == pytest.approx(entropy.item())
+    assert cross_entropy(torch.zeros(1, 3), label, distribution, 1.0).item() > entropy.item()
+    assert cross_entropy(distribution.log(), label, distribution, 0.5).item() == pytest.approx(
+        (entropy.item() - distribution[0, 0].log().item()) / 2
     )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"candidates": "24"}, {"tied": "1", "scale_input": "1"}, {"soft": "0", "more_taps": "1", "own_head": "1"}],
+    [
+        {},
+        {"candidates": "24"},
+        {"tied": "1", "scale_input": "1"},
+        {"soft": "0", "more_hidden_layers": "1", "own_head": "1"},
+    ],
 )
 def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str]) -> None:
     network = made_target()
@@ -123,7 +128,7 @@ def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str
     plain = Engine(DecoderRunner(network), PLAIN, rows=3)
     texts = [p + tokens_of(u) for p, u in zip(prompts, run(plain, requests(prompts)), strict=True)]
     recipe = recipe_of(network, {"inner": "64", **options})
-    batch = batch_of(network, texts, 5, recipe.taps)
+    batch = batch_of(network, texts, 5, recipe.hidden_layers)
     optimizer = torch.optim.AdamW(recipe.network.parameters(), 6e-3, weight_decay=0)
     first = recipe.loss(recipe.network, batch).total.item()
     with unchecked():

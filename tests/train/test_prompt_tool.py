@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from foretell.cli.prompts import parse
-from foretell.datastore import fingerprint
 from foretell.load import EMBEDDED, load
+from foretell.retrieval.datastore import fingerprint
 from foretell.train.data.dataset import Collection, Manifest, Record
 
 TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"

@@ -1,4 +1,6 @@
-"""Every recipe resumes exactly: stopped after some steps and started again, a training ends with the weights of one that never stopped."""
+"""Every recipe resumes exactly: stopped after some steps and started again, a training ends with the weights of one
+that never stopped.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""A training holds its target once: what reads the hidden states, the recipe and the copy that is measured share one decoder."""
+"""A training holds its target once: what reads the hidden states, the recipe and the copy that is measured share one
+decoder.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +10,10 @@ import torch
 from learner import settings, task, trained, trainer
 from test_resume import CASES
 
-from foretell.model import source
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
-from foretell.model.weights import Weights, build
+from foretell.model.load import checkpoint as source
+from foretell.model.load.weights import Weights, build
 from foretell.train.loop import task as tasks
 from foretell.train.loop.task import Task
 from helpers import unchecked

@@ -24,7 +24,8 @@ from foretell.train.loop.measure import Measured
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
 SMALL = (
-    "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3", "--measure-tokens", "8",
+    "--steps", "4", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "2", "--measure-prompts", "3",
+    "--measure-tokens", "8",
     "--precision", "no", "--draft-vocab", "64", "--set", "inner=32", "--warmup", "2",
 )  # fmt: skip
 
@@ -60,8 +61,10 @@ def test_everything_is_written(made: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "option", "words"),
     [
-        ("mlp_speculator", "inner=99999999999", "inner"), ("mlp_speculator", "inner=" + "9" * 30, "inner"), ("medusa", "heads=99999999", "heads"),
-        ("blockwise", "inner=99999999999", "inner"), ("eagle3", "ffn=99999999999", "ffn"), ("eagle3", "layers=99999999", "layers"),
+        ("mlp_speculator", "inner=99999999999", "inner"), ("mlp_speculator", "inner=" + "9" * 30, "inner"), ("medusa",
+        "heads=99999999", "heads"),
+        ("blockwise", "inner=99999999999", "inner"), ("eagle3", "ffn=99999999999", "ffn"), ("eagle3", "layers=99999999",
+        "layers"),
     ],
 )  # fmt: skip
 def test_sizes_that_no_machine_has_room_for_are_refused(tmp_path: Path, name: str, option: str, words: str) -> None:
@@ -82,7 +85,8 @@ def test_a_lack_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_what_was_trained_decodes(made: Path) -> None:
-    result = foretell("generate", "hello", "--model", tiny(), "--method", "mlp_speculator", "--draft-model", made, "--max-new-tokens", "8",
+    result = foretell("generate", "hello", "--model", tiny(), "--method", "mlp_speculator", "--draft-model", made,
+    "--max-new-tokens", "8",
                       "--dtype", "float32")  # fmt: skip
     plain = foretell("generate", "hello", "--model", tiny(), "--max-new-tokens", "8", "--dtype", "float32")
     assert result.exit_code == 0, (result.output, result.exception)
@@ -179,9 +183,12 @@ def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Without MPI, accelerate's own launcher starts several processes on a CPU for FSDP only; torchrun is what it calls then.
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml"), "--num_processes", "2",
-              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]  # fmt: skip
+    # Without MPI, accelerate's own launcher starts several processes on a CPU for FSDP only; torchrun is what it calls
+    # then.
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml"),
+    "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port",
+              str(port)]  # fmt: skip
     if not sharded:
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
     command = [*launch, "-m", "foretell", *(str(a) for a in arguments(tmp_path / "out", data=data))]

@@ -13,14 +13,14 @@ from safetensors.numpy import load_file, save_file
 from command import foretell, refused, tiny
 from foretell.api import Model
 from foretell.cli import data
+from foretell.core.sampling import SamplingParams
 from foretell.model.decoder import Decoder
-from foretell.sampling import Sampling
-from foretell.store import HEADER, LINES
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.train.data import dataset
 from foretell.train.data.dataset import Collection, Dataset, Manifest, Record
 from foretell.train.data.features import Shelf, read
 from foretell.train.data.generate import Prompts, answers, pieces
+from foretell.utils.store import HEADER, LINES
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
@@ -45,10 +45,14 @@ def model() -> Model:
     return Model("tiny", LETTERS, codec, tiny_decoder(LETTERS, sharpness=0.2), "float64", eos=ENDS)
 
 
-def fill(model: Model, folder: Path, tokens: int, steps: int | None = None, taps: tuple[int, ...] = ()) -> None:
+def fill(
+    model: Model, folder: Path, tokens: int, steps: int | None = None, hidden_layers: tuple[int, ...] = ()
+) -> None:
     with Collection(folder, MANIFEST) as collection:
         prompts = Prompts(model, MANIFEST, None)
-        shelf = shelf_of(folder, taps, lengths(folder) if collection.learnable else []) if taps else None
+        shelf = (
+            shelf_of(folder, hidden_layers, lengths(folder) if collection.learnable else []) if hidden_layers else None
+        )
         for _ in islice(answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens, shelf=shelf), steps):
             pass
 
@@ -57,8 +61,8 @@ def lengths(folder: Path) -> list[int]:
     return [len(d.tokens) for d in Dataset.open(folder)]
 
 
-def shelf_of(folder: Path, taps: tuple[int, ...], sizes: list[int]) -> Shelf:
-    return Shelf(folder / "features", "f", taps, sizes, LETTERS.hidden, None)
+def shelf_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> Shelf:
+    return Shelf(folder / "features", "f", hidden_layers, sizes, LETTERS.hidden, None)
 
 
 def texts(folder: Path) -> set[tuple[int, ...]]:
@@ -74,7 +78,7 @@ def test_greedy_answers_are_the_models_own(model: Model, tmp_path: Path) -> None
     for document in greedy[:5]:
         prompt = document.tokens[: document.start].tolist()
         engine = model.engine()
-        engine.submit(model.request("a", Sampling(), max_new_tokens=1))
+        engine.submit(model.request("a", SamplingParams(), max_new_tokens=1))
         request = replace(model.request("a", max_new_tokens=12), prompt=prompt)
         number = engine.submit(request)
         said = [t for u in engine.run() if u.request == number for t in u.tokens]
@@ -103,18 +107,20 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
 
 
 def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:
-    """What a training finds is what it would have read, also after a kill; texts without states are known to have none."""
-    taps, folder = (1, 3), tmp_path / "set"
-    fill(model, folder, 90, steps=40, taps=taps)
+    """What a training finds is what it would have read, also after a kill; texts without states are known to have
+    none.
+    """
+    hidden_layers, folder = (1, 3), tmp_path / "set"
+    fill(model, folder, 90, steps=40, hidden_layers=hidden_layers)
     fill(model, folder, 60)  # without them
-    fill(model, folder, 90, taps=taps)
-    data, shelf = Dataset.open(folder), shelf_of(folder, taps, lengths(folder))
+    fill(model, folder, 90, hidden_layers=hidden_layers)
+    data, shelf = Dataset.open(folder), shelf_of(folder, hidden_layers, lengths(folder))
     there = [i for i, d in enumerate(data) if shelf.has(i, d.tokens)]
     assert 0 in there and len(data) - 1 in there and len(there) < len(data)
     assert isinstance(model.network, Decoder)
     for i in there:
         tokens = data[i].tokens
-        expected = read(model.network, torch.from_numpy(tokens.astype(np.int64))[None], taps)
+        expected = read(model.network, torch.from_numpy(tokens.astype(np.int64))[None], hidden_layers)
         for ours, theirs in zip(shelf.get(i, 0, len(tokens) - 1), expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs[0, :-1], atol=0.03, rtol=0.03)
 

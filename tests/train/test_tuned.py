@@ -1,4 +1,6 @@
-"""Heads and target trained together (Medusa-2, fine-tuned blockwise): changes start as none, add up, and leave a model that works with its heads."""
+"""Heads and target trained together (Medusa-2, fine-tuned blockwise): changes start as none, add up, and leave a model
+that works with its heads.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +12,14 @@ from foretell import load
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options import MedusaOptions
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.heads import HeadsNetwork
-from foretell.engine import Engine, Request
+from foretell.engine.engine import Engine, Request
 from foretell.model.compress import Change
 from foretell.model.config import ModelConfig
+from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.source import Source
 from foretell.speculator.checkpoint import load_own
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, RandomWeights, letter_codec
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import read
@@ -30,7 +32,7 @@ from helpers import all_logits, random_tokens
 WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)
 
 
-class Toy(Source):
+class Toy(Checkpoint):
     """Random weights that can be read again."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -40,8 +42,8 @@ class Toy(Source):
         return change(self.decoder(torch.float32))
 
 
-def recipe_of(name: str, source: Source | None, config: ModelConfig = WIDE, **options: str) -> HeadsRecipe:
-    ends = Toy(config).ends(torch.float32)
+def recipe_of(name: str, source: Checkpoint | None, config: ModelConfig = WIDE, **options: str) -> HeadsRecipe:
+    ends = Toy(config).embedding_and_head(torch.float32)
     card = TargetCard(name="toy", hidden=config.hidden, vocab=config.vocab, layers=config.layers)
     recipe = RECIPES[name].of(Setup(card, config, ends, source, None, 0, options, letter_codec(config.vocab)))
     assert isinstance(recipe, HeadsRecipe)
@@ -97,7 +99,7 @@ def test_added_changes_compute_what_was_trained() -> None:
         logits, own = tuned(data.token[:1], data.features[0][:1], row, place, place, True)
     added = tuned.added(Toy(WIDE).decoder(torch.float32))
     torch.testing.assert_close(own.double().numpy(), all_logits(added, data.token[0].tolist()), rtol=1e-3, atol=1e-3)
-    states = read(added, data.token[:1], recipe.taps)[0][0]
+    states = read(added, data.token[:1], recipe.hidden_layers)[0][0]
     torch.testing.assert_close(logits, recipe.network(states), rtol=1e-3, atol=1e-3)
     before = all_logits(Toy(WIDE).decoder(torch.float32), data.token[0].tolist())
     assert abs(before - own.double().numpy()).max() > 0.05
@@ -112,7 +114,7 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
     assert losses[-1] < losses[20] - 1
     recipe.save(tmp_path)
     model = load(str(tmp_path / "target"), dtype="float32")
-    network = load_own(tmp_path, model.source.ends(torch.float32))
+    network = load_own(tmp_path, model.source.embedding_and_head(torch.float32))
     assert isinstance(network, HeadsNetwork)
     texts = []
     for method in (

@@ -1,30 +1,30 @@
 """Acceptors: which drafts stand. One file per rule."""
 
-from foretell.accept.base import Accepted, Acceptor
-from foretell.accept.block import Block
-from foretell.accept.blockwise import Near, Topmost
-from foretell.accept.lenient import Lenient
+from foretell.accept.base import Acceptor, AcceptResult
+from foretell.accept.bild import BiLDRollback
+from foretell.accept.block import BlockVerification
+from foretell.accept.blockwise import DistanceAcceptor, TopKAcceptor
+from foretell.accept.fidelity import FidelityLoss, TokenFidelity
+from foretell.accept.lenient import LenientRejection
+from foretell.accept.lossy import LossyAcceptor
 from foretell.accept.match import Match
-from foretell.accept.price import Price, Toll
 from foretell.accept.rejection import Rejection
-from foretell.accept.rollback import Rollback
-from foretell.accept.tolerant import Tolerant
-from foretell.accept.transport import Transport
-from foretell.accept.typical import Typical
+from foretell.accept.spectr import KSequentialSelection
+from foretell.accept.typical import TypicalAcceptance
 
 __all__ = [
-    "Accepted",
+    "AcceptResult",
     "Acceptor",
-    "Block",
-    "Lenient",
+    "BiLDRollback",
+    "BlockVerification",
+    "DistanceAcceptor",
+    "FidelityLoss",
+    "KSequentialSelection",
+    "LenientRejection",
+    "LossyAcceptor",
     "Match",
-    "Near",
-    "Price",
     "Rejection",
-    "Rollback",
-    "Tolerant",
-    "Toll",
-    "Topmost",
-    "Transport",
-    "Typical",
+    "TokenFidelity",
+    "TopKAcceptor",
+    "TypicalAcceptance",
 ]

@@ -1,12 +1,14 @@
-"""The rejection test of speculative sampling, for chains, several drafts of one token, and draws without replacement."""
+"""The rejection test of speculative sampling, for chains, several drafts of one token, and draws without
+replacement.
+"""
 
 import torch
 from jaxtyping import Float
 
-from foretell.accept.base import Accepted, Acceptor
-from foretell.laws import Laws
-from foretell.sampling import pick
-from foretell.tree import TokenTree
+from foretell.accept.base import Acceptor, AcceptResult
+from foretell.core.sampling import sample_from
+from foretell.core.tree import TokenTree
+from foretell.distributions.processed import ProcessedDistributions
 
 TRIAL = 1
 """Random stream of the first trial at a node; the residual draw has a stream of its own."""
@@ -14,11 +16,13 @@ RESIDUAL = 1 << 11
 
 
 class Rejection(Acceptor):
-    """Each drafted child is accepted with probability min(1, p/q); after a refusal p becomes the normalised residual max(0, p - q).
+    """Each drafted child is accepted with probability min(1, p/q); after a refusal p becomes the normalised residual
+    max(0, p - q).
 
-    One draft is speculative sampling (arXiv 2211.17192, 2302.01318), several are SpecInfer's multi-step rule (arXiv 2305.09781); where siblings
-    were drawn without replacement the refused token also leaves q, which is then renormalised. A picked child is a point mass: it is accepted when
-    the target's own draw names it. Among children of one node, picked ones come last in the walk through a draw from what p has become.
+    One draft is speculative sampling (arXiv 2211.17192, 2302.01318), several are SpecInfer's multi-step rule (arXiv
+    2305.09781); where siblings were drawn without replacement the refused token also leaves q, which is then
+    renormalised. A picked child is a point mass: it is accepted when the target's own draw names it. Among children of
+    one node, picked ones come last in the walk through a draw from what p has become.
     """
 
     label = "rejection"
@@ -26,44 +30,48 @@ class Rejection(Acceptor):
     lossless = True
     same_seed = False
 
-    def accept(self, tree: TokenTree, row: int, laws: Laws) -> Accepted:
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Walk the tree of text `row` from its root."""
-        children, node, path = tree.children(row), int(tree.trunk[row]) - 1, list[int]()
+        children, node, path = tree.children(row), int(tree.prefix_length[row]) - 1, list[int]()
         while True:
             here = children.get(node, [])
-            step, token = self._step(tree, row, node, here, laws)
+            step, token = self._step(tree, row, node, here, distributions)
             if step is None:
-                return Accepted(tuple(path), token)
+                return AcceptResult(tuple(path), token)
             path.append(step)
             node = step
 
-    def _step(self, tree: TokenTree, row: int, node: int, children: list[int], laws: Laws) -> tuple[int | None, int]:
-        drawn = [c for c in children if tree.drawn_from[row, c] >= 0]
-        picked = [c for c in children if tree.drawn_from[row, c] < 0]
+    def _step(
+        self, tree: TokenTree, row: int, node: int, children: list[int], distributions: ProcessedDistributions
+    ) -> tuple[int | None, int]:
+        drawn = [c for c in children if tree.q_index[row, c] >= 0]
+        picked = [c for c in children if tree.q_index[row, c] < 0]
         if not drawn:
-            token = laws.draw(row, node)
+            token = distributions.sample(row, node)
         else:
-            p, origins = laws.probabilities(row, node), Origins(tree, row)
+            p, origins = distributions.probabilities(row, node), DraftDistributions(tree, row)
             for trial, child in enumerate(drawn):
-                token, q = int(tree.token[row, child]), origins.law(child, p)
-                if laws.uniform(row, node, TRIAL + trial) * float(q[token]) < float(p[token]):
+                token, q = int(tree.token[row, child]), origins.distribution(child, p)
+                if distributions.uniform(row, node, TRIAL + trial) * float(q[token]) < float(p[token]):
                     return child, token
                 p = residual(p, q)
-                origins.refuse(child)
-            token = pick(p, laws.uniform(row, node, RESIDUAL))
+                origins.reject(child)
+            token = sample_from(p, distributions.uniform(row, node, RESIDUAL))
         return next((c for c in picked if tree.token[row, c] == token), None), token
 
 
-class Origins:
-    """The laws that the children of one node were drawn from, less what was refused where draws were without replacement."""
+class DraftDistributions:
+    """The laws that the children of one node were drawn from, less what was refused where draws were without
+    replacement.
+    """
 
     def __init__(self, tree: TokenTree, row: int) -> None:
         self._tree, self._row = tree, row
         self._left: dict[int, Float[torch.Tensor, " v"]] = {}
 
-    def law(self, child: int, like: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
+    def distribution(self, child: int, like: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
         """What this child is a draw from, in the precision of `like`; one point for a picked child."""
-        origin = int(self._tree.drawn_from[self._row, child])
+        origin = int(self._tree.q_index[self._row, child])
         if origin < 0:
             point = torch.zeros_like(like)
             point[int(self._tree.token[self._row, child])] = 1
@@ -73,9 +81,9 @@ class Origins:
             self._left[origin] = self._tree.q[self._row, origin].to(like)
         return self._left[origin]
 
-    def refuse(self, child: int) -> None:
+    def reject(self, child: int) -> None:
         """Take a refused child out of the law of its later siblings."""
-        origin = int(self._tree.drawn_from[self._row, child])
+        origin = int(self._tree.q_index[self._row, child])
         if origin >= 0 and self._tree.distinct[self._row]:
             left = self._left[origin].clone()
             left[int(self._tree.token[self._row, child])] = 0

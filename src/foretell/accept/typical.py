@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 
-from foretell.accept.tolerant import Tolerant
+from foretell.accept.lossy import LossyAcceptor
 
 
 @dataclass(frozen=True)
-class Typical(Tolerant):
-    """Tolerates x where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats (Medusa, arXiv 2401.10774). Lossy.
+class TypicalAcceptance(LossyAcceptor):
+    """Tolerates x where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats (Medusa, arXiv 2401.10774).
+
+    Lossy.
 
     At temperature 0 that is the target's best token only. `delta` None stands for sqrt(epsilon).
     """
@@ -21,7 +23,7 @@ class Typical(Tolerant):
     epsilon: float = 0.09
     delta: float | None = None
 
-    graded = False
+    softmax_at_zero = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,6 +35,6 @@ class Typical(Tolerant):
         delta = math.sqrt(self.epsilon) if self.delta is None else self.delta
         return min(self.epsilon, delta * math.exp(-entropy))
 
-    def tolerated(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
+    def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
         """Tokens above the threshold of p's entropy."""
         return p > self.threshold(float(-torch.special.xlogy(p, p).sum()))

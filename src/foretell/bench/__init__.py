@@ -1,1 +1,3 @@
-"""Measuring: what a method gains on this machine, over plain decoding and over other runtimes, in one interleaved run."""
+"""Measuring: what a method gains on this machine, over plain decoding and over other runtimes, in one interleaved
+run.
+"""

@@ -13,7 +13,9 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of one contender in one category (`all`: pooled): both values, their ratio, and its confidence interval."""
+    """One figure of one contender in one category (`all`: pooled): both values, their ratio, and its confidence
+    interval.
+    """
 
     contender: str
     category: str

@@ -13,7 +13,7 @@ from foretell.bench.chart import charts
 from foretell.bench.page import html
 from foretell.bench.report import by_category, markdown
 from foretell.bench.schema import Contender, Results
-from foretell.validation import validate_json
+from foretell.utils.validation import validate_json
 
 
 @contextmanager
@@ -26,7 +26,9 @@ def progress(total: int | None) -> Iterator[Callable[[str], None]]:
 
 
 def write(folder: Path, results: Results) -> list[Path]:
-    """`results.json`, `report.md`, `report.html` and, where matplotlib is installed, charts; each file is replaced as a whole."""
+    """`results.json`, `report.md`, `report.html` and, where matplotlib is installed, charts; each file is replaced as a
+    whole.
+    """
     files = {"results.json": results.model_dump_json(indent=1).encode(), "report.md": markdown(results).encode()}
     pictures: dict[str, bytes] = {}
     if find_spec("matplotlib") is not None:
@@ -101,6 +103,7 @@ def print_replay(results: Results) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "Lower bounds for methods that learn from the target's scores at rejected or probed nodes: recycling, lookahead, Jacobi.",
+        "Lower bounds for methods that learn from the target's scores at rejected or probed nodes: recycling, "
+        "lookahead, Jacobi.",
         style="dim",
     )

@@ -15,14 +15,14 @@ from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Price, Record, Turn
 from foretell.bench.tasks import Question
 from foretell.catalogue import find
-from foretell.config import SpeculativeConfig
-from foretell.context import Output
-from foretell.engine import Engine, Request
+from foretell.catalogue.config import SpeculativeConfig
+from foretell.core.context import ModelOutput
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import TokenTree
+from foretell.engine.engine import Engine, Request
+from foretell.engine.statistics import RequestStatistics
 from foretell.model.runner import Runner
-from foretell.sampling import Sampling
-from foretell.statistics import Statistics
-from foretell.text import Message
-from foretell.tree import TokenTree
+from foretell.tokenizer.codec import Message
 
 PLAIN = "autoregressive"
 
@@ -35,7 +35,9 @@ class Limits:
     temperature: float = 0.0
     seed: int = 0
     remember: bool = False
-    """A method keeps what it learned from earlier questions, each repeat on its own; else every question meets one that remembers nothing."""
+    """A method keeps what it learned from earlier questions, each repeat on its own; else every question meets one that
+    remembers nothing.
+    """
 
 
 class Contender(ABC):
@@ -67,7 +69,8 @@ class Spec:
         """Read it.
 
         Raises:
-            ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or a method that reads none.
+            ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or a method that
+                reads none.
         """
         name, at, budget = text.partition("@")
         entry = find(name)
@@ -100,33 +103,35 @@ class Watched(Runner):
         rows: Sequence[int],
         tree: TokenTree,
         *,
-        read: Bool[np.ndarray, "b n"] | None = None,
+        active: Bool[np.ndarray, "b n"] | None = None,
         scored: Bool[np.ndarray, "b n"] | None = None,
-        taps: Sequence[int] = (),
-    ) -> Output:
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
         """Read nodes of a tree; see `Runner.forward`."""
         self._tree = tree
-        output = self.inner.forward(rows, tree, read=read, scored=scored, taps=taps)
+        output = self.inner.forward(rows, tree, active=active, scored=scored, hidden_layers=hidden_layers)
         # A GPU returns before it has finished: without this its work would count as accepting, not as verifying.
         synchronize(output.logits.device)
         return output
 
-    def keep(self, row: int, path: Sequence[int]) -> None:
+    def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree."""
         if self._tree is not None:
             self.passes.append((self._tree, tuple(path)))
-        self.inner.keep(row, path)
+        self.inner.commit(row, path)
 
-    def crop(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
-        self.inner.crop(row, length)
+        self.inner.truncate(row, length)
 
     def acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Passes that tested, and that accepted, a draft at depth 1, 2, …: one is tested where all before it stood and the tree goes on."""
+        """Passes that tested, and that accepted, a draft at depth 1, 2, …: one is tested where all before it stood and
+        the tree goes on.
+        """
         tested: list[int] = []
         accepted: list[int] = []
         for tree, path in self.passes:
-            depth = len(path) - int(tree.trunk[0])
+            depth = len(path) - int(tree.prefix_length[0])
             goes_on = path[-1] in tree.children(0)
             for counts, upto in ((tested, depth + goes_on), (accepted, depth)):
                 counts += [0] * (upto - len(counts))
@@ -136,7 +141,9 @@ class Watched(Runner):
 
 
 class OwnContender(Contender):
-    """A method of the catalogue, made afresh for every question or kept (`Limits.remember`); the turns of a conversation share it."""
+    """A method of the catalogue, made afresh for every question or kept (`Limits.remember`); the turns of a
+    conversation share it.
+    """
 
     def __init__(
         self,
@@ -165,7 +172,7 @@ class OwnContender(Contender):
         if self._limits.remember:
             self._kept[repeat] = engine
         messages, turns = list[Message](), list[Turn]()
-        sampling = Sampling(temperature=self._limits.temperature, seed=self._limits.seed)
+        sampling = SamplingParams(temperature=self._limits.temperature, seed=self._limits.seed)
         for text in question.turns:
             messages.append({"role": "user", "content": text})
             prompt = conversation(self._model, messages)
@@ -230,7 +237,7 @@ def arrived(model: Model, prompt: Sequence[int], arrivals: Arrivals) -> Turn:
     )
 
 
-def price(statistics: Statistics) -> Price:
+def price(statistics: RequestStatistics) -> Price:
     """What a lossy method changed in this answer."""
-    p = statistics.price
+    p = statistics.fidelity
     return Price(kl=p.mean_divergence, total_variation=p.mean_variation, changed=p.changed_share)

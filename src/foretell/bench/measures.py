@@ -13,21 +13,26 @@ DEFINITIONS: Mapping[str, str] = {
     "tokens per pass": "new tokens over passes of the target that decided tokens, the one that ends the reading of the "
     "prompt included; the target's own token of each pass (the bonus token) counts, so plain decoding has"
     " 1.",
-    "without bonus": "accepted drafts over the same passes: plain decoding has 0. Drafts accepted past the wanted length "
+    "without bonus": "accepted drafts over the same passes: plain decoding has 0. Drafts accepted past the wanted "
+    "length "
     "count here, not above.",
-    "conditional acceptance": "at depth d: passes that accepted a draft there, over passes that tested one there, that is, all "
+    "conditional acceptance": "at depth d: passes that accepted a draft there, over passes that tested one there, that "
+    "is, all "
     "drafts before it stood and the tree went on.",
     "cumulative acceptance": "at depth d: passes that accepted a draft there, over all passes.",
     "tokens/s": "tokens that arrived after the first arrival, over the time since it: prefill apart. End to end "
     "counts all tokens and all time.",
     "speed-up": "tokens/s over that of our own plain decoding of the same precision, same questions, same run.",
-    "over a peer": "tokens/s over the peer's, which read the same prompts and wrote as many tokens as our plain decoding"
+    "over a peer": "tokens/s over the peer's, which read the same prompts and wrote as many tokens as our plain "
+    "decoding"
     " of the first precision.",
     "mean": "arithmetic mean over the categories; everything else is pooled over questions. Times of a question "
     "are medians over the repeats.",
-    "draft, verify, other": "shares of the time of decoding steps spent in the drafter, in the target's pass, and in everything "
+    "draft, verify, other": "shares of the time of decoding steps spent in the drafter, in the target's pass, and in "
+    "everything "
     "else.",
-    "inter-token time": "time between arrivals shared evenly by the tokens that arrived together; the gap is the time between"
+    "inter-token time": "time between arrivals shared evenly by the tokens that arrived together; the gap is the time "
+    "between"
     " arrivals itself.",
     "prefill": "time to the first arrival, mean over the answers.",
     "identical": "questions answered with the very tokens of plain decoding of the same precision, of those compared. "
@@ -98,7 +103,9 @@ def ratio(mine: Sequence[PerQuestion], theirs: Sequence[PerQuestion], end_to_end
 
 
 def figures(records: Sequence[Record], plain: Sequence[Record], peers: Mapping[str, Sequence[Record]]) -> Figures:
-    """Pooled figures of one contender over some questions, against plain decoding's and the peers' records of the same."""
+    """Pooled figures of one contender over some questions, against plain decoding's and the peers' records of the
+    same.
+    """
     answered = [r for r in records if r.refused is None]
     first = [t for r in answered if r.repeat == 0 for t in r.turns]
     every = [t for r in answered for t in r.turns]

@@ -1,4 +1,6 @@
-"""Peak memory of one contender (the GPU's on CUDA): a process of its own that loads nothing else and answers one prompt."""
+"""Peak memory of one contender (the GPU's on CUDA): a process of its own that loads nothing else and answers one
+prompt.
+"""
 
 import ctypes
 import gc
@@ -12,7 +14,7 @@ from foretell.bench.collect import is_peer
 from foretell.bench.contender import Spec
 from foretell.bench.peers import choose
 from foretell.bench.schema import Frozen
-from foretell.engine import Request
+from foretell.engine.engine import Request
 from foretell.load import load, load_draft
 
 

@@ -40,5 +40,6 @@ def html(results: Results, charts: Mapping[str, bytes]) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title(results))}</title><style>{_STYLE}</style><h1>{escape(title(results))}</h1><p>{escape(setting(results))}</p>"
-        f"{pictures}{tables}<h2>What the figures mean</h2><dl>{meaning}</dl><p><small>{escape(machine)}</small></p></html>\n"
+        f"{pictures}{tables}<h2>What the figures "
+        f"mean</h2><dl>{meaning}</dl><p><small>{escape(machine)}</small></p></html>\n"
     )

@@ -1,4 +1,6 @@
-"""Models with random weights in the shape of a published one: pass times depend on shapes alone, so nothing is downloaded."""
+"""Models with random weights in the shape of a published one: pass times depend on shapes alone, so nothing is
+downloaded.
+"""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -8,22 +10,24 @@ from jaxtyping import Float
 from tokenizers import Tokenizer, models
 
 from foretell.api import Model
-from foretell.model import native
+from foretell.model import kernels as native
 from foretell.model.config import ARCHITECTURES, ModelConfig
 from foretell.model.graph import GraphedDecoder
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize
-from foretell.model.native.decoder import NativeDecoder
-from foretell.model.native.structures import Precision
+from foretell.model.load.weights import Weights, build
 from foretell.model.runner import Network
-from foretell.model.weights import Weights, build
-from foretell.names import unknown
 from foretell.roofline.describe import find
 from foretell.testing import hash_name
-from foretell.text import TextCodec
+from foretell.tokenizer.codec import TextCodec
+from foretell.utils.names import unknown
 
 
 class DeviceRandomWeights(Weights):
-    """Gaussian matrices scaled by their input width, drawn where they will stay: 7B parameters take seconds on a GPU."""
+    """Gaussian matrices scaled by their input width, drawn where they will stay: 7B parameters take seconds on a
+    GPU.
+    """
 
     source = "random weights"
 
@@ -47,7 +51,9 @@ class DeviceRandomWeights(Weights):
 
 
 def random_network(config: ModelConfig, precision: Precision, device: torch.device) -> Network:
-    """A random network as `foretell.load` would run it on this device: native kernels, captured graphs or plain torch."""
+    """A random network as `foretell.load` would run it on this device: native kernels, captured graphs or plain
+    torch.
+    """
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     decoder = build(config, DeviceRandomWeights(config, dtype, device), dtype, device)
     if device.type == "cpu" and native.available() and NativeDecoder.supports(config):

@@ -10,29 +10,29 @@ from foretell.api import Model
 from foretell.bench.contender import Watched, conversation
 from foretell.bench.scripted import Recording, RecordingSettings, Script
 from foretell.bench.tasks import Question, Tasks
-from foretell.context import Output
-from foretell.engine import Engine, Request, Update
-from foretell.store import Store
-from foretell.text import Message
-from foretell.tree import TokenTree
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
+from foretell.engine.engine import Engine, Request, Update
+from foretell.tokenizer.codec import Message
+from foretell.utils.store import RunStore
 
 
 class Heard(Watched):
     """Also remembers what the last pass gave."""
 
-    output: Output
+    output: ModelOutput
 
     def forward(
         self,
         rows: Sequence[int],
         tree: TokenTree,
         *,
-        read: Bool[np.ndarray, "b n"] | None = None,
+        active: Bool[np.ndarray, "b n"] | None = None,
         scored: Bool[np.ndarray, "b n"] | None = None,
-        taps: Sequence[int] = (),
-    ) -> Output:
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
         """Read nodes of a tree; see `Runner.forward`."""
-        self.output = super().forward(rows, tree, read=read, scored=scored, taps=taps)
+        self.output = super().forward(rows, tree, active=active, scored=scored, hidden_layers=hidden_layers)
         return self.output
 
 
@@ -56,7 +56,7 @@ def record(
     model: Model,
     questions: Sequence[Question],
     setting: RecordingSettings,
-    store: Store[Recording],
+    store: RunStore[Recording],
     tick: Callable[[str], None],
 ) -> None:
     """Answer every question that the store does not hold yet.

@@ -1,9 +1,10 @@
 """Replay any method: its tokens per pass on a recorded workload, through the same engine, without running the target.
 
-Exact for greedy decoding with methods that learn from decided tokens only. Limits: no hidden states, no parts of the target as drafter, lossless
-methods only. Drafters that learn from the target's scores at rejected or probed nodes (token recycling, lookahead, Jacobi) see fewer of them than in
-a real run, because nobody recorded what the target would have said there; methods that learn from the clock (hybrid) decide otherwise than on a real
-target. Times are of the replay and mean nothing.
+Exact for greedy decoding with methods that learn from decided tokens only. Limits: no hidden states, no parts of the
+target as drafter, lossless methods only. Drafters that learn from the target's scores at rejected or probed nodes
+(token recycling, lookahead, Jacobi) see fewer of them than in a real run, because nobody recorded what the target would
+have said there; methods that learn from the clock (hybrid) decide otherwise than on a real target. Times are of the
+replay and mean nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +14,11 @@ from foretell.bench.contender import PLAIN, Spec, Watched
 from foretell.bench.schema import Frozen, Record, Settings, Turn
 from foretell.bench.scripted import Recording, RecordingSettings, ScriptedRunner
 from foretell.catalogue import BuildContext, build
-from foretell.engine import Engine, Request
+from foretell.engine.engine import Engine, Request
 from foretell.load import load as load_model
 from foretell.model.runner import Runner
-from foretell.store import read, settings
-from foretell.validation import validate_json
+from foretell.utils.store import read, settings
+from foretell.utils.validation import validate_json
 
 
 def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
@@ -44,7 +45,8 @@ class Cast:
         self.name = f"{spec.text}/{setting.dtype}"
         if not self.engine(ScriptedRunner(setting.vocab, setting.context)).method.lossless:
             raise ValueError(
-                "it is lossy, and what the target says after a token it did not choose was not recorded; measure it with `foretell bench run`"
+                "it is lossy, and what the target says after a token it did not choose was not recorded; measure it "
+                "with `foretell bench run`"
             )
 
     def engine(self, runner: Runner) -> Engine:
@@ -131,7 +133,8 @@ def replay(recordings: Sequence[Recording], casts: Sequence[Cast], tick: Callabl
             record = cast.play(recording)
             if [t.tokens for t in record.turns] != [s.tokens for s in recording.turns]:
                 raise ValueError(
-                    f"{cast.name} answered question {recording.question} otherwise than the recorded target: this is a bug, please report it"
+                    f"{cast.name} answered question {recording.question} otherwise than the recorded target: this is a "
+                    f"bug, please report it"
                 )
             records.append(record)
             tick(f"{cast.name} {recording.question}")
@@ -141,7 +144,8 @@ def replay(recordings: Sequence[Recording], casts: Sequence[Cast], tick: Callabl
 def as_settings(setting: RecordingSettings) -> Settings:
     """The header of results that come from a replay."""
     return Settings(
-        model=setting.model, tasks=setting.tasks, digest=setting.digest, max_new_tokens=setting.max_new_tokens, temperature=0.0, seed=0,
+        model=setting.model, tasks=setting.tasks, digest=setting.digest, max_new_tokens=setting.max_new_tokens,
+        temperature=0.0, seed=0,
         threads=1, dtypes=(setting.dtype,),
     )  # fmt: skip
 
@@ -189,6 +193,7 @@ class Baseline(Frozen):
                 elif found != (tokens, passes):
                     better = "fewer" if found[1] * tokens < passes * found[0] else "more"
                     out.append(
-                        f"{method}, question {question}: {found[0]} tokens in {found[1]} passes, pinned {tokens} in {passes} ({better} per token)"
+                        f"{method}, question {question}: {found[0]} tokens in {found[1]} passes, pinned {tokens} in "
+                        f"{passes} ({better} per token)"
                     )
         return out

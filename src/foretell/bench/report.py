@@ -28,7 +28,8 @@ def setting(results: Results) -> str:
     """Under which conditions."""
     s, repeats = results.settings, results.repeats
     return (
-        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, {repeats} repeat{'s' * (repeats > 1)}, "
+        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, {repeats} "
+        f"repeat{'s' * (repeats > 1)}, "
         f"{s.threads} thread{'s' * (s.threads > 1)}, {machine(results)}, {results.created}."
     )
 

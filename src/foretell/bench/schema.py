@@ -1,4 +1,7 @@
-"""What a run writes: one record per finished answer while it goes, and `results.json` at the end. `foretell bench schema` prints its JSON schema."""
+"""What a run writes: one record per finished answer while it goes, and `results.json` at the end.
+
+`foretell bench schema` prints its JSON schema.
+"""
 
 from collections.abc import Mapping
 
@@ -21,12 +24,15 @@ class Divergence(Frozen):
     token: int | None
     plain: int | None
     margin: float | None
-    """How much more plain decoding's token scores than the other one, in logits, when the target reads the common text in one go; near zero is a
-    tie that rounding decided. None where one answer has ended."""
+    """How much more plain decoding's token scores than the other one, in logits, when the target reads the common text
+    in one go; near zero is a tie that rounding decided. None where one answer has ended.
+    """
 
 
 class Price(Frozen):
-    """What a lossy method changed, in means per token: divergences of the law it followed from the target's, in nats and as a probability."""
+    """What a lossy method changed, in means per token: divergences of the law it followed from the target's, in nats
+    and as a probability.
+    """
 
     kl: float
     total_variation: float

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.bench.schema import Frozen
-from foretell.context import Output
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
 from foretell.model.runner import Runner
-from foretell.tree import TokenTree
 
 
 class Script(Frozen):
@@ -76,7 +76,8 @@ class RecordingSettings(Frozen):
 
 
 class ScriptedRunner(Runner):
-    """Scores the nodes that agree with the script as the target did; says nothing about the others, which greedy decoding never reaches.
+    """Scores the nodes that agree with the script as the target did; says nothing about the others, which greedy
+    decoding never reaches.
 
     Serves one text (row 0) at a time; `play` names its script. Scores outside the recorded best are -inf.
     """
@@ -100,22 +101,23 @@ class ScriptedRunner(Runner):
         rows: Sequence[int],
         tree: TokenTree,
         *,
-        read: Bool[np.ndarray, "b n"] | None = None,
+        active: Bool[np.ndarray, "b n"] | None = None,
         scored: Bool[np.ndarray, "b n"] | None = None,
-        taps: Sequence[int] = (),
-    ) -> Output:
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
         """Recorded scores after every wanted node that the script contains.
 
         Raises:
             ValueError: hidden states are asked for, or more than one text.
         """
-        if taps:
+        if hidden_layers:
             raise ValueError(
-                "this method drafts from the target's hidden states, which a recording does not hold: measure it with `foretell bench run`"
+                "this method drafts from the target's hidden states, which a recording does not hold: measure it with "
+                "`foretell bench run`"
             )
         if len(rows) != 1:
             raise ValueError(f"a script serves one text at a time, {len(rows)} were asked for")
-        wanted = tree.read if scored is None else tree.read & scored
+        wanted = tree.active if scored is None else tree.active & scored
         position = self._length + tree.depth[0]
         said = np.zeros(tree.nodes, bool)
         for node, (parent, at, token) in enumerate(
@@ -125,7 +127,7 @@ class ScriptedRunner(Runner):
         served = np.flatnonzero(said & wanted[0])
         index = np.full(wanted.shape, -1, np.int64)
         index[0, served] = np.arange(len(served))
-        return Output(logits=self._logits(position[served] + 1 - self._prompt), at=index)
+        return ModelOutput(logits=self._logits(position[served] + 1 - self._prompt), logit_index=index)
 
     def _logits(self, following: Int[np.ndarray, " k"]) -> Float[torch.Tensor, "k v"]:
         """Scores of the recorded tokens numbered `following`; past the end of the script, of nothing in particular."""
@@ -139,10 +141,10 @@ class ScriptedRunner(Runner):
                 logits[i] = 0.0
         return logits
 
-    def keep(self, row: int, path: Sequence[int]) -> None:
+    def commit(self, row: int, path: Sequence[int]) -> None:
         """Count them as read."""
         self._length += len(path)
 
-    def crop(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Forget tokens from `length` on."""
         self._length = min(length, self._length)

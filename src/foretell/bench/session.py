@@ -9,16 +9,19 @@ from foretell.api import Model
 from foretell.bench.contender import PLAIN, Contender, conversation
 from foretell.bench.schema import Divergence, Record
 from foretell.bench.tasks import Question
-from foretell.store import Store
-from foretell.text import Message
-from foretell.tree import root
+from foretell.core.tree import root_tree
+from foretell.tokenizer.codec import Message
+from foretell.utils.store import RunStore
 
 Tick = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Session:
-    """Who answers, how often, and the models that judge where answers diverge, by precision. The first contender is plain decoding."""
+    """Who answers, how often, and the models that judge where answers diverge, by precision.
+
+    The first contender is plain decoding.
+    """
 
     contenders: Sequence[Contender]
     models: Mapping[str, Model]
@@ -29,7 +32,7 @@ class Session:
         """Answers per question."""
         return len(self.contenders) * self.repeats
 
-    def run(self, questions: Sequence[Question], store: Store[Record], tick: Tick) -> None:
+    def run(self, questions: Sequence[Question], store: RunStore[Record], tick: Tick) -> None:
         """Ask everything that the store has no answer to yet."""
         done = {(r.question, r.contender, r.repeat): r for r in store.records}
         if len(done) < len(questions) * self.size:
@@ -54,7 +57,9 @@ class Session:
             )
 
     def _order(self, repeat: int) -> Sequence[Contender]:
-        """Everyone's neighbours change from repeat to repeat; in the first, plain decoding comes first, since peers follow its lengths."""
+        """Everyone's neighbours change from repeat to repeat; in the first, plain decoding comes first, since peers
+        follow its lengths.
+        """
         shift = repeat * 3 % len(self.contenders)
         return [*self.contenders[shift:], *self.contenders[:shift]]
 
@@ -112,7 +117,7 @@ def margin(model: Model, text: Sequence[int], first: int, second: int) -> float:
     runner = model.runner()
     for start in range(0, len(text), 512):
         part = list(text[start : start + 512])
-        tree = root([part[-1]]).with_trunk([part])
+        tree = root_tree([part[-1]]).with_prefix([part])
         output = runner.forward([0], tree, scored=np.arange(len(part))[None] == len(part) - 1)
-        runner.keep(0, range(len(part)))
+        runner.commit(0, range(len(part)))
     return float(output.logits[0, first] - output.logits[0, second])

@@ -1,4 +1,6 @@
-"""What one pass of the target costs: interleaved with other runtimes and other sizes, so that drift of the machine cancels in the ratios."""
+"""What one pass of the target costs: interleaved with other runtimes and other sizes, so that drift of the machine
+cancels in the ratios.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +86,9 @@ Tick = Callable[[str], None]
 def time_passes(
     steppers: Sequence[Stepper], text: Sequence[int], tokens: Sequence[int], repeats: int, tick: Tick
 ) -> list[Pass]:
-    """Every contender over every number of new tokens, in turn, `repeats` times round; one round before goes uncounted."""
+    """Every contender over every number of new tokens, in turn, `repeats` times round; one round before goes
+    uncounted.
+    """
     for stepper in steppers:
         stepper.hold(text)
     samples: dict[tuple[str, int], list[float]] = {(s.name, n): [] for s in steppers for n in tokens}
@@ -119,7 +123,9 @@ def over(passes: Sequence[Pass], above: tuple[str, int], below: tuple[str, int])
 def time_engines(
     models: Sequence[Model], text: Sequence[int], rows: Sequence[int], repeats: int, tick: Tick
 ) -> tuple[dict[tuple[str, int], list[Stretch]], list[Stretch]]:
-    """Stretches of plain decoding by (contender, rows), and of prompt lookup at batch 1 with the first model, in turn."""
+    """Stretches of plain decoding by (contender, rows), and of prompt lookup at batch 1 with the first model, in
+    turn.
+    """
     steps = 4
     # Prompt lookup decides up to 11 tokens a step; the texts must not end.
     most = 12 * steps * (repeats + 2)

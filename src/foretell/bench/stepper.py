@@ -10,10 +10,10 @@ from foretell.api import Model
 from foretell.bench.contender import Watched
 from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Stepper
-from foretell.engine import Engine, Request
+from foretell.core.tree import root_tree, tree_from_lists
+from foretell.engine.engine import Engine, Request
 from foretell.model.graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Runner
-from foretell.tree import from_lists, root
 
 
 class OwnStepper(Stepper):
@@ -34,17 +34,17 @@ class OwnStepper(Stepper):
 
     def hold(self, text: Sequence[int]) -> None:
         """Read the text that every pass continues."""
-        self._runner.crop(0, 0)
+        self._runner.truncate(0, 0)
         for start in range(0, len(text), 512):
             part = list(text[start : start + 512])
-            tree = root([part[-1]]).with_trunk([part])
-            self._runner.forward([0], tree, scored=np.zeros_like(tree.live))
-            self._runner.keep(0, range(len(part)))
+            tree = root_tree([part[-1]]).with_prefix([part])
+            self._runner.forward([0], tree, scored=np.zeros_like(tree.valid))
+            self._runner.commit(0, range(len(part)))
 
     def read(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens; nothing is kept, so the next pass overwrites them."""
         parents = [(i - 1) // 2 if i and self._branching else i - 1 for i in range(len(tokens))]
-        synchronize(self._runner.forward([0], from_lists([tokens], [parents])).logits.device)
+        synchronize(self._runner.forward([0], tree_from_lists([tokens], [parents])).logits.device)
 
 
 @dataclass(frozen=True)

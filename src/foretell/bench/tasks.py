@@ -1,4 +1,6 @@
-"""Questions to measure with: Spec-Bench and HumanEval files, JSONL of prompts, plain text, and a small set of our own."""
+"""Questions to measure with: Spec-Bench and HumanEval files, JSONL of prompts, plain text, and a small set of our
+own.
+"""
 
 import json
 from collections import defaultdict
@@ -9,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from foretell.names import unknown
-from foretell.validation import parse_json
+from foretell.utils.names import unknown
+from foretell.utils.validation import parse_json
 
 BUILT_IN = "builtin"
 """Name of the questions that come with the package: original texts in Spec-Bench's six categories."""
@@ -74,9 +76,9 @@ class Tasks:
 def load(source: str) -> Tasks:
     """Read questions: `builtin`, or a file.
 
-    JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`, `prompt`), or a `prompt` with
-    optional `id` and `category`; a line may also be a bare JSON string. Any other file is plain text, one prompt a line. Broken lines are reported
-    in `problems` and left out.
+    JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
+    `prompt`), or a `prompt` with optional `id` and `category`; a line may also be a bare JSON string. Any other file is
+    plain text, one prompt a line. Broken lines are reported in `problems` and left out.
 
     Raises:
         ValueError: there is no such file, or no question in it.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretell.accept import Acceptor, Block, Rejection
+from foretell.accept import Acceptor, BlockVerification, Rejection
 from foretell.catalogue.options import (
     BeamOptions,
     ChainOptions,
@@ -12,13 +12,23 @@ from foretell.catalogue.options import (
     RejectionOptions,
     TrieOptions,
 )
-from foretell.draft import DraftModel, Predictor, Recycling, Suffix, Together
+from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetriever, TokenRecycling
 from foretell.model.compress import Change
 from foretell.model.decoder import Decoder
+from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import DecoderRunner, Network, Runner
-from foretell.model.source import Source
-from foretell.shape import Adaptive, Beam, Chain, Frugal, PassCost, Schedule, Shape, Threshold, Trie
-from foretell.text import TextCodec
+from foretell.shape import (
+    AdaptiveChain,
+    Chain,
+    ConfidenceRule,
+    CostAwareTrie,
+    DynamicTree,
+    HeuristicSchedule,
+    PassCost,
+    Shape,
+    Trie,
+)
+from foretell.tokenizer.codec import TextCodec
 
 _BEAM_WIDTH = 4
 """Nodes expanded per level of a dynamic tree: enough for trees of 12 to 16 nodes."""
@@ -41,7 +51,7 @@ class BuildContext:
     """The target's tokenizer."""
     draft_codecs: tuple[TextCodec, ...] = ()
     """The tokenizers of `drafts`."""
-    source: Source | None = None
+    source: Checkpoint | None = None
     """The target's checkpoint. Not needed for changed copies where `network` is a plain decoder."""
     speculators: tuple[Path, ...] = ()
     """Directories of trained speculators; none: what ships for this target."""
@@ -103,12 +113,16 @@ def chain(options: ChainOptions) -> Shape[Predictor]:
         confidence=options.confidence_threshold,
     )
     schedule = options.num_assistant_tokens_schedule
-    return start if schedule == "constant" else Adaptive(start, Schedule() if schedule == "heuristic" else Threshold())
+    return (
+        start
+        if schedule == "constant"
+        else AdaptiveChain(start, HeuristicSchedule() if schedule == "heuristic" else ConfidenceRule())
+    )
 
 
 def rejection(options: RejectionOptions) -> Acceptor:
     """Rejection token by token, or in blocks."""
-    return Block() if options.rejection_sample_method == "block" else Rejection()
+    return BlockVerification() if options.rejection_sample_method == "block" else Rejection()
 
 
 def trie(options: TrieOptions) -> Trie:
@@ -116,7 +130,7 @@ def trie(options: TrieOptions) -> Trie:
     return Trie(options.num_speculative_tokens, options.confidence_threshold)
 
 
-def dynamic_tree(options: BeamOptions, depth: int) -> Beam:
+def dynamic_tree(options: BeamOptions, depth: int) -> DynamicTree:
     """A tree by confidence. A number of nodes that was given is used whole and widens large trees.
 
     Else nodes below the confidence are left out.
@@ -124,7 +138,7 @@ def dynamic_tree(options: BeamOptions, depth: int) -> Beam:
     nodes, given = options.num_draft_tokens, options.given("num_draft_tokens")
     width = options.eagle_topk or max(_BEAM_WIDTH, nodes // _NODES_PER_CHILD if given else 0)
     whole = given and not options.given("confidence_threshold")
-    return Beam(depth, width, nodes, 0.0 if whole else options.confidence_threshold)
+    return DynamicTree(depth, width, nodes, 0.0 if whole else options.confidence_threshold)
 
 
 def sorted_paths(tree: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -132,11 +146,11 @@ def sorted_paths(tree: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted((tuple(p) for p in tree), key=lambda p: (len(p), p)))
 
 
-def text_retrievers(context: BuildContext) -> Together:
+def text_retrievers(context: BuildContext) -> CombinedRetriever:
     """The retrievers that need nothing but the text."""
-    return Together([Suffix(context.references), Recycling(context.vocab)])
+    return CombinedRetriever([SuffixRetriever(context.references), TokenRecycling(context.vocab)])
 
 
-def cost_aware_trie(options: HybridOptions) -> Frugal:
+def cost_aware_trie(options: HybridOptions) -> CostAwareTrie:
     """Tries as large as a pass is worth."""
-    return Frugal(options.num_draft_tokens, PassCost(options.pass_cost))
+    return CostAwareTrie(options.num_draft_tokens, PassCost(options.pass_cost))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain as concatenated
 from itertools import repeat
 
-from foretell.accept import Block, Match, Rejection, Transport
+from foretell.accept import BlockVerification, KSequentialSelection, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, chain, dynamic_tree, rejection, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import (
@@ -19,10 +19,17 @@ from foretell.catalogue.options import (
     UniversalDraftOptions,
 )
 from foretell.catalogue.speculators import DRAFT_MODEL, draft_models, draft_predictor, trained_speculator
-from foretell.draft import Cascade, DraftModel, Lookup, Mix, Online, Translated
-from foretell.draft.network.draft_model import DraftNetwork
-from foretell.method import AnyMethod, Method
-from foretell.shape import Beam, Branch, Chain, Fixed, Paced, Trie, optimal
+from foretell.draft import (
+    CascadeDrafter,
+    CrossTokenizerDrafter,
+    DraftModel,
+    MixtureDrafter,
+    OnlineDrafter,
+    PromptLookup,
+)
+from foretell.engine.method import AnyMethod, Method
+from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, LLMCadTree, Trie, optimal_tree
+from foretell.speculator.network.draft_model import DraftNetwork
 
 _READ_AHEAD_NODES, _READ_AHEAD_CHAIN = 8, 5
 """Tokens that n-gram copies, or a still smaller model, propose to a draft model of a cascade."""
@@ -35,12 +42,12 @@ def draft_model(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
 
 def block_verification(context: BuildContext, options: ChainOptions) -> AnyMethod:
     """The same, accepted in blocks."""
-    return Method(draft_predictor(context), chain(options), Block())
+    return Method(draft_predictor(context), chain(options), BlockVerification())
 
 
 def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
     """Several drafts at every node, drawn from the mixed models."""
-    return Method(draft_predictor(context), Branch(tuple(_widths(options.num_draft_tokens))), Rejection())
+    return Method(draft_predictor(context), BranchingTree(tuple(_widths(options.num_draft_tokens))), Rejection())
 
 
 def _widths(nodes: int) -> Iterator[int]:
@@ -59,9 +66,9 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
     """The tree that is best for the acceptance by rank."""
     draw = options.draft_sample_method == "probabilistic"
     if options.speculative_tree is not None:
-        shape = Fixed(sorted_paths(options.speculative_tree), draw)
+        shape = FixedTree(sorted_paths(options.speculative_tree), draw)
     else:
-        shape = optimal(options.num_draft_tokens, options.acceptance, depth=options.num_steps, draw=draw)
+        shape = optimal_tree(options.num_draft_tokens, options.acceptance, depth=options.num_steps, draw=draw)
     return Method(draft_predictor(context), shape, Rejection() if draw else Match())
 
 
@@ -72,16 +79,18 @@ def dynamic(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
     """Chains side by side, accepted by K-SEQ."""
-    chains = Branch((options.eagle_topk, *[1] * (options.num_steps - 1)), distinct=False)
-    return Method(draft_predictor(context), chains, Transport())
+    chains = BranchingTree((options.eagle_topk, *[1] * (options.num_steps - 1)), distinct=False)
+    return Method(draft_predictor(context), chains, KSequentialSelection())
 
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """Every model drafts for the next larger one."""
     *larger_first, last = draft_models(context)
-    drafter = Cascade(last, Method(Lookup(references=context.references), Trie(_READ_AHEAD_NODES), Match()))
+    drafter = CascadeDrafter(
+        last, Method(PromptLookup(references=context.references), Trie(_READ_AHEAD_NODES), Match())
+    )
     for runner in reversed(larger_first):
-        drafter = Cascade(runner, Method(drafter, Chain(_READ_AHEAD_CHAIN, draw=False), Match()))
+        drafter = CascadeDrafter(runner, Method(drafter, Chain(_READ_AHEAD_CHAIN, draw=False), Match()))
     return Method(drafter, chain(options), rejection(options))
 
 
@@ -95,14 +104,14 @@ def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> An
         raise ValueError("this method needs one draft model with its tokenizer: name it with --draft-model")
     length = options.num_speculative_tokens
     model = DraftModel(context.drafts[0])
-    draft = Translated(model, context.codec, context.draft_codecs[0], length, options.confidence_threshold)
+    draft = CrossTokenizerDrafter(model, context.codec, context.draft_codecs[0], length, options.confidence_threshold)
     # A draft token may be several of the target's.
     return Method(draft, Trie(2 * length), Match())
 
 
 def llmcad(context: BuildContext, options: LLMCadOptions) -> AnyMethod:
     """A tree paced by confidence."""
-    shape = Paced(options.num_draft_tokens, threshold=options.confidence_threshold)
+    shape = LLMCadTree(options.num_draft_tokens, threshold=options.confidence_threshold)
     return Method(draft_predictor(context), shape, Match())
 
 
@@ -110,7 +119,7 @@ def online(context: BuildContext, options: OnlineOptions) -> AnyMethod:
     """A trained draft model that keeps learning; matched, so that no answer depends on how far it has come."""
     network = trained_speculator(context, DRAFT_MODEL)
     assert isinstance(network, DraftNetwork)
-    draft = Online(network, options.online_update_interval, options.online_buffer, options.online_learning_rate)
+    draft = OnlineDrafter(network, options.online_update_interval, options.online_buffer, options.online_learning_rate)
     shape = Chain(options.num_speculative_tokens, draw=False, confidence=options.confidence_threshold)
     return Method(draft, shape, Match())
 
@@ -147,7 +156,7 @@ ENTRIES = (
         papers=(Paper("Block Verification Accelerates Speculative Decoding", "2403.10444"),),
         drafter=DraftModel,
         shape=Chain,
-        acceptor=Block,
+        acceptor=BlockVerification,
         builder=block_verification,
         options=ChainOptions,
         needs="draft model",
@@ -169,7 +178,7 @@ ENTRIES = (
                 "2502.05202",
             ),
         ),
-        drafter=Translated,
+        drafter=CrossTokenizerDrafter,
         shape=Trie,
         acceptor=Match,
         builder=universal_draft,
@@ -190,7 +199,7 @@ ENTRIES = (
         ),
         papers=(Paper("LLMCad: Fast and Scalable On-device Large Language Model Inference", "2309.04255"),),
         drafter=DraftModel,
-        shape=Paced,
+        shape=LLMCadTree,
         acceptor=Match,
         builder=llmcad,
         options=LLMCadOptions,
@@ -214,8 +223,8 @@ ENTRIES = (
                 "2305.09781",
             ),
         ),
-        drafter=Mix,
-        shape=Branch,
+        drafter=MixtureDrafter,
+        shape=BranchingTree,
         acceptor=Rejection,
         builder=specinfer,
         options=SpecInferOptions,
@@ -232,8 +241,8 @@ ENTRIES = (
         pays="sampling at high temperature with a draft model that is often nearly right.",
         papers=(Paper("SpecTr: Fast Speculative Decoding via Optimal Transport", "2310.15141"),),
         drafter=DraftModel,
-        shape=Branch,
-        acceptor=Transport,
+        shape=BranchingTree,
+        acceptor=KSequentialSelection,
         builder=spectr,
         options=SpecTrOptions,
         needs="draft model",
@@ -248,7 +257,7 @@ ENTRIES = (
         pays="where verifying tens of nodes costs about as much as one, and acceptance rates are known.",
         papers=(Paper("Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", "2402.12374"),),
         drafter=DraftModel,
-        shape=Fixed,
+        shape=FixedTree,
         acceptor=Match,
         builder=sequoia,
         options=SequoiaOptions,
@@ -264,7 +273,7 @@ ENTRIES = (
         pays="wherever `draft_model` does, with less to lose where the draft model is unsure.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=DraftModel,
-        shape=Beam,
+        shape=DynamicTree,
         acceptor=Match,
         builder=dynamic,
         options=DynamicTreeOptions,
@@ -282,7 +291,7 @@ ENTRIES = (
             Paper("Cascade Speculative Drafting for Even Faster LLM Inference", "2312.11462"),
             Paper("Accelerating LLM Inference with Staged Speculative Decoding", "2308.04623"),
         ),
-        drafter=Cascade,
+        drafter=CascadeDrafter,
         shape=Chain,
         acceptor=Rejection,
         builder=cascade,
@@ -299,7 +308,7 @@ ENTRIES = (
         ),
         pays="a server whose questions differ from what the draft model was trained on, or change.",
         papers=(Paper("Online Speculative Decoding", "2310.07177"),),
-        drafter=Online,
+        drafter=OnlineDrafter,
         shape=Chain,
         acceptor=Match,
         builder=online,

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from foretell.accept import Acceptor
 from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import FixedTreeOptions, MethodOptions, spellings
-from foretell.config import SpeculativeConfig
 from foretell.draft.base import Drafter, Retriever
-from foretell.method import AnyMethod
+from foretell.engine.method import AnyMethod
 from foretell.shape import Shape, Trie
 
 Family = Literal[

@@ -5,12 +5,12 @@ from foretell.catalogue.build_context import BuildContext, dynamic_tree, sorted_
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import EagleOptions, EagleTreeOptions, FeatureTreeOptions, MLPSpeculatorOptions
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import Eagle, Predictor, Stages
-from foretell.draft.network.eagle import EagleNetwork
-from foretell.draft.network.mlp_speculator import MLPSpeculator
-from foretell.draft.network.pack import packed
-from foretell.method import AnyMethod, Method
-from foretell.shape import Beam, Chain, Fixed, Shape, optimal
+from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, Predictor
+from foretell.engine.method import AnyMethod, Method
+from foretell.shape import Chain, DynamicTree, FixedTree, Shape, optimal_tree
+from foretell.speculator.network.eagle import EagleNetwork
+from foretell.speculator.network.mlp_speculator import MLPSpeculator
+from foretell.speculator.network.pack import packed
 
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -37,11 +37,11 @@ def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
     if options.eagle_topk == 1:
         shape = Chain(options.num_steps, draw)
     elif options.speculative_tree is None and options.acceptance is None and options.num_draft_tokens is None:
-        shape = Fixed(_EAGLE1_TREE, draw)
+        shape = FixedTree(_EAGLE1_TREE, draw)
     else:
         nodes = options.num_draft_tokens or len(_EAGLE1_TREE)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, options.num_steps, draw)
-    return Method(Eagle(_eagle_network(context, "eagle")), shape, _acceptor(draw))
+    return Method(EagleDrafter(_eagle_network(context, "eagle")), shape, _acceptor(draw))
 
 
 def eagle2(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
@@ -65,11 +65,11 @@ def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
     elif options.eagle_topk == 1:
         shape = Chain(options.num_steps or (nodes if given else _DEPTH), draw, _chain_confidence(options))
     elif draw:
-        shape = _fixed(nodes, None, None, depth, draw) if given else Fixed(_EAGLE1_TREE, draw)
+        shape = _fixed(nodes, None, None, depth, draw) if given else FixedTree(_EAGLE1_TREE, draw)
     else:
         grown = _DEPTH + nodes // _NODES_PER_LEVEL if given else _MOST_LEVELS
         shape = dynamic_tree(options, options.num_steps or grown)
-    return Method(Eagle(network), shape, _acceptor(draw))
+    return Method(EagleDrafter(network), shape, _acceptor(draw))
 
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -100,7 +100,7 @@ def stages_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyM
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
         shape = Chain(length, draw, _chain_confidence(options)) if is_chain else dynamic_tree(options, depth)
-    return Method(Stages(network), shape, _acceptor(draw))
+    return Method(MLPSpeculatorDrafter(network), shape, _acceptor(draw))
 
 
 def _acceptor(draw: bool) -> Acceptor:
@@ -112,9 +112,15 @@ def _chain_confidence(options: FeatureTreeOptions) -> float:
     return options.confidence_threshold if options.given("confidence_threshold") else 0.0
 
 
-def _fixed(nodes: int, acceptance: list[float] | None, tree: list[list[int]] | None, depth: int, draw: bool) -> Fixed:
+def _fixed(
+    nodes: int, acceptance: list[float] | None, tree: list[list[int]] | None, depth: int, draw: bool
+) -> FixedTree:
     """The paths that were named, else the best tree of so many nodes for these acceptance rates."""
-    return Fixed(sorted_paths(tree), draw) if tree is not None else optimal(nodes, acceptance or _RATES, depth, draw)
+    return (
+        FixedTree(sorted_paths(tree), draw)
+        if tree is not None
+        else optimal_tree(nodes, acceptance or _RATES, depth, draw)
+    )
 
 
 def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
@@ -137,8 +143,8 @@ ENTRIES = (
             "the same weights."
         ),
         papers=(Paper("EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", "2401.15077"),),
-        drafter=Eagle,
-        shape=Fixed,
+        drafter=EagleDrafter,
+        shape=FixedTree,
         acceptor=Match,
         builder=eagle,
         options=EagleOptions,
@@ -154,8 +160,8 @@ ENTRIES = (
         ),
         pays="wherever an EAGLE layer is there for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
-        drafter=Eagle,
-        shape=Beam,
+        drafter=EagleDrafter,
+        shape=DynamicTree,
         acceptor=Match,
         builder=eagle2,
         options=EagleTreeOptions,
@@ -178,8 +184,8 @@ ENTRIES = (
                 "2503.01840",
             ),
         ),
-        drafter=Eagle,
-        shape=Beam,
+        drafter=EagleDrafter,
+        shape=DynamicTree,
         acceptor=Match,
         builder=eagle3,
         options=EagleTreeOptions,
@@ -198,8 +204,8 @@ ENTRIES = (
             "those of heads."
         ),
         papers=(Paper("Accelerating Production LLMs with Combined Token/Embedding Speculators", "2404.19124"),),
-        drafter=Stages,
-        shape=Beam,
+        drafter=MLPSpeculatorDrafter,
+        shape=DynamicTree,
         acceptor=Match,
         builder=mlp_speculator,
         options=MLPSpeculatorOptions,

@@ -5,11 +5,11 @@ from foretell.catalogue.build_context import BuildContext, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import BlockwiseOptions, MedusaOptions
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import Heads
-from foretell.draft.network.heads import HeadsNetwork
-from foretell.draft.network.pack import packed
-from foretell.method import AnyMethod, Method
-from foretell.shape import Chain, Fixed, optimal
+from foretell.draft import HeadsDrafter
+from foretell.engine.method import AnyMethod, Method
+from foretell.shape import Chain, FixedTree, optimal_tree
+from foretell.speculator.network.heads import HeadsNetwork
+from foretell.speculator.network.pack import packed
 
 _RATES = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
 """Acceptance by depth and rank that is assumed of heads whose own was not measured in training."""
@@ -26,7 +26,7 @@ def blockwise(context: BuildContext, options: BlockwiseOptions) -> AnyMethod:
     if options.is_tree:
         return heads_method(network, MedusaOptions(**options.model_dump(exclude_none=True)))
     length = network.heads if options.num_speculative_tokens is None else options.num_speculative_tokens
-    return Method(Heads(network), Chain(length, draw=False), Match())
+    return Method(HeadsDrafter(network), Chain(length, draw=False), Match())
 
 
 def trained_heads(context: BuildContext, kind: str) -> HeadsNetwork:
@@ -38,16 +38,16 @@ def trained_heads(context: BuildContext, kind: str) -> HeadsNetwork:
 
 def heads_method(network: HeadsNetwork, options: MedusaOptions) -> AnyMethod:
     """Heads under their tree, matched: lossless."""
-    return Method(Heads(network), heads_tree(network, options), Match())
+    return Method(HeadsDrafter(network), heads_tree(network, options), Match())
 
 
-def heads_tree(network: HeadsNetwork, options: MedusaOptions) -> Fixed:
+def heads_tree(network: HeadsNetwork, options: MedusaOptions) -> FixedTree:
     """The tree that was asked for, else the best one by what the heads were seen to guess in training."""
     if options.speculative_tree is not None:
-        return Fixed(sorted_paths(options.speculative_tree))
+        return FixedTree(sorted_paths(options.speculative_tree))
     if options.acceptance is not None or not network.paths:
-        return optimal(options.num_draft_tokens, options.acceptance or _RATES, depth=network.heads)
-    return Fixed(sorted_paths(network.paths[: options.num_draft_tokens]))
+        return optimal_tree(options.num_draft_tokens, options.acceptance or _RATES, depth=network.heads)
+    return FixedTree(sorted_paths(network.paths[: options.num_draft_tokens]))
 
 
 ENTRIES = (
@@ -65,8 +65,8 @@ ENTRIES = (
         papers=(
             Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
         ),
-        drafter=Heads,
-        shape=Fixed,
+        drafter=HeadsDrafter,
+        shape=FixedTree,
         acceptor=Match,
         builder=medusa,
         options=MedusaOptions,
@@ -81,7 +81,7 @@ ENTRIES = (
         ),
         pays="as `medusa`, whose tree is worth more than the chain.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
-        drafter=Heads,
+        drafter=HeadsDrafter,
         shape=Chain,
         acceptor=Match,
         builder=blockwise,

@@ -27,12 +27,12 @@ from foretell.catalogue.speculators import (
     read_speculator,
     target_card,
 )
-from foretell.draft import Hybrid, Predictor, Retriever, Suffix
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.pack import packed
-from foretell.method import AnyMethod, Method
-from foretell.shape import Chain, Fallback, Shape
+from foretell.draft import HybridDrafter, Predictor, Retriever, SuffixRetriever
+from foretell.engine.method import AnyMethod, Method
+from foretell.shape import Chain, RetrievalOrModel, Shape
 from foretell.speculator.installed import find_installed
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.pack import packed
 
 _DRAFTERS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
     "eagle3": (eagle_method, EagleTreeOptions),
@@ -69,7 +69,7 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
         make, reads = _DRAFTERS[speculator.kind]
         method = make(packed(speculator), reads.read(f"hybrid_model, which drafts with {speculator.kind} here,", named))
         # Successors of single tokens it knows better than a table of them.
-        return _beside(Suffix(context.references), method.draft, method.tree, options)
+        return _beside(SuffixRetriever(context.references), method.draft, method.tree, options)
     models = find_draft_models(context)
     if models:
         draft, shape = average(models), _ChainOptions.read("hybrid_model, which has a draft model here,", named)
@@ -81,7 +81,7 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
 
 
 def _beside(retriever: Retriever, draft: Predictor, tree: Shape[Predictor], options: HybridModelOptions) -> AnyMethod:
-    return Method(Hybrid(retriever, draft), Fallback(cost_aware_trie(options), tree), Match())
+    return Method(HybridDrafter(retriever, draft), RetrievalOrModel(cost_aware_trie(options), tree), Match())
 
 
 def _speculator(context: BuildContext) -> Speculator | None:
@@ -117,8 +117,8 @@ ENTRIES = (
             Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),
             Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),
         ),
-        drafter=Hybrid,
-        shape=Fallback,
+        drafter=HybridDrafter,
+        shape=RetrievalOrModel,
         acceptor=Match,
         builder=hybrid_model,
         options=HybridModelOptions,

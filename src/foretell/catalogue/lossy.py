@@ -1,6 +1,6 @@
 """Lossy methods: they change the target's distribution."""
 
-from foretell.accept import Lenient, Near, Rollback, Topmost, Typical
+from foretell.accept import BiLDRollback, DistanceAcceptor, LenientRejection, TopKAcceptor, TypicalAcceptance
 from foretell.catalogue.build_context import BuildContext, chain
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.heads import heads_tree, trained_heads
@@ -12,42 +12,42 @@ from foretell.catalogue.options import (
     TypicalOptions,
 )
 from foretell.catalogue.speculators import draft_predictor, only_draft_models_named
-from foretell.draft import DraftModel, Heads
-from foretell.method import AnyMethod, Method
-from foretell.shape import Chain, Fixed
+from foretell.draft import DraftModel, HeadsDrafter
+from foretell.engine.method import AnyMethod, Method
+from foretell.shape import Chain, FixedTree
 
 
 def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
     """Rejection that forgives a factor."""
-    return Method(draft_predictor(context), chain(options), Lenient(options.lenience))
+    return Method(draft_predictor(context), chain(options), LenientRejection(options.lenience))
 
 
 def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> AnyMethod:
     """Among the target's best tokens, or near its best; heads draft where a speculator is named."""
     shape = Chain(options.num_speculative_tokens, draw=False)
     only_models = only_draft_models_named(context)
-    draft = draft_predictor(context) if only_models else Heads(trained_heads(context, "blockwise"))
+    draft = draft_predictor(context) if only_models else HeadsDrafter(trained_heads(context, "blockwise"))
     if options.accept_distance is not None:
-        return Method(draft, shape, Near(options.accept_distance, minimum=options.minimum_block))
-    return Method(draft, shape, Topmost(options.accept_top_k, minimum=options.minimum_block))
+        return Method(draft, shape, DistanceAcceptor(options.accept_distance, minimum_block=options.minimum_block))
+    return Method(draft, shape, TopKAcceptor(options.accept_top_k, minimum_block=options.minimum_block))
 
 
 def bild(context: BuildContext, options: BiLDOptions) -> AnyMethod:
     """A long chain, rolled back where the target disagrees strongly."""
     shape = Chain(options.num_speculative_tokens, draw=False, fallback=options.fallback_threshold)
-    return Method(draft_predictor(context), shape, Rollback(options.rollback_threshold))
+    return Method(draft_predictor(context), shape, BiLDRollback(options.rollback_threshold))
 
 
 def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
     """Medusa's tree, typical acceptance."""
     network = trained_heads(context, "medusa")
-    rule = Typical(options.posterior_threshold, options.posterior_alpha)
-    return Method(Heads(network), heads_tree(network, options), rule)
+    rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
+    return Method(HeadsDrafter(network), heads_tree(network, options), rule)
 
 
 def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
     """A chain, typical acceptance."""
-    rule = Typical(options.posterior_threshold, options.posterior_alpha)
+    rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
     return Method(draft_predictor(context), chain(options), rule)
 
 
@@ -65,7 +65,7 @@ ENTRIES = (
         papers=(Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),),
         drafter=DraftModel,
         shape=Chain,
-        acceptor=Lenient,
+        acceptor=LenientRejection,
         builder=lenience,
         options=LenienceOptions,
         needs="draft model",
@@ -81,7 +81,7 @@ ENTRIES = (
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
         drafter=DraftModel,
         shape=Chain,
-        acceptor=Topmost,
+        acceptor=TopKAcceptor,
         builder=blockwise_lossy,
         options=BlockwiseLossyOptions,
         needs="draft model",
@@ -101,7 +101,7 @@ ENTRIES = (
         papers=(Paper("Speculative Decoding with Big Little Decoder", "2302.07863"),),
         drafter=DraftModel,
         shape=Chain,
-        acceptor=Rollback,
+        acceptor=BiLDRollback,
         builder=bild,
         options=BiLDOptions,
         needs="draft model",
@@ -115,9 +115,9 @@ ENTRIES = (
         ),
         pays="sampling with heads whose scores are not distributions, where the exact test accepts little.",
         papers=(_MEDUSA,),
-        drafter=Heads,
-        shape=Fixed,
-        acceptor=Typical,
+        drafter=HeadsDrafter,
+        shape=FixedTree,
+        acceptor=TypicalAcceptance,
         builder=medusa_typical,
         options=MedusaTypicalOptions,
         speculator="medusa",
@@ -130,7 +130,7 @@ ENTRIES = (
         papers=(_MEDUSA,),
         drafter=DraftModel,
         shape=Chain,
-        acceptor=Typical,
+        acceptor=TypicalAcceptance,
         builder=typical,
         options=TypicalOptions,
         needs="draft model",

@@ -5,11 +5,11 @@ from foretell.catalogue.build_context import BuildContext, chain, rejection
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import GaussSeidelJacobiOptions, JacobiOptions, LookaheadOptions, PassOptions
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import Jacobi, Lookahead, ParallelSampling
-from foretell.draft.network.look_ahead import LookAheadEmbeddings
-from foretell.draft.network.pack import packed
-from foretell.method import AnyMethod, Method
+from foretell.draft import JacobiDrafter, LookaheadDrafter, ParallelDrafter
+from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, Trie
+from foretell.speculator.network.look_ahead import LookAheadEmbeddings
+from foretell.speculator.network.pack import packed
 
 
 def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
@@ -17,20 +17,20 @@ def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
     width, ngram = options.max_window_size, options.max_ngram_size
     candidates = width if options.max_verification_set_size is None else options.max_verification_set_size
     nodes = candidates * (ngram - 1) if options.num_speculative_tokens is None else options.num_speculative_tokens
-    drafter = Lookahead(width, ngram, candidates, eos=context.eos)
+    drafter = LookaheadDrafter(width, ngram, candidates, eos=context.eos)
     return Method(drafter, Trie(nodes, options.confidence_threshold), Match())
 
 
 def jacobi(context: BuildContext, options: JacobiOptions) -> AnyMethod:
     """Jacobi decoding, its window sliding."""
     width = options.max_window_size
-    return Method(Jacobi(width), Trie(width, options.confidence_threshold), Match())
+    return Method(JacobiDrafter(width), Trie(width, options.confidence_threshold), Match())
 
 
 def gauss_seidel_jacobi(context: BuildContext, options: GaussSeidelJacobiOptions) -> AnyMethod:
     """Jacobi decoding block by block."""
     width = options.max_window_size
-    return Method(Jacobi(width, slide=False), Trie(width, options.confidence_threshold), Match())
+    return Method(JacobiDrafter(width, slide=False), Trie(width, options.confidence_threshold), Match())
 
 
 def look_ahead_embeddings(context: BuildContext, options: PassOptions) -> AnyMethod:
@@ -45,7 +45,7 @@ def parallel_method(network: LookAheadEmbeddings, options: PassOptions) -> AnyMe
     if options.num_speculative_tokens is None:
         options = options.model_copy(update={"num_speculative_tokens": network.ahead})
     accept = Match() if options.draft_sample_method == "greedy" else rejection(options)
-    return Method(ParallelSampling(network, options.look_ahead_groups), chain(options), accept)
+    return Method(ParallelDrafter(network, options.look_ahead_groups), chain(options), accept)
 
 
 ENTRIES = (
@@ -61,7 +61,7 @@ ENTRIES = (
             "never small CPUs or large batches."
         ),
         papers=(Paper("Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "2402.02057"),),
-        drafter=Lookahead,
+        drafter=LookaheadDrafter,
         shape=Trie,
         acceptor=Match,
         builder=lookahead,
@@ -82,7 +82,7 @@ ENTRIES = (
             Paper("Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving", "2002.03629"),
             Paper("Predictive Sampling with Forecasting Autoregressive Models", "2002.09928"),
         ),
-        drafter=Jacobi,
+        drafter=JacobiDrafter,
         shape=Trie,
         acceptor=Match,
         builder=jacobi,
@@ -94,7 +94,7 @@ ENTRIES = (
         description="Jacobi decoding in blocks, one after another, instead of a sliding window.",
         pays="as `jacobi`, where wide passes are dear; it never takes fewer passes than `jacobi`.",
         papers=(Paper("Accelerating Transformer Inference for Translation via Parallel Decoding", "2305.10427"),),
-        drafter=Jacobi,
+        drafter=JacobiDrafter,
         shape=Trie,
         acceptor=Match,
         builder=gauss_seidel_jacobi,
@@ -111,7 +111,7 @@ ENTRIES = (
         ),
         pays="where a pass over ten tokens costs about as much as one and memory for a drafter is short.",
         papers=(Paper("PaSS: Parallel Speculative Sampling", "2311.13581"),),
-        drafter=ParallelSampling,
+        drafter=ParallelDrafter,
         shape=Chain,
         acceptor=Rejection,
         builder=look_ahead_embeddings,

@@ -15,12 +15,12 @@ from foretell.catalogue import (
     self_drafting,
 )
 from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.entry import Entry
-from foretell.config import SpeculativeConfig
-from foretell.draft import Nothing
-from foretell.method import AnyMethod, Method
-from foretell.names import unknown
-from foretell.shape import Root
+from foretell.draft import NoDrafter
+from foretell.engine.method import AnyMethod, Method
+from foretell.shape import RootOnly
+from foretell.utils.names import unknown
 
 BUILT_IN: tuple[Entry, ...] = (
     Entry(
@@ -28,10 +28,10 @@ BUILT_IN: tuple[Entry, ...] = (
         family="baseline",
         description="Plain decoding: one token per pass.",
         pays="as the baseline that every other method is measured against.",
-        drafter=Nothing,
-        shape=Root,
+        drafter=NoDrafter,
+        shape=RootOnly,
         acceptor=Match,
-        builder=lambda context, options: Method(Nothing(), Root(), Match()),
+        builder=lambda context, options: Method(NoDrafter(), RootOnly(), Match()),
         aliases=("none", "plain"),
     ),
     *retrieval.ENTRIES,

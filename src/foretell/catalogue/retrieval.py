@@ -15,18 +15,25 @@ from foretell.catalogue.options import (
     SamRecyclingOptions,
     SuffixOptions,
 )
-from foretell.datastore import Datastore, open_datastore
-from foretell.draft import Lookup, PhraseRetrieval, Recycling, Rest, Suffix, Together
+from foretell.draft import (
+    CombinedRetriever,
+    DatastoreRetriever,
+    PhraseRetriever,
+    PromptLookup,
+    SuffixRetriever,
+    TokenRecycling,
+)
 from foretell.draft.phrases import encode
-from foretell.method import AnyMethod, Method
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Frugal, Trie
+from foretell.retrieval.datastore import Datastore, open_datastore
+from foretell.shape import CostAwareTrie, Trie
 
 
 def ngram(context: BuildContext, options: NgramOptions) -> AnyMethod:
     """Prompt lookup."""
     copied = max(options.num_speculative_tokens, 1)
-    lookup = Lookup(options.prompt_lookup_max, options.prompt_lookup_min, copied, context.references)
+    lookup = PromptLookup(options.prompt_lookup_max, options.prompt_lookup_min, copied, context.references)
     return Method(lookup, trie(options), Match())
 
 
@@ -38,7 +45,7 @@ def llma(context: BuildContext, options: LlmaOptions) -> AnyMethod:
     """
     if not context.references:
         raise ValueError("llma copies from reference documents: name at least one with --reference FILE")
-    lookup = Lookup(
+    lookup = PromptLookup(
         options.prompt_lookup_max,
         options.prompt_lookup_min,
         max(options.num_speculative_tokens, 1),
@@ -51,12 +58,12 @@ def llma(context: BuildContext, options: LlmaOptions) -> AnyMethod:
 
 def suffix(context: BuildContext, options: SuffixOptions) -> AnyMethod:
     """Longest suffix match."""
-    return Method(Suffix(context.references, options.prompt_lookup_min), trie(options), Match())
+    return Method(SuffixRetriever(context.references, options.prompt_lookup_min), trie(options), Match())
 
 
 def recycling(context: BuildContext, options: RecyclingOptions) -> AnyMethod:
     """Successors seen in earlier passes."""
-    return Method(Recycling(context.vocab), trie(options), Match())
+    return Method(TokenRecycling(context.vocab), trie(options), Match())
 
 
 def sam_recycling(context: BuildContext, options: SamRecyclingOptions) -> AnyMethod:
@@ -85,16 +92,18 @@ def rest(context: BuildContext, options: RestOptions) -> AnyMethod:
             "datastore of the speculative config, or give documents with --reference FILE"
         )
     return Method(
-        Rest(store, options.prompt_lookup_max or store.depth, options.prompt_lookup_min), trie(options), Match()
+        DatastoreRetriever(store, options.prompt_lookup_max or store.depth, options.prompt_lookup_min),
+        trie(options),
+        Match(),
     )
 
 
 def phrases(context: BuildContext, options: PhraseOptions) -> AnyMethod:
     """Phrases by hidden state."""
     network = require_network(context, "reads hidden states of the target")
-    tap = network.config.layers + 1
-    documents = encode(DecoderRunner(network), context.references, tap) if context.references else None
-    return Method(PhraseRetrieval(tap, documents), trie(options), Match())
+    hidden_layer = network.config.layers + 1
+    documents = encode(DecoderRunner(network), context.references, hidden_layer) if context.references else None
+    return Method(PhraseRetriever(hidden_layer, documents), trie(options), Match())
 
 
 _SAM = Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666")
@@ -116,7 +125,7 @@ ENTRIES = (
             "hardly free prose."
         ),
         papers=(Paper("Prompt Lookup Decoding (Saxena 2023)"),),
-        drafter=Lookup,
+        drafter=PromptLookup,
         shape=Trie,
         acceptor=Match,
         builder=ngram,
@@ -132,7 +141,7 @@ ENTRIES = (
         ),
         pays="answers that quote documents which are known beforehand and are not in the prompt.",
         papers=(Paper("Inference with Reference: Lossless Acceleration of Large Language Models", "2304.04487"),),
-        drafter=Lookup,
+        drafter=PromptLookup,
         shape=Trie,
         acceptor=Match,
         builder=llma,
@@ -152,7 +161,7 @@ ENTRIES = (
             _SAM,
             Paper("SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference", "2411.04975"),
         ),
-        drafter=Suffix,
+        drafter=SuffixRetriever,
         shape=Trie,
         acceptor=Match,
         builder=suffix,
@@ -171,7 +180,7 @@ ENTRIES = (
             "CPU."
         ),
         papers=(_RECYCLING,),
-        drafter=Recycling,
+        drafter=TokenRecycling,
         shape=Trie,
         acceptor=Match,
         builder=recycling,
@@ -186,7 +195,7 @@ ENTRIES = (
         ),
         pays="almost everywhere: the best default of the methods that need no model and no training.",
         papers=(_SAM, _RECYCLING),
-        drafter=Together,
+        drafter=CombinedRetriever,
         shape=Trie,
         acceptor=Match,
         builder=sam_recycling,
@@ -202,7 +211,7 @@ ENTRIES = (
         ),
         pays="a corpus that the answers resemble, code above all, and no draft model.",
         papers=(Paper("REST: Retrieval-Based Speculative Decoding", "2311.08252"),),
-        drafter=Rest,
+        drafter=DatastoreRetriever,
         shape=Trie,
         acceptor=Match,
         builder=rest,
@@ -221,7 +230,7 @@ ENTRIES = (
             "several places to copy."
         ),
         papers=(Paper("Copy Is All You Need", "2307.06962"),),
-        drafter=PhraseRetrieval,
+        drafter=PhraseRetriever,
         shape=Trie,
         acceptor=Match,
         builder=phrases,
@@ -237,8 +246,8 @@ ENTRIES = (
         ),
         pays="nearly always a little, hardly ever a loss: for those who do not want to choose.",
         papers=(_SAM, _RECYCLING),
-        drafter=Together,
-        shape=Frugal,
+        drafter=CombinedRetriever,
+        shape=CostAwareTrie,
         acceptor=Match,
         builder=hybrid,
         options=HybridOptions,

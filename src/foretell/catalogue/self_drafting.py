@@ -20,12 +20,12 @@ from foretell.catalogue.options import (
     SelfSpeculativeOptions,
 )
 from foretell.draft import DraftModel
-from foretell.method import AnyMethod, Method
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import quantized, sparse, unchanged
 from foretell.model.influence import influence
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
-from foretell.shape import Adaptive, Chain, Threshold
+from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
 
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
@@ -43,7 +43,9 @@ def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> 
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
     )
-    return Method(DraftModel(DecoderRunner(network.skipping(skip))), Adaptive(start, Threshold()), rejection(options))
+    return Method(
+        DraftModel(DecoderRunner(network.skipping(skip))), AdaptiveChain(start, ConfidenceRule()), rejection(options)
+    )
 
 
 def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> AnyMethod:
@@ -118,7 +120,7 @@ ENTRIES = (
             ),
         ),
         drafter=DraftModel,
-        shape=Adaptive,
+        shape=AdaptiveChain,
         acceptor=Rejection,
         builder=self_speculative,
         options=SelfSpeculativeOptions,

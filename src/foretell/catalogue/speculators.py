@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foretell.catalogue.build_context import BuildContext, require_network
-from foretell.draft import DraftModel, Mix, Predictor
-from foretell.draft.network.base import Speculator, TargetCard
-from foretell.draft.network.draft_model import DraftNetwork
+from foretell.draft import DraftModel, MixtureDrafter, Predictor
 from foretell.model.decoder import Decoder
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import Runner
 from foretell.speculator.checkpoint import read_config
 from foretell.speculator.installed import find_installed, how_to_get
 from foretell.speculator.load import load_speculator
+from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.network.draft_model import DraftNetwork
 
 DRAFT_MODEL = DraftNetwork.kind
 
@@ -53,19 +53,21 @@ def target_card(context: BuildContext) -> TargetCard:
     return TargetCard(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
 
 
-def embedding_and_head(context: BuildContext) -> Ends:
+def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
     """The target's embedding and head, in the dtype that it runs in.
 
     Raises:
         ValueError: the target is not on the own decoder, or its weights cannot be read again.
     """
     if context.source is not None:
-        return context.source.ends(context.source.dtype)
+        return context.source.embedding_and_head(context.source.dtype)
     network = require_network(context)
     if not isinstance(network, Decoder):
         raise ValueError("this method borrows the target's embedding and head, which cannot be read again here")
     c = network.config
-    return Ends(network.embedding.detach(), network.head.weight.detach(), c.embedding_scale, c.logit_softcap)
+    return EmbeddingAndHead(
+        network.embedding.detach(), network.head.weight.detach(), c.embedding_scale, c.logit_softcap
+    )
 
 
 def draft_predictor(context: BuildContext) -> Predictor:
@@ -80,7 +82,7 @@ def draft_predictor(context: BuildContext) -> Predictor:
 def average(runners: Sequence[Runner]) -> Predictor:
     """One draft model, or the mean of several."""
     models = [DraftModel(r) for r in runners]
-    return models[0] if len(models) == 1 else Mix(models)
+    return models[0] if len(models) == 1 else MixtureDrafter(models)
 
 
 def draft_models(context: BuildContext) -> tuple[Runner, ...]:

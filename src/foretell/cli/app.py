@@ -1,4 +1,7 @@
-"""`foretell`: the table of commands. A command's module is imported only when the command is called, so that help appears at once."""
+"""`foretell`: the table of commands.
+
+A command's module is imported only when the command is called, so that help appears at once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Prompts through one engine: answers in the order of the prompts, later turns asked when the earlier ones are answered."""
+"""Prompts through one engine: answers in the order of the prompts, later turns asked when the earlier ones are
+answered.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,7 +9,7 @@ from foretell.api import Answer, Model
 from foretell.cli.interrupt import Interrupt, updates
 from foretell.cli.prompts import BadLine, Task
 from foretell.cli.show import Stream
-from foretell.engine import Completion, Engine, Update
+from foretell.engine.engine import Completion, Engine, Update
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,10 @@ class _Asked:
 
 
 class Batch:
-    """Answers tasks; `refused` fills with the lines that the model cannot answer. `stream` shows text as it comes (one task only)."""
+    """Answers tasks; `refused` fills with the lines that the model cannot answer.
+
+    `stream` shows text as it comes (one task only).
+    """
 
     def __init__(self, model: Model, engine: Engine, logprobs: bool, stream: Stream | None = None) -> None:
         self._model, self._engine, self._logprobs, self._stream = model, engine, logprobs, stream

@@ -33,7 +33,7 @@ from foretell.bench.tasks import load as load_tasks
 from foretell.cli.errors import say, spoken
 from foretell.cli.setup import set_threads
 from foretell.load import EMBEDDED, checked_device, load
-from foretell.store import Store
+from foretell.utils.store import RunStore
 
 
 class Group(TyperGroup):
@@ -74,7 +74,8 @@ Tasks = Annotated[
 Methods = Annotated[
     str,
     typer.Option(
-        help="Comma-separated; name@8 drafts 8 tokens, where the method reads such a number. Plain decoding always takes part."
+        help="Comma-separated; name@8 drafts 8 tokens, where the method reads such a number. Plain decoding always "
+        "takes part."
     ),
 ]
 Categories = Annotated[str, typer.Option(help="Comma-separated; none: all of the file.")]
@@ -149,7 +150,8 @@ def step(
 ) -> None:
     """Time one pass of the target over a few new tokens, interleaved with other runtimes; medians and ratios.
 
-    The bytes of a pass are held against the measured memory bandwidth. On CUDA passes are timed with and without graphs.
+    The bytes of a pass are held against the measured memory bandwidth. On CUDA passes are timed with and without
+    graphs.
     """
     count, sizes, batches = set_threads(threads), numbers(tokens, "--tokens"), numbers(rows, "--rows")
     named = words(peers)
@@ -180,7 +182,8 @@ def step(
     speeds, passes = stepping.throughput(plain), stepping.with_bytes(passes, models, context)
     figures = stepping.figures(passes, speeds, looked) if place.type == "cpu" else []
     report = stepping.StepReport(
-        model=shape or model, context=context, threads=count, device=device, bandwidth=bandwidth, machine=describe(device),
+        model=shape or model, context=context, threads=count, device=device, bandwidth=bandwidth,
+        machine=describe(device),
         passes=tuple(passes), throughput=tuple(speeds), figures=tuple(figures),
     )  # fmt: skip
     for table in tables.step_tables(report):
@@ -265,7 +268,7 @@ def run(
         references=tuple(str(r) for r in reference or ()),
     )
     lineup = Lineup.of(settings, words(methods), words(peers), gguf_cache or default_folder())
-    with resumable(out), Store(out, settings, Record) as store:
+    with resumable(out), RunStore(out, settings, Record) as store:
         session = lineup.session(lineup.models(), repeats)
         with progress(len(found.questions) * session.size) as tick:
             session.run(found.questions, store, tick)
@@ -297,7 +300,7 @@ def record_(
     everything, found = chosen(tasks, per_category, categories)
     target = load(model, dtype, device)
     setting = recording.describe(target, everything, len(found.questions), max_new_tokens, top_k)
-    with resumable(out), Store(out, setting, Recording) as store, progress(len(found.questions)) as tick:
+    with resumable(out), RunStore(out, setting, Recording) as store, progress(len(found.questions)) as tick:
         recording.record(target, found.questions, setting, store, tick)
     typer.echo(f"{len(found.questions)} questions recorded in {out}")
     if found.problems:
@@ -318,7 +321,10 @@ def replay_(
         Path | None, typer.Option(help="Compare the counts with this file; differences end with status 1.")
     ] = None,
 ) -> None:
-    """Tokens per pass of any method on a recorded workload, without running the target. Greedy, lossless methods; times mean nothing."""
+    """Tokens per pass of any method on a recorded workload, without running the target.
+
+    Greedy, lossless methods; times mean nothing.
+    """
     setting, recordings = replaying.load(source)
     pinned = None if check is None else replaying.Baseline.read(check)
     named = words(METHODS if methods is None else methods) if methods is not None or pinned is None else pinned.methods

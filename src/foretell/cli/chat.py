@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli import options
 from foretell.cli.errors import say
-from foretell.config import SpeculativeConfig
-from foretell.names import unknown
+from foretell.utils.names import unknown
 
 if TYPE_CHECKING:
     from foretell.api import Answer
     from foretell.cli.prompts import Defaults
     from foretell.cli.setup import Ready
-    from foretell.engine import Engine, Request
-    from foretell.text import Message
+    from foretell.engine.engine import Engine, Request
+    from foretell.tokenizer.codec import Message
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -50,12 +50,15 @@ def chat(
     reference: options.Reference = None,
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
-    """Talk with a model; text that was drafted and accepted is green. Lines that start with / are commands, see /help."""
+    """Talk with a model; text that was drafted and accepted is green.
+
+    Lines that start with / are commands, see /help.
+    """
     from foretell.cli.prompts import Defaults
     from foretell.cli.setup import prepare, understand
-    from foretell.sampling import Sampling
+    from foretell.core.sampling import SamplingParams
 
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
     )
     if max_new_tokens < 1:
@@ -157,7 +160,7 @@ class Conversation:
         from foretell.api import Answer
         from foretell.cli.interrupt import Interrupt, updates
         from foretell.cli.show import Painter, Stream, closing, note
-        from foretell.engine import Completion, Update
+        from foretell.engine.engine import Completion, Update
 
         d, model = self.defaults, self.ready.model
         asked: list[Message] = [*self.messages, {"role": "user", "content": line}]

@@ -16,12 +16,12 @@ from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.prompts import BadLine, Defaults, Task, read_prompts
 from foretell.cli.show import LINE_SECONDS
-from foretell.corpus import files_of, texts_of
-from foretell.datastore import fingerprint
+from foretell.core.sampling import SamplingParams
 from foretell.load import EMBEDDED, load
-from foretell.sampling import Sampling
+from foretell.retrieval.corpus import files_of, texts_of
+from foretell.retrieval.datastore import fingerprint
 from foretell.train.data.dataset import Collection, Dataset, Manifest
-from foretell.train.data.features import Shelf, taps_of
+from foretell.train.data.features import Shelf, hidden_layers_of
 from foretell.train.data.generate import Prompts, answers, pieces
 
 app = typer.Typer(
@@ -67,7 +67,8 @@ def generate(
 ) -> None:
     """Write a training set: prompts answered by the model that is to be drafted for, or plain text.
 
-    Shards of safetensors and a journal: whatever is finished survives a kill. Repeat the command to go on, with more --tokens to enlarge a set.
+    Shards of safetensors and a journal: whatever is finished survives a kill. Repeat the command to go on, with more
+    --tokens to enlarge a set.
     """
     if [own, prompts is not None, bool(text)].count(True) != 1:
         raise ValueError("say where the texts come from: one of --self, --prompts FILE and --text FILE")
@@ -77,7 +78,7 @@ def generate(
         )
     console = Console(file=sys.stderr)
     target = load(model, dtype, device)
-    taps = taps_of(states, target.config.layers + 1, "--states")
+    hidden_layers = hidden_layers_of(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else files_of(text or ())
     manifest = Manifest(
         model=target.name,
@@ -101,7 +102,7 @@ def generate(
             asked = Prompts(target, manifest, given)
             if given is None and collection.numbers:
                 asked.recall(d.tokens[: d.start].tolist() for d in Dataset.open(out))
-            shelf = _shelf(out, collection, target, taps) if taps else None
+            shelf = _shelf(out, collection, target, hidden_layers) if hidden_layers else None
             work = answers(target, asked, manifest, collection, rows, tokens, shelf)
         _watch(work, collection, tokens, console)
         collection.seal()
@@ -116,10 +117,10 @@ def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> No
     typer.echo(_sentence(Dataset.open(path)))
 
 
-def _shelf(out: Path, collection: Collection, target: Model, taps: Sequence[int]) -> Shelf:
+def _shelf(out: Path, collection: Collection, target: Model, hidden_layers: Sequence[int]) -> Shelf:
     """Room for the states of texts to come, behind that for those which are there."""
     lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.learnable else []
-    return Shelf(out / "features", target.source.fingerprint(), taps, lengths, target.config.hidden, None)
+    return Shelf(out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None)
 
 
 def _digest(path: Path) -> str:
@@ -134,7 +135,7 @@ def tasks_of(path: Path) -> list[Task]:
         ValueError: a line that is no prompt, or no prompts at all.
     """
     out = list[Task]()
-    for number, task in read_prompts(path, Defaults(Sampling(), 1, (), False, None)):
+    for number, task in read_prompts(path, Defaults(SamplingParams(), 1, (), False, None)):
         if isinstance(task, BadLine):
             raise ValueError(f"{path}, line {number}: {task.reason}")
         out.append(task)
@@ -169,7 +170,8 @@ def _card(data: Dataset, arguments: Sequence[str]) -> str:
     """The set's README."""
     m = data.manifest
     origin = {
-        "self": f"Prompts sampled from the model's own chat template (temperature 1), up to {m.max_question} tokens; junk and duplicates left out.",
+        "self": f"Prompts sampled from the model's own chat template (temperature 1), up to {m.max_question} tokens; "
+        f"junk and duplicates left out.",
         "prompts": f"Prompts from {', '.join(m.sources)}.",
         "text": f"Plain text from {len(m.sources)} files.",
     }[m.kind]

@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from foretell.corpus import NotTextError, files_of, texts_of, tokenized
-from foretell.datastore import DEPTH, Manifest, describe, write
 from foretell.load import load_codec
+from foretell.retrieval.corpus import NotTextError, files_of, texts_of, tokenized
+from foretell.retrieval.datastore import DEPTH, Manifest, describe, write
 
 app = typer.Typer(
     no_args_is_help=True, help="Index a corpus for drafting by retrieval (method rest).", pretty_exceptions_enable=False
@@ -27,7 +27,8 @@ def build(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Text files (a document each), .jsonl files (a document per line: its field text, else all strings), or directories."
+            help="Text files (a document each), .jsonl files (a document per line: its field text, else all strings), "
+            "or directories."
         ),
     ],
     tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer it is for: alias, directory, GGUF or hub id.")],

@@ -58,7 +58,9 @@ def _ended(message: str, status: int) -> typer.Exit:
 
 
 def _abandon_output() -> None:
-    """Where standard output takes no more, let Python's own flush at exit go nowhere instead of failing a second time."""
+    """Where standard output takes no more, let Python's own flush at exit go nowhere instead of failing a second
+    time.
+    """
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -71,7 +71,8 @@ def generate(
 ) -> None:
     """Answer a prompt, or a file of prompts, with any decoding method.
 
-    On a terminal, text that was drafted and accepted is green. The answer goes to standard output, all else to standard error.
+    On a terminal, text that was drafted and accepted is green. The answer goes to standard output, all else to standard
+    error.
 
         foretell generate "Why is the sky blue?" --method sam_recycling
 
@@ -81,9 +82,9 @@ def generate(
     """
     from foretell.cli.prompts import Defaults
     from foretell.cli.setup import prepare, understand
-    from foretell.sampling import Sampling
+    from foretell.core.sampling import SamplingParams
 
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
     )
     if max_new_tokens < 1 or rows < 1:
@@ -183,7 +184,7 @@ def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
     if answer.error:
         out["error"] = answer.error
     if not answer.lossless:
-        price = s.price
+        price = s.fidelity
         out["price"] = {
             "changed_share": price.changed_share,
             "total_variation": price.mean_variation,

@@ -4,11 +4,13 @@ import signal
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
-from foretell.engine import Engine, Update
+from foretell.engine.engine import Engine, Update
 
 
 class Interrupt:
-    """Lets the step at hand end before Ctrl-C takes effect, so that nothing generated is lost; pressed again, it stops at once."""
+    """Lets the step at hand end before Ctrl-C takes effect, so that nothing generated is lost; pressed again, it stops
+    at once.
+    """
 
     def __init__(self) -> None:
         self.asked = False

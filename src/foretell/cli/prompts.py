@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from foretell.sampling import Sampling
-from foretell.text import Message
-from foretell.validation import parse_json, validate
+from foretell.core.sampling import SamplingParams
+from foretell.tokenizer.codec import Message
+from foretell.utils.validation import parse_json, validate
 
 
 class Turn(BaseModel):
@@ -23,7 +23,9 @@ class Turn(BaseModel):
 
 
 class Line(BaseModel):
-    """What a line may say. Exactly one of `prompt`, `messages` and `turns`; other keys (a data set's own) are left alone.
+    """What a line may say.
+
+    Exactly one of `prompt`, `messages` and `turns`; other keys (a data set's own) are left alone.
 
     `turns` are the user's side of a conversation: each is answered in view of the earlier ones.
     """
@@ -66,7 +68,7 @@ class Line(BaseModel):
 class Defaults:
     """What the command line says for all prompts."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     max_new_tokens: int
     stop: tuple[str, ...]
     raw: bool
@@ -80,7 +82,7 @@ class Task:
 
     prompt: str | tuple[Message, ...]
     turns: tuple[str, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     max_new_tokens: int
     stop: tuple[str, ...]
     raw: bool
@@ -128,16 +130,16 @@ def parse(raw: bytes) -> Line:
 
 def task(line: Line, defaults: Defaults) -> Task:
     """A line completed by the defaults."""
-    known = {f.name for f in fields(Sampling)} & set(Line.model_fields)
+    known = {f.name for f in fields(SamplingParams)} & set(Line.model_fields)
     said = {name: value for name in known if (value := getattr(line, name)) is not None}
     stop = defaults.stop if line.stop is None else (line.stop,) if isinstance(line.stop, str) else tuple(line.stop)
     raw = defaults.raw if line.raw is None else line.raw
     prompt, turns = _conversation(line, raw, defaults.system)
-    base = {f.name: getattr(defaults.sampling, f.name) for f in fields(Sampling)}
+    base = {f.name: getattr(defaults.sampling, f.name) for f in fields(SamplingParams)}
     return Task(
         prompt=prompt,
         turns=turns,
-        sampling=Sampling(**(base | said)),
+        sampling=SamplingParams(**(base | said)),
         max_new_tokens=defaults.max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
         stop=stop,
         raw=raw,

@@ -1,4 +1,6 @@
-"""Timing this machine for `foretell roofline calibrate`: the engine's own passes, behind the narrow callable the analyzer takes."""
+"""Timing this machine for `foretell roofline calibrate`: the engine's own passes, behind the narrow callable the
+analyzer takes.
+"""
 
 import os
 import platform
@@ -11,20 +13,22 @@ import numpy as np
 import torch
 
 from foretell.bench.random_model import random_network
+from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.load import EMBEDDED, load
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network
 from foretell.roofline.calibrate import PROBES, Measure
 from foretell.roofline.formats import Format, parse
 from foretell.roofline.names import look_up
-from foretell.tree import TokenTree, from_lists
 
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
 PATIENCE = 2.0
 """Seconds after which a measurement ends whatever the machine does meanwhile."""
 MOST_USED, MOST_SPREAD = 0.15, 0.5
-"""What others may use of the processors, and how much longer than the fastest the median may be, before a machine counts as busy."""
+"""What others may use of the processors, and how much longer than the fastest the median may be, before a machine
+counts as busy.
+"""
 
 
 def form(precision: str) -> Format:
@@ -105,15 +109,17 @@ def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:
 
 
 def timer(of: Network, repeat: int) -> Measure:
-    """Seconds of a pass over n new tokens after s cached ones: the fastest, once `repeat` more were no faster; with all logits."""
+    """Seconds of a pass over n new tokens after s cached ones: the fastest, once `repeat` more were no faster; with all
+    logits.
+    """
     runner = DecoderRunner(of)
 
     def measure(tokens: int, context: int) -> float:
-        runner.crop(0, context)
+        runner.truncate(0, context)
         while runner.length(0) < context:
             piece = chain(min(PROMPT_CHUNK, context - runner.length(0)))
             runner.forward([0], piece, scored=np.zeros((1, piece.nodes), bool))
-            runner.keep(0, list(range(piece.nodes)))
+            runner.commit(0, list(range(piece.nodes)))
         tree, best, since = chain(tokens), float("inf"), 0
         # Other work on the machine only ever adds time: go on until the fastest pass has stood for a while.
         until = time.perf_counter() + PATIENCE
@@ -129,4 +135,4 @@ def timer(of: Network, repeat: int) -> Measure:
 
 def chain(tokens: int) -> TokenTree:
     """A chain of the same token."""
-    return from_lists([[1] * tokens], [list(range(-1, tokens - 1))])
+    return tree_from_lists([[1] * tokens], [list(range(-1, tokens - 1))])

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from foretell.api import Model
 from foretell.catalogue import find
-from foretell.config import SpeculativeConfig
+from foretell.catalogue.config import SpeculativeConfig
+from foretell.engine.method import AnyMethod
 from foretell.load import load, load_draft
-from foretell.method import AnyMethod
 
 
 def set_threads(threads: int | None) -> int:
@@ -62,7 +62,9 @@ def understand(
     drafts: Sequence[str] | None,
     methods: Sequence[str] = (),
 ) -> Wish:
-    """Bring `--method`, `--draft-model` and `--speculative-config` together. `methods`: further ones that the config is for.
+    """Bring `--method`, `--draft-model` and `--speculative-config` together.
+
+    `methods`: further ones that the config is for.
 
     Raises:
         ValueError: an unknown method, a bad config, options of no method, or two answers to one question.
@@ -96,7 +98,9 @@ def prepare(
     references: Sequence[Path] | None,
     memory_limit: int | None = None,
 ) -> Ready:
-    """Load everything; what can be refused quickly is refused first. `memory_limit`: MiB that the target's weights may take.
+    """Load everything; what can be refused quickly is refused first.
+
+    `memory_limit`: MiB that the target's weights may take.
 
     Raises:
         ValueError: a model cannot be loaded, or the method cannot be built.
@@ -123,6 +127,9 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while something takes its time; silent where nobody watches. Gives a function that changes its text."""
+    """A spinner on standard error while something takes its time; silent where nobody watches.
+
+    Gives a function that changes its text.
+    """
     with Console(file=sys.stderr).status(f"[dim]{what}[/]", spinner="dots") as status:
         yield lambda text: status.update(f"[dim]{text}[/]")

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from foretell.api import Answer
-from foretell.engine import Update
-from foretell.text import Detokenizer
+from foretell.engine.engine import Update
+from foretell.tokenizer.codec import Detokenizer
 
 DRAFTED = "green"
 """Colour of tokens that were drafted and accepted."""
@@ -21,8 +21,8 @@ _UNSAFE = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in
 class Painter:
     """Tells which characters of an answer were drafted.
 
-    The engine's text stays as it is: it may come in other pieces than the tokens do (characters of several tokens, held-back stop strings), so each
-    of its characters takes the origin of the token that completed it.
+    The engine's text stays as it is: it may come in other pieces than the tokens do (characters of several tokens,
+    held-back stop strings), so each of its characters takes the origin of the token that completed it.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -84,7 +84,7 @@ def closing(answers: Sequence[Answer], seconds: float) -> Text:
 
 def _price(answers: Sequence[Answer]) -> str:
     """What a lossy method changed, per decided token."""
-    prices = [a.statistics.price for a in answers]
+    prices = [a.statistics.fidelity for a in answers]
     tokens = max(1, sum(p.tokens for p in prices))
     changed = sum(p.changed for p in prices) / tokens
     variation = sum(p.variation for p in prices) / tokens

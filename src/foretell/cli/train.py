@@ -23,7 +23,7 @@ from foretell.train.loop.measure import Measured
 from foretell.train.loop.settings import DRAFT_VOCAB, Portion, Settings, flag
 from foretell.train.loop.task import features, prepare, understood
 from foretell.train.loop.trainer import Trainer, Watcher
-from foretell.validation import explain
+from foretell.utils.validation import explain
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -109,8 +109,10 @@ def train(
     settings = _settings(
         recipe=recipe, model=model, data=tuple(_portion(d) for d in data), out=str(out), steps=steps, epochs=epochs,
         batch_tokens=batch_tokens, sequence=sequence, accumulate=accumulate, lr=lr, warmup=warmup, schedule=schedule,
-        weight_decay=weight_decay, clip=clip, ema=ema, precision=precision, draft_vocab=draft_vocab, save_minutes=save_minutes,
-        measure_every=measure_every, measure_prompts=measure_prompts, measure_tokens=measure_tokens, patience=patience, seed=seed,
+        weight_decay=weight_decay, clip=clip, ema=ema, precision=precision, draft_vocab=draft_vocab,
+        save_minutes=save_minutes,
+        measure_every=measure_every, measure_prompts=measure_prompts, measure_tokens=measure_tokens, patience=patience,
+        seed=seed,
         options=dict(_pair(c) for c in chosen or ()), begin=begin, features=features, cache_gib=cache_gib,
     )  # fmt: skip
     run(settings, shlex.join(["foretell", *sys.argv[1:]]))
@@ -238,7 +240,8 @@ class Bar(Watcher):
 
     def __init__(self, console: Console) -> None:
         columns = (
-            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"), BarColumn(), TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn()
         )  # fmt: skip
         self._bar = Progress(*columns, console=console, speed_estimate_period=600)
         self._task = self._bar.add_task("", total=1, text="")

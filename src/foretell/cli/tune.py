@@ -11,7 +11,7 @@ from foretell.cli.data import tasks_of
 from foretell.cli.setup import read_text
 from foretell.load import EMBEDDED, load
 from foretell.model.skip import SkipTrial, kept_share
-from foretell.tune import Drafting, Objective, answers, tune_skip
+from foretell.tune.skip import Drafting, Objective, answers, tune_skip
 
 _EXAMPLE = 'write for example {"prompt": "Why is the sky blue?"}'
 app = typer.Typer(
@@ -50,7 +50,9 @@ def skip(
     device: options.Device = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
 ) -> None:
-    """Find the sub-layers that self-speculation leaves out; use the result with `--method self_speculative` and `skip_set`."""
+    """Find the sub-layers that self-speculation leaves out; use the result with `--method self_speculative` and
+    `skip_set`.
+    """
     if prompts.suffix == ".jsonl":
         texts = [(task.prompt, task.raw) for task in tasks_of(prompts)]
     else:
@@ -64,7 +66,8 @@ def skip(
     def told(trial: SkipTrial) -> None:
         share = kept_share(target.config, trial.skip)
         console.print(
-            f"{trial.value:8.3f}  without {len(trial.attention):2} attention and {len(trial.mlp):2} feed-forward parts, "
+            f"{trial.value:8.3f}  without {len(trial.attention):2} attention and {len(trial.mlp):2} feed-forward "
+            f"parts, "
             f"{share:.0%} of the weights"
         )
 

@@ -48,9 +48,10 @@ def verify(
 ) -> None:
     """Check on your model and machine that a method changes nothing.
 
-    Three checks a method. Greedy answers equal those of plain decoding; where they do not, a tie within rounding is told from a bug. Sampled answers
-    follow the target's own law, by a chi-squared test that says how small a difference it would have seen. Answers do not depend on who shares
-    the batch. Exits with 1 if a method that claims to be lossless fails.
+    Three checks a method. Greedy answers equal those of plain decoding; where they do not, a tie within rounding is
+    told from a bug. Sampled answers follow the target's own law, by a chi-squared test that says how small a difference
+    it would have seen. Answers do not depend on who shares the batch. Exits with 1 if a method that claims to be
+    lossless fails.
 
         foretell verify sam_recycling
 
@@ -81,9 +82,9 @@ def verify(
 def _texts(path: Path) -> tuple[str, ...]:
     """The prompts of a file, which must all be good here."""
     from foretell.cli.prompts import BadLine, Defaults, read_prompts
-    from foretell.sampling import Sampling
+    from foretell.core.sampling import SamplingParams
 
-    found = [line for _, line in read_prompts(path, Defaults(Sampling(), 1, (), False, None))]
+    found = [line for _, line in read_prompts(path, Defaults(SamplingParams(), 1, (), False, None))]
     bad = next((line for line in found if isinstance(line, BadLine)), None)
     if bad is not None:
         raise ValueError(f"{path}, line {bad.number}: {bad.reason}")
@@ -100,7 +101,10 @@ def show(report: "Report") -> None:
     console = Console(highlight=False, soft_wrap=True)
     claim = ("claims to be lossless", "dim") if report.lossless else ("says it is LOSSY", "red")
     console.print(Text.assemble((report.method, "bold"), "  ", claim, (f", {report.seconds:.0f} s", "dim")))
-    lines = ((report.identity.passed, identity_line(report.identity)), (report.law.passed, law_line(report.law)))
+    lines = (
+        (report.identity.passed, identity_line(report.identity)),
+        (report.distribution.passed, law_line(report.distribution)),
+    )
     for passed, text in (*lines, (report.company.passed, company_line(report.company))):
         console.print(verdict(passed, report.lossless).append(text))
     for divergence in (*report.identity.divergences, *report.company.divergences):
@@ -148,7 +152,8 @@ def divergence_line(d: "Divergence") -> str:
     """Where two answers part, and why."""
     why = "a tie that rounding decides" if d.verdict == "tie" else "rounding does not explain it"
     return (
-        f"prompt {d.prompt + 1}, token {d.position + 1}: {d.expected_text!r} became {d.found_text!r}; margin {d.margin:.3g} in logits, "
+        f"prompt {d.prompt + 1}, token {d.position + 1}: {d.expected_text!r} became {d.found_text!r}; margin "
+        f"{d.margin:.3g} in logits, "
         f"rounding noise {d.noise:.3g}: {why}"
     )
 
@@ -164,7 +169,7 @@ def record(report: "Report") -> dict[str, object]:
         "lossless": report.lossless,
         "passed": report.passed,
         "identity": judged(report.identity),
-        "law": judged(report.law),
+        "law": judged(report.distribution),
         "company": judged(report.company),
         "seconds": report.seconds,
     }

@@ -1,47 +1,47 @@
 """Drafters: what guesses the next tokens. One file per guesser."""
 
-from foretell.draft.base import Continuation, Drafter, Nothing, Predictor, Retriever
-from foretell.draft.cascade import Cascade
-from foretell.draft.eagle import Eagle
-from foretell.draft.heads import Heads
-from foretell.draft.hybrid import Hybrid
-from foretell.draft.jacobi import Jacobi
-from foretell.draft.lookahead import Lookahead
-from foretell.draft.lookup import Lookup
-from foretell.draft.mix import Mix
-from foretell.draft.model import DraftModel
-from foretell.draft.online import Online
-from foretell.draft.parallel import ParallelSampling
-from foretell.draft.phrases import PhraseRetrieval
-from foretell.draft.recycling import Recycling
-from foretell.draft.rest import Rest
-from foretell.draft.stages import Stages
-from foretell.draft.suffix import Suffix
-from foretell.draft.together import Together
-from foretell.draft.translate import Translated
+from foretell.draft.base import Continuation, Drafter, NoDrafter, Predictor, Retriever
+from foretell.draft.cascade import CascadeDrafter
+from foretell.draft.combined import CombinedRetriever
+from foretell.draft.cross_tokenizer import CrossTokenizerDrafter
+from foretell.draft.datastore import DatastoreRetriever
+from foretell.draft.draft_model import DraftModel
+from foretell.draft.eagle import EagleDrafter
+from foretell.draft.heads import HeadsDrafter
+from foretell.draft.hybrid import HybridDrafter
+from foretell.draft.jacobi import JacobiDrafter
+from foretell.draft.lookahead import LookaheadDrafter
+from foretell.draft.mixture import MixtureDrafter
+from foretell.draft.mlp_speculator import MLPSpeculatorDrafter
+from foretell.draft.online import OnlineDrafter
+from foretell.draft.parallel_sampling import ParallelDrafter
+from foretell.draft.phrases import PhraseRetriever
+from foretell.draft.prompt_lookup import PromptLookup
+from foretell.draft.recycling import TokenRecycling
+from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
-    "Cascade",
+    "CascadeDrafter",
+    "CombinedRetriever",
     "Continuation",
+    "CrossTokenizerDrafter",
+    "DatastoreRetriever",
     "DraftModel",
     "Drafter",
-    "Eagle",
-    "Heads",
-    "Hybrid",
-    "Jacobi",
-    "Lookahead",
-    "Lookup",
-    "Mix",
-    "Nothing",
-    "Online",
-    "ParallelSampling",
-    "PhraseRetrieval",
+    "EagleDrafter",
+    "HeadsDrafter",
+    "HybridDrafter",
+    "JacobiDrafter",
+    "LookaheadDrafter",
+    "MLPSpeculatorDrafter",
+    "MixtureDrafter",
+    "NoDrafter",
+    "OnlineDrafter",
+    "ParallelDrafter",
+    "PhraseRetriever",
     "Predictor",
-    "Recycling",
-    "Rest",
+    "PromptLookup",
     "Retriever",
-    "Stages",
-    "Suffix",
-    "Together",
-    "Translated",
+    "SuffixRetriever",
+    "TokenRecycling",
 ]

@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.context import Context, Step
-from foretell.ownership import Exclusive, Owner
-from foretell.rank import likeliest
-from foretell.tree import TokenTree
+from foretell.core.context import Context, StepResult
+from foretell.core.ownership import Exclusive, Owner
+from foretell.core.tree import TokenTree
+from foretell.distributions.topk import likeliest
 
 
 class Drafter(Exclusive, ABC):
     """Guesses what the target will say. Memory is indexed by `context.rows`.
 
-    A step may propose twice before it is kept: for each request alone, where proposing for all of them raised an exception.
+    A step may propose twice before it is kept: for each request alone, where proposing for all of them raised an
+    exception.
     """
 
     label: ClassVar[str] = ""
@@ -26,47 +27,52 @@ class Drafter(Exclusive, ABC):
     learns: ClassVar[bool] = False
     """Whether it is trained while it serves."""
 
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
-    reach: int = 1 << 31
+    max_context: int = 1 << 31
     """Longest text it can read, in tokens; longer ones are decoded without drafts."""
 
-    def depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """Deepest drafts that it can make for the texts now, at most `context.room`; 0 where it does not know enough yet."""
-        lengths = np.array([t.length for t in context.texts])
-        return np.minimum(context.room, np.maximum(0, self.reach + 1 - lengths))
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """Deepest drafts that it can make for the texts now, at most `context.room`; 0 where it does not know enough
+        yet.
+        """
+        lengths = np.array([t.length for t in context.sequences])
+        return np.minimum(context.max_depth, np.maximum(0, self.max_context + 1 - lengths))
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Learn what happened, after every pass of the target (the reading of a prompt included)."""
         return
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row: its request is over."""
         return
 
     def rewind(self, row: int, length: int) -> int:
-        """Prepare a row for a request that begins with the first `length` tokens of its last one, which the target will not read again.
+        """Prepare a row for a request that begins with the first `length` tokens of its last one, which the target will
+        not read again.
 
-        How many of them (0 to `length`) the drafter can do without seeing once more; the target reads on from there. What depends on how the last
-        request went on is forgotten.
+        How many of them (0 to `length`) the drafter can do without seeing once more; the target reads on from there.
+        What depends on how the last request went on is forgotten.
         """
-        self.clear(row)
-        return 0 if self.taps else length
+        self.release(row)
+        return 0 if self.hidden_layers else length
 
-    def probe(self, tree: TokenTree, context: Context) -> TokenTree:
+    def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add nodes that the target shall read for the drafter's own sake."""
         return tree
 
 
-def narrowed(step: Step, tapped: Sequence[int], taps: Sequence[int]) -> Step:
-    """The step as one of several drafters sees it: of the features of `tapped` layers, those of `taps`, in that order; with none it looks at none."""
-    if not taps or tuple(tapped) == tuple(taps):
+def with_hidden_layers(step: StepResult, available_layers: Sequence[int], hidden_layers: Sequence[int]) -> StepResult:
+    """The step as one of several drafters sees it: of the features of `available_layers` layers, those of
+    `hidden_layers`, in that order; with none it looks at none.
+    """
+    if not hidden_layers or tuple(available_layers) == tuple(hidden_layers):
         return step
-    features = tuple(step.output.features[tapped.index(t)] for t in taps)
-    return replace(step, output=replace(step.output, features=features))
+    features = tuple(step.output.hidden_states[available_layers.index(t)] for t in hidden_layers)
+    return replace(step, output=replace(step.output, hidden_states=features))
 
 
-class Nothing(Drafter):
+class NoDrafter(Drafter):
     """Guesses nothing: plain decoding."""
 
     label = "nothing"
@@ -77,13 +83,15 @@ class Nothing(Drafter):
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """The likeliest tokens after some nodes, best first: `token[at[i, j]]` after node `j` of text `i`, with their probabilities."""
+class TopTokens:
+    """The likeliest tokens after some nodes, best first: `token[at[i, j]]` after node `j` of text `i`, with their
+    probabilities.
+    """
 
     probability: Float[np.ndarray, "k c"]
     """Under the drafter's own softmax, before any sampling parameter."""
     token: Int[np.ndarray, "k c"]
-    at: Int[np.ndarray, "b n"]
+    logit_index: Int[np.ndarray, "b n"]
 
     @staticmethod
     def of(
@@ -91,32 +99,37 @@ class Ranked:
         columns: Int[torch.Tensor, "k c"],
         at: Int[np.ndarray, "b n"],
         token_of: Int[np.ndarray, " w"] | None = None,
-    ) -> "Ranked":
+    ) -> "TopTokens":
         """From what was drafted best; `token_of` gives the token of every column."""
         places = columns.cpu().numpy()
-        return Ranked(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
+        return TopTokens(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
 
 
-def ranked(
+def top_tokens(
     logits: Float[torch.Tensor, "k w"],
     at: Int[np.ndarray, "b n"],
     count: int,
     token_of: Int[np.ndarray, " w"] | None = None,
-) -> Ranked:
+) -> TopTokens:
     """The `count` best tokens of every row of scores, or as many as there are."""
     if not len(logits):
-        return Ranked(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
-    return Ranked.of(*likeliest(logits, min(count, logits.shape[1])), at, token_of)
+        return TopTokens(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
+    return TopTokens.of(*likeliest(logits, min(count, logits.shape[1])), at, token_of)
 
 
 class Predictor(Drafter):
     """Gives distributions for the children of tree nodes, level by level."""
 
-    def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
-        """The `count` likeliest tokens after the live nodes of `frontier`: all that a shape needs which picks. Called instead of `expand`."""
-        return ranked(*self.expand(tree, frontier, context), count)
+    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+        """The `count` likeliest tokens after the live nodes of `frontier`: all that a shape needs which picks.
 
-    def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
+        Called instead of `expand`.
+        """
+        return top_tokens(*self.expand(tree, frontier, context), count)
+
+    def grow_dynamic_tree(
+        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
+    ) -> TokenTree | None:
         """The tree that `shape.Beam` would grow from this drafter, in one go; None: let it be grown level by level.
 
         `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of one to be gone on from.
@@ -127,18 +140,21 @@ class Predictor(Drafter):
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores of what follows the live nodes of `frontier`, and where each node's are (as `Output.at`).
+        """Scores of what follows the live nodes of `frontier`, and where each node's are (as `ModelOutput.at`).
 
-        `tree` grows from call to call within a step, starting with roots only (trunk 1); nodes never change once handed over.
+        `tree` grows from call to call within a step, starting with roots only (trunk 1); nodes never change once handed
+        over.
         """
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens that may follow a text, and for each the estimated probability that it is accepted (falling along the way)."""
+    """Tokens that may follow a text, and for each the estimated probability that it is accepted (falling along the
+    way).
+    """
 
     tokens: tuple[int, ...]
-    survival: tuple[float, ...]
+    cumulative_acceptance: tuple[float, ...]
 
 
 class Retriever(Drafter):

@@ -1,4 +1,6 @@
-"""Speculation within the drafter: a small model drafts for the target, and another method drafts for the small model."""
+"""Speculation within the drafter: a small model drafts for the target, and another method drafts for the small
+model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,29 +10,31 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.context import Context, Step
+from foretell.core.context import Context, StepResult
+from foretell.core.ownership import Owner
+from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
-from foretell.draft.model import catch_up
+from foretell.draft.draft_model import read_backlog
 from foretell.model.runner import Runner
-from foretell.ownership import Owner
-from foretell.tree import TokenTree
 
 
 @runtime_checkable
 class Proposer(Protocol):
-    """What drafts for the small model: a method, whose acceptor has no say because the small model's guesses are matched with its tree."""
+    """What drafts for the small model: a method, whose acceptor has no say because the small model's guesses are
+    matched with its tree.
+    """
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def hidden_layers(self) -> tuple[int, ...]:
         """Target layers whose hidden states it needs."""
 
     def propose(self, context: Context) -> TokenTree:
         """Trees below the last tokens."""
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Learn what happened."""
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row."""
 
     def rewind(self, row: int, length: int) -> int:
@@ -40,19 +44,21 @@ class Proposer(Protocol):
         """Serve this engine from now on."""
 
 
-class Cascade(Predictor):
-    """A draft model that reads ahead what `ahead` proposes (Cascade Speculative Drafting, arXiv 2312.11462; staged speculation, arXiv 2308.04623).
+class CascadeDrafter(Predictor):
+    """A draft model that reads ahead what `ahead` proposes (Cascade Speculative Drafting, arXiv 2312.11462; staged
+    speculation, arXiv 2308.04623).
 
-    The tree that `ahead` proposes below a text is read with the text's last token, in one pass. As long as the guesses that the shape then makes are
-    in it, their scores are there already; a guess that is not costs a pass, as with `DraftModel`. Guesses and the laws they come from are those of
-    the draft model alone, so every acceptor keeps its law and every seed its text: only the number of passes changes. Cascades nest.
+    The tree that `ahead` proposes below a text is read with the text's last token, in one pass. As long as the guesses
+    that the shape then makes are in it, their scores are there already; a guess that is not costs a pass, as with
+    `DraftModel`. Guesses and the laws they come from are those of the draft model alone, so every acceptor keeps its
+    law and every seed its text: only the number of passes changes. Cascades nest.
     """
 
     label = "draft model, itself drafted for by n-gram copies or smaller models"
 
     def __init__(self, runner: Runner, ahead: Proposer, chunk: int = 512) -> None:
-        self.runner, self.reach = runner, runner.context
-        self.ahead, self.taps = ahead, ahead.taps
+        self.runner, self.max_context = runner, runner.context
+        self.ahead, self.hidden_layers = ahead, ahead.hidden_layers
         self.passes = 0
         """Passes of the draft model so far, catching up apart."""
         self._chunk = chunk
@@ -65,7 +71,10 @@ class Cascade(Predictor):
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores after the frontier, read now or ahead. Texts without room for children of the frontier are not read."""
+        """Scores after the frontier, read now or ahead.
+
+        Texts without room for children of the frontier are not read.
+        """
         if tree.nodes == 1:
             self._begin(context)
         at = np.full(tree.token.shape, -1, np.int64)
@@ -73,7 +82,7 @@ class Cascade(Predictor):
             (i, node, tree.token[i, tree.ancestors(i, node)[1:]].tolist())
             for i in range(tree.rows)
             for node in frontier[i].tolist()
-            if tree.live[i, node] and tree.depth[i, node] < context.room[i]
+            if tree.valid[i, node] and tree.depth[i, node] < context.max_depth[i]
         ]
         missing = [
             sorted({tuple(path) for j, _, path in wanted if j == i and not self._has(i, path)})
@@ -88,17 +97,17 @@ class Cascade(Predictor):
     def _begin(self, context: Context) -> None:
         """Read everything unread and the tree that the other method proposes."""
         self._rows = context.rows
-        catch_up(self.runner, context, self._chunk)
-        guess = self.ahead.propose(replace(context, room=np.maximum(context.room - 1, 0)))
+        read_backlog(self.runner, context, self._chunk)
+        guess = self.ahead.propose(replace(context, max_depth=np.maximum(context.max_depth - 1, 0)))
         unread = [
-            t.tokens[self.runner.length(row) if room else -1 :].tolist()
-            for row, t, room in zip(context.rows, context.texts, context.room, strict=True)
+            t.tokens[self.runner.length(row) if max_depth else -1 :].tolist()
+            for row, t, max_depth in zip(context.rows, context.sequences, context.max_depth, strict=True)
         ]
-        full = guess.with_trunk(unread)
-        read = full.live & (context.room > 0)[:, None]
-        self._tree = replace(full, live=read, probe=np.zeros_like(read))
+        full = guess.with_prefix(unread)
+        read = full.valid & (context.max_depth > 0)[:, None]
+        self._tree = replace(full, valid=read, probe=np.zeros_like(read))
         self._logits, self._at = [], np.full(full.token.shape, -1, np.int64)
-        self._read(read, read & (np.arange(full.nodes) >= full.trunk[:, None] - 1))
+        self._read(read, read & (np.arange(full.nodes) >= full.prefix_length[:, None] - 1))
 
     def _extend(self, missing: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Read guesses that were not read ahead; all but the last token of each path has been."""
@@ -107,48 +116,48 @@ class Cascade(Predictor):
         parents = [[self._place(i, path[:-1]) for path in paths] for i, paths in enumerate(missing)]
         tree = self._tree.with_probes([[path[-1] for path in paths] for paths in missing], parents)
         new = tree.probe & (np.arange(first + most) >= first)
-        self._tree = replace(tree, live=tree.live | new, probe=np.zeros_like(new))
+        self._tree = replace(tree, valid=tree.valid | new, probe=np.zeros_like(new))
         self._at = np.pad(self._at, ((0, 0), (0, most)), constant_values=-1)
         self._read(new, new)
 
     def _read(self, read: np.ndarray, scored: np.ndarray) -> None:
         """One pass over nodes of the tree, whose scores join those that are there."""
         assert self._tree is not None
-        output = self.runner.forward(self._rows, self._tree, read=read, scored=scored)
+        output = self.runner.forward(self._rows, self._tree, active=read, scored=scored)
         self.passes += 1
         before = sum(len(x) for x in self._logits)
-        self._at = np.where(output.at >= 0, output.at + before, self._at)
+        self._at = np.where(output.logit_index >= 0, output.logit_index + before, self._at)
         self._logits.append(output.logits)
 
     def _place(self, i: int, path: Sequence[int]) -> int:
         """Where the model read this path below the root of text `i`."""
         assert self._tree is not None
-        nodes = self._tree.follow(i, path)
-        return nodes[-1] if nodes else int(self._tree.trunk[i]) - 1
+        nodes = self._tree.find_path(i, path)
+        return nodes[-1] if nodes else int(self._tree.prefix_length[i]) - 1
 
     def _has(self, i: int, path: Sequence[int]) -> bool:
         assert self._tree is not None
-        return len(self._tree.follow(i, path)) == len(path)
+        return len(self._tree.find_path(i, path)) == len(path)
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Keep what was read of the decided tokens, and tell the other method."""
         if self._tree is not None:
             for i, row in enumerate(step.context.rows):
-                if row in self._rows and self._tree.live[(mine := self._rows.index(row)), 0]:
-                    trunk = range(int(self._tree.trunk[mine]))
-                    self.runner.keep(row, [*trunk, *self._tree.follow(mine, step.decided[i][:-1])])
+                if row in self._rows and self._tree.valid[(mine := self._rows.index(row)), 0]:
+                    prefix_length = range(int(self._tree.prefix_length[mine]))
+                    self.runner.commit(row, [*prefix_length, *self._tree.find_path(mine, step.new_tokens[i][:-1])])
         self._tree, self._rows = None, ()
-        self.ahead.keep(step)
+        self.ahead.observe(step)
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row: its request is over."""
-        self.runner.crop(row, 0)
-        self.ahead.clear(row)
+        self.runner.truncate(row, 0)
+        self.ahead.release(row)
 
     def rewind(self, row: int, length: int) -> int:
         """Keep what was read of the common tokens."""
         length = self.ahead.rewind(row, length)
-        self.runner.crop(row, length)
+        self.runner.truncate(row, length)
         return length
 
     def claim(self, owner: Owner) -> bool:

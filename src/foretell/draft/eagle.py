@@ -1,4 +1,6 @@
-"""Drafting with EAGLE's layer: it follows the target through the text, and goes on from its own outputs below the text's end."""
+"""Drafting with EAGLE's layer: it follows the target through the text, and goes on from its own outputs below the
+text's end.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,18 +11,20 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.context import Context, Step, Text
-from foretell.draft.base import Predictor, Ranked
-from foretell.draft.network.eagle import EagleNetwork
-from foretell.model.cache import Cache, Layout
-from foretell.model.native import Trees
-from foretell.tree import TokenTree, hung
+from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.tree import TokenTree, tree_from_parents
+from foretell.draft.base import Predictor, TopTokens
+from foretell.model.cache import KVCache, Layout
+from foretell.model.kernels import Trees
+from foretell.speculator.network.eagle import EagleNetwork
 
 
 class _States(NamedTuple):
-    """The target's states at some positions: where they are among those of a whole pass, which are not copied before they are read."""
+    """The target's states at some positions: where they are among those of a whole pass, which are not copied before
+    they are read.
+    """
 
-    tapped: tuple[Float[torch.Tensor, "n d"], ...]
+    hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
     place: Int[np.ndarray, " t"]
 
 
@@ -28,7 +32,10 @@ def _together(parts: Sequence[_States]) -> _States:
     """The same in one."""
     if len(parts) == 1:
         return parts[0]
-    gathered = [[tapped[torch.from_numpy(p.place).to(tapped.device)] for tapped in p.tapped] for p in parts]
+    gathered = [
+        [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
+        for p in parts
+    ]
     return _States(tuple(map(torch.cat, zip(*gathered, strict=True))), np.arange(sum(len(p.place) for p in parts)))
 
 
@@ -45,78 +52,82 @@ class _Row:
         return 0 if self.waiting is None else len(self.waiting.place)
 
     def add(self, states: _States) -> None:
-        """Have further positions wait. Where others do already their states are copied, so that no more than one pass is held."""
+        """Have further positions wait.
+
+        Where others do already their states are copied, so that no more than one pass is held.
+        """
         self.waiting = states if self.waiting is None else _together([self.waiting, states])
 
     def cut(self, length: int) -> None:
         """Forget the positions from `length` on."""
         count = length - self.length
         if self.waiting is not None:
-            self.waiting = _States(self.waiting.tapped, self.waiting.place[:count]) if count > 0 else None
+            self.waiting = _States(self.waiting.hidden_states, self.waiting.place[:count]) if count > 0 else None
         self.length = min(self.length, length)
 
     def take(self, count: int) -> _States:
         """The states of the next `count` positions, which count as read from now on."""
         assert self.waiting is not None
-        tapped, place = self.waiting
-        self.waiting = _States(tapped, place[count:]) if count < len(place) else None
+        hidden_states, place = self.waiting
+        self.waiting = _States(hidden_states, place[count:]) if count < len(place) else None
         self.length += count
-        return _States(tapped, place[:count])
+        return _States(hidden_states, place[:count])
 
 
-class Eagle(Predictor):
+class EagleDrafter(Predictor):
     """A layer with a cache of its own, on the target's states (EAGLE, arXiv 2401.15077, 2406.16858, 2503.01840).
 
-    The keys of positions that the target has read were made from its states and stay. Those of drafted nodes were made from the layer's own outputs,
-    stand behind them for the length of a step, and are forgotten. Positions that a long pass of the target read are caught up with at once if there
-    are more than `most`; the others wait for the next draft, whose first call reads them with the root.
+    The keys of positions that the target has read were made from its states and stay. Those of drafted nodes were made
+    from the layer's own outputs, stand behind them for the length of a step, and are forgotten. Positions that a long
+    pass of the target read are caught up with at once if there are more than `most`; the others wait for the next
+    draft, whose first call reads them with the root.
     """
 
     label = "one layer in the target's feature space"
 
     def __init__(self, network: EagleNetwork, most: int = 32) -> None:
-        self.network, self.taps, self.reach = network, network.taps, network.context
+        self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
         self._most = max(most, 1)
         c, device = network.config, network.get_buffer("_cos").device
-        self._cache = Cache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
+        self._cache = KVCache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._known: dict[int, _Row] = {}
         self._proposed: dict[int, _Row] = {}
         """Rows that were proposed for in this step, as they were before: a step that failed proposes again."""
         self._branches = _Branches(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
-    def depths(self, context: Context) -> Int[np.ndarray, " b"]:
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """None for texts that the target has not read up to their last token, and none before the first new token.
 
-        The target has read a prompt up to its last token only if that was left for a chunk of its own: drafting then would make drawn answers depend
-        on how the prompt was cut.
+        The target has read a prompt up to its last token only if that was left for a chunk of its own: drafting then
+        would make drawn answers depend on how the prompt was cut.
         """
-        pairs = zip(context.rows, context.texts, strict=True)
+        pairs = zip(context.rows, context.sequences, strict=True)
         ready = [
             len(text.generated) > 0 and self._reach(self._known.get(row)) == text.length - 1 for row, text in pairs
         ]
-        return np.where(ready, super().depths(context), 0)
+        return np.where(ready, super().max_depths(context), 0)
 
     @staticmethod
     def _reach(row: _Row | None) -> int:
         return -1 if row is None else row.length + row.behind
 
     @torch.inference_mode()
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Remember the target's states at the kept nodes."""
         self._proposed = {}
-        for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
+        for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
             known = self._known.setdefault(row, _Row())
-            if self._reach(known) != step.starts[i] or text.length > self.reach:
+            if self._reach(known) != step.starts[i] or text.length > self.max_context:
                 # It has not seen how the text began, or the text is longer than it can read.
-                self.clear(row)
+                self.release(row)
                 continue
-            places = step.output.feature_at[i, list(step.paths[i])][: text.length - 1 - self._reach(known)]
-            known.add(_States(step.output.features, places))
+            places = step.output.hidden_index[i, list(step.paths[i])][: text.length - 1 - self._reach(known)]
+            known.add(_States(step.output.hidden_states, places))
             if known.behind > self._most:
                 self._read([row], [text], [known.behind - 1])
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row: its request is over."""
         self._known.pop(row, None)
 
@@ -124,7 +135,7 @@ class Eagle(Predictor):
         """Keep the positions of the common tokens, if all are known."""
         known = self._known.get(row)
         if known is None or not 0 < length <= self._reach(known):
-            self.clear(row)
+            self.release(row)
             return 0
         known.cut(length)
         return length
@@ -138,39 +149,41 @@ class Eagle(Predictor):
         return self.network.spread(self.network.score(self.network.see(out))), at
 
     @torch.inference_mode()
-    def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
+    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
         """The same, without a look at the tokens that it does not draft."""
         out, at = self._outputs(tree, frontier, context)
         best = self.network.likeliest(self.network.see(out), min(count, len(self.network.output_matrix)))
-        return Ranked.of(*best, at, self._token_of)
+        return TopTokens.of(*best, at, self._token_of)
 
     @torch.inference_mode()
-    def beam(self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]) -> TokenTree | None:
+    def grow_dynamic_tree(
+        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
+    ) -> TokenTree | None:
         """Whole trees from the CPU kernels, where these run the network."""
-        able = np.flatnonzero(context.room)
+        able = np.flatnonzero(context.max_depth)
         if self.network.kernels is None or not len(able):
             return None
         out = self._roots(able.tolist(), context)
         row = np.array(context.rows)[able]
         length = np.array([self._known[r].length for r in row.tolist()])
         self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
-        trees = Trees(context.room[able], sizes, bounds, row, length)
+        trees = Trees(context.max_depth[able], sizes, bounds, row, length)
         self.network.kernels.beam(out, trees, self._cache)
-        return hung(context.last, able, trees.token, trees.parent, trees.count)
+        return tree_from_parents(context.last_tokens, able, trees.token, trees.parent, trees.count)
 
     def _outputs(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k d"], Int[np.ndarray, "b n"]]:
         """What the layer makes of the frontier."""
         if tree.nodes == 1:
-            text = np.flatnonzero(context.room)
+            text = np.flatnonzero(context.max_depth)
             node = np.zeros_like(text)
             out = self._roots(text.tolist(), context)
             length = [self._known[row].length if row in self._known else 0 for row in context.rows]
             self._branches = _Branches(np.array(context.rows), np.array(length))
             self._branches.begin(text, out)
         else:
-            i, j = np.nonzero(tree.live[np.arange(tree.rows)[:, None], frontier] & (context.room > 0)[:, None])
+            i, j = np.nonzero(tree.valid[np.arange(tree.rows)[:, None], frontier] & (context.max_depth > 0)[:, None])
             text, node = i, frontier[i, j]
             out = self._level(tree, text, node)
         at = np.full(tree.token.shape, -1, np.int64)
@@ -185,10 +198,12 @@ class Eagle(Predictor):
         for row in rows:
             self._known[row] = replace(self._proposed.setdefault(row, replace(self._known[row])))
         counts = [self._known[row].behind for row in rows]
-        read = self._read(rows, [context.texts[i] for i in able], counts)
+        read = self._read(rows, [context.sequences[i] for i in able], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
 
-    def _read(self, rows: Sequence[int], texts: Sequence[Text], counts: Sequence[int]) -> Float[torch.Tensor, "t d"]:
+    def _read(
+        self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
+    ) -> Float[torch.Tensor, "t d"]:
         """Read the next positions of some rows with the target's states, to stay."""
         first = [self._known[row].length for row in rows]
         self._cache.reserve(max(rows) + 1, max(f + n for f, n in zip(first, counts, strict=True)))
@@ -215,7 +230,8 @@ class Eagle(Predictor):
 class _Branches:
     """The nodes that the layer has read in this step, numbered in the order in which it did, roots first.
 
-    Roots are the last positions of texts that hold `length` positions; the keys of drafted nodes go to the slots behind these.
+    Roots are the last positions of texts that hold `length` positions; the keys of drafted nodes go to the slots behind
+    these.
     """
 
     def __init__(self, row: Int[np.ndarray, " b"], length: Int[np.ndarray, " b"]) -> None:

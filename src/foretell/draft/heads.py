@@ -4,33 +4,34 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.context import Context, Step
-from foretell.draft.base import Predictor, Ranked, ranked
-from foretell.draft.network.heads import HeadsNetwork
-from foretell.tree import TokenTree
+from foretell.core.context import Context, StepResult
+from foretell.core.tree import TokenTree
+from foretell.draft.base import Predictor, TopTokens, top_tokens
+from foretell.speculator.network.heads import HeadsNetwork
 
 
-class Heads(Predictor):
-    """Every head guesses one position from the state that produced the root, whatever the path to it (Cai et al., arXiv 2401.10774; Stern et al.,
-    arXiv 1811.03115).
+class HeadsDrafter(Predictor):
+    """Every head guesses one position from the state that produced the root, whatever the path to it (Cai et al., arXiv
+    2401.10774; Stern et al., arXiv 1811.03115).
 
-    So drafting is one small pass per step, and no draft is deeper than there are heads. Nothing is drafted before the target has read the prompt.
+    So drafting is one small pass per step, and no draft is deeper than there are heads. Nothing is drafted before the
+    target has read the prompt.
     """
 
     label = "heads on the target's last hidden state"
 
     def __init__(self, network: HeadsNetwork) -> None:
         self.network = network
-        self.taps = network.taps
+        self.hidden_layers = network.hidden_layers
         self._states: dict[int, tuple[int, torch.Tensor]] = {}
         """Per row the length of the text whose last token a state produced, and that state."""
         self._logits = torch.zeros(0, 0, 0)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
 
-    def depths(self, context: Context) -> Int[np.ndarray, " b"]:
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """As many tokens as there are heads, for texts whose last token was produced by a known state."""
-        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
-        return np.minimum(super().depths(context), np.where(ready, self.network.heads, 0))
+        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.sequences, strict=True)]
+        return np.minimum(super().max_depths(context), np.where(ready, self.network.heads, 0))
 
     def _ready(self, row: int, length: int) -> bool:
         return row in self._states and self._states[row][0] == length
@@ -42,16 +43,18 @@ class Heads(Predictor):
         logits, at = self._scores(tree, frontier, context)
         return self.network.spread(logits), at
 
-    def best(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> Ranked:
+    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
         """The same, without a look at the tokens that it does not draft."""
         logits, at = self._scores(tree, frontier, context)
-        return ranked(logits, at, count, self._token_of)
+        return top_tokens(logits, at, count, self._token_of)
 
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
-        """Scores over the drafted tokens, of no more heads than the frontier needs; all are computed when a tree begins."""
-        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.texts, strict=True)]
+        """Scores over the drafted tokens, of no more heads than the frontier needs; all are computed when a tree
+        begins.
+        """
+        ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.sequences, strict=True)]
         if tree.nodes == 1:
             self._logits = self._all([row for row, yes in zip(context.rows, ready, strict=True) if yes])
         depth = np.take_along_axis(tree.depth, frontier, 1)
@@ -69,22 +72,22 @@ class Heads(Predictor):
         h = torch.stack([self._states[row][1] for row in rows])
         return self.network(h).transpose(0, 1).contiguous()
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Remember the state that produced each text's newest token."""
         rows = np.arange(len(step.context.rows))
-        last = step.output.feature_at[rows, [path[-1] for path in step.paths]]
-        states = step.output.features[0][torch.from_numpy(last).to(step.output.features[0].device)]
+        last = step.output.hidden_index[rows, [path[-1] for path in step.paths]]
+        states = step.output.hidden_states[0][torch.from_numpy(last).to(step.output.hidden_states[0].device)]
         for i, row in enumerate(step.context.rows):
-            if step.decided[i]:
-                self._states[row] = step.context.texts[i].length, states[i]
+            if step.new_tokens[i]:
+                self._states[row] = step.context.sequences[i].length, states[i]
             else:
-                self.clear(row)
+                self.release(row)
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row."""
         self._states.pop(row, None)
 
     def rewind(self, row: int, length: int) -> int:
         """Nothing of the last request is needed: every step brings the state that is drafted from."""
-        self.clear(row)
+        self.release(row)
         return length

@@ -1,13 +1,13 @@
 """Two kinds of drafter side by side: what can be copied is copied, the rest is guessed by a model."""
 
-from foretell.context import Context, Step
-from foretell.draft.base import Drafter, Predictor, Retriever, narrowed
-from foretell.ownership import Owner
-from foretell.tree import TokenTree
+from foretell.core.context import Context, StepResult
+from foretell.core.ownership import Owner
+from foretell.core.tree import TokenTree
+from foretell.draft.base import Drafter, Predictor, Retriever, with_hidden_layers
 
 
-class Hybrid(Drafter):
-    """A retriever and a predictor; a shape such as `Fallback` decides per text and step which of them drafts.
+class HybridDrafter(Drafter):
+    """A retriever and a predictor; a shape such as `RetrievalOrModel` decides per text and step which of them drafts.
 
     The predictor catches up by itself with what was decided in steps that it did not see.
     """
@@ -16,22 +16,22 @@ class Hybrid(Drafter):
 
     def __init__(self, retriever: Retriever, predictor: Predictor) -> None:
         self.retriever, self.predictor = retriever, predictor
-        self.taps = tuple(sorted({*retriever.taps, *predictor.taps}))
-        self.reach = retriever.reach
+        self.hidden_layers = tuple(sorted({*retriever.hidden_layers, *predictor.hidden_layers}))
+        self.max_context = retriever.max_context
 
-    def probe(self, tree: TokenTree, context: Context) -> TokenTree:
+    def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """The probes of both."""
-        return self.predictor.probe(self.retriever.probe(tree, context), context)
+        return self.predictor.add_probes(self.retriever.add_probes(tree, context), context)
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Tell both."""
-        self.retriever.keep(narrowed(step, self.taps, self.retriever.taps))
-        self.predictor.keep(narrowed(step, self.taps, self.predictor.taps))
+        self.retriever.observe(with_hidden_layers(step, self.hidden_layers, self.retriever.hidden_layers))
+        self.predictor.observe(with_hidden_layers(step, self.hidden_layers, self.predictor.hidden_layers))
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Have both forget a row."""
-        self.retriever.clear(row)
-        self.predictor.clear(row)
+        self.retriever.release(row)
+        self.predictor.release(row)
 
     def rewind(self, row: int, length: int) -> int:
         """As far as both can."""

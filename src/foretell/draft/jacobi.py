@@ -2,24 +2,26 @@
 
 from typing import Literal
 
-from foretell.context import Context, Step
+from foretell.core.context import Context, StepResult
+from foretell.distributions.processed import target_distributions
+from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-from foretell.draft.estimate import Odds
-from foretell.laws import laws_of
 
 Fresh = Literal["last", "random"]
 _STREAM = 1 << 30
 """Stream of the random numbers that choose fresh guesses."""
 
 
-class Jacobi(Retriever):
-    """Fixed-point iteration on the next `width` tokens, all of them updated in every pass (Song et al., arXiv 2002.03629).
+class JacobiDrafter(Retriever):
+    """Fixed-point iteration on the next `width` tokens, all of them updated in every pass (Song et al., arXiv
+    2002.03629).
 
-    Decoding solves `y_i = draw(p(. | text, y_<i))` for all i, where the draw at a position uses that position's own random number (argmax at
-    temperature 0): a deterministic triangular system. Its fixed point is the very text of plain decoding, and every pass settles one token at least;
-    settled tokens leave the system. `slide`: the window moves with the text, `width` guesses are read per pass. Otherwise blocks of `width` tokens
-    are solved one after another (Gauss-Seidel over blocks, Jacobi inside; Santilli et al., arXiv 2305.10427). `fresh`: what stands where nothing is
-    known yet, the last decided token or a random one of the text.
+    Decoding solves `y_i = draw(p(. | text, y_<i))` for all i, where the draw at a position uses that position's own
+    random number (argmax at temperature 0): a deterministic triangular system. Its fixed point is the very text of
+    plain decoding, and every pass settles one token at least; settled tokens leave the system. `slide`: the window
+    moves with the text, `width` guesses are read per pass. Otherwise blocks of `width` tokens are solved one after
+    another (Gauss-Seidel over blocks, Jacobi inside; Santilli et al., arXiv 2305.10427). `fresh`: what stands where
+    nothing is known yet, the last decided token or a random one of the text.
 
     Raises:
         ValueError: `width` below 1.
@@ -35,16 +37,16 @@ class Jacobi(Retriever):
         self._iterate: dict[int, list[int]] = {}
         """Guesses for the positions after the text's end, in order."""
         self._block_end: dict[int, int] = {}
-        self._odds: dict[int, Odds] = {}
+        self._odds: dict[int, AcceptanceEstimator] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The present iterate of every text, as far as it is iterated on."""
         out = []
-        for i, (row, room) in enumerate(zip(context.rows, context.room.tolist(), strict=True)):
+        for i, (row, max_depth) in enumerate(zip(context.rows, context.max_depth.tolist(), strict=True)):
             iterate = self._iterate.setdefault(row, [])
-            wanted = min(self._reach(row, context.texts[i].length), room)
+            wanted = min(self._reach(row, context.sequences[i].length), max_depth)
             iterate += [self._guess(context, i, ahead) for ahead in range(len(iterate), wanted)]
-            odds = self._odds.setdefault(row, Odds([0.3] * self.width))
+            odds = self._odds.setdefault(row, AcceptanceEstimator([0.3] * self.width))
             tokens, chance, survival = tuple(iterate[:wanted]), 1.0, []
             for ahead in range(wanted):
                 chance *= odds.rate(ahead)
@@ -53,7 +55,10 @@ class Jacobi(Retriever):
         return out
 
     def _reach(self, row: int, length: int) -> int:
-        """Guesses worth reading: those that a token of the system depends on. The last token of a block is nobody's condition."""
+        """Guesses worth reading: those that a token of the system depends on.
+
+        The last token of a block is nobody's condition.
+        """
         if self.slide:
             return self.width
         if length >= self._block_end.get(row, 0):
@@ -61,15 +66,15 @@ class Jacobi(Retriever):
         return self._block_end[row] - length - 1
 
     def _guess(self, context: Context, i: int, ahead: int) -> int:
-        text = context.texts[i]
+        text = context.sequences[i]
         if self.fresh == "last":
             return int(text.tokens[-1])
-        return int(text.tokens[int(context.noise[i].uniform(text.length + ahead, _STREAM) * text.length)])
+        return int(text.tokens[int(context.rngs[i].uniform(text.length + ahead, _STREAM) * text.length)])
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """The next iterate: what the target says after each guess that is not settled yet."""
-        laws = laws_of(step)
-        for i, (row, decided) in enumerate(zip(step.context.rows, step.decided, strict=True)):
+        distributions = target_distributions(step)
+        for i, (row, decided) in enumerate(zip(step.context.rows, step.new_tokens, strict=True)):
             before = self._iterate.get(row)
             if before is None or not decided:
                 continue
@@ -77,11 +82,11 @@ class Jacobi(Retriever):
                 self._odds[row].learn(ahead, guess == truth)
                 if guess != truth:
                     break
-            read = [int(step.tree.trunk[i]) - 1, *step.tree.follow(i, before)]
-            updated = [laws.draw(i, node) for node in read[len(decided) :]]
+            read = [int(step.tree.prefix_length[i]) - 1, *step.tree.find_path(i, before)]
+            updated = [distributions.sample(i, node) for node in read[len(decided) :]]
             self._iterate[row] = updated + before[max(len(decided), len(read)) :]
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row."""
         for memory in (self._iterate, self._block_end, self._odds):
             memory.pop(row, None)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.context import Context, Output, Step, Text
-from foretell.divergence import Divergence, coarse, forward_kl
+from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
+from foretell.core.tree import TokenTree
+from foretell.distributions.divergence import Divergence, coarse, forward_kl
 from foretell.draft.base import Predictor
-from foretell.draft.model import DraftModel
-from foretell.draft.network.draft_model import DraftNetwork
-from foretell.tree import TokenTree
+from foretell.draft.draft_model import DraftModel
+from foretell.speculator.network.draft_model import DraftNetwork
 
 
 @dataclass(frozen=True)
@@ -33,38 +33,38 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class ReplayExample:
     """A request that is over: its text up to the last correction, and all its corrections."""
 
     tokens: Int[np.ndarray, " t"]
     corrections: tuple[Correction, ...]
 
 
-class Lessons:
+class ReplayBuffer:
     """The last corrections, at most `most` of them; whole lessons leave first in, first out."""
 
     def __init__(self, most: int) -> None:
         if most < 1:
             raise ValueError(f"a buffer of corrections holds at least one, found {most}")
         self._most = most
-        self._kept = deque[Lesson]()
+        self._kept = deque[ReplayExample]()
         self._fresh = 0
 
     def __len__(self) -> int:
         """Corrections kept."""
         return sum(len(lesson.corrections) for lesson in self._kept)
 
-    def add(self, lesson: Lesson) -> None:
+    def add(self, lesson: ReplayExample) -> None:
         """Keep a lesson, of a very long one the end."""
         last = lesson.corrections[-self._most :]
         if not last:
             return
-        self._kept.append(Lesson(lesson.tokens, last))
+        self._kept.append(ReplayExample(lesson.tokens, last))
         self._fresh += 1
         while len(self) > self._most:
             self._kept.popleft()
 
-    def take(self, chance: random.Random) -> list[Lesson]:
+    def take(self, chance: random.Random) -> list[ReplayExample]:
         """The lessons since the last call, and as many older ones drawn at random, against forgetting."""
         new = min(self._fresh, len(self._kept))
         older = list(self._kept)[: len(self._kept) - new]
@@ -76,17 +76,18 @@ class Lessons:
 class _Row:
     """A request that runs: its text, which grows in place, and its corrections so far."""
 
-    text: Text
+    text: TokenBuffer
     corrections: list[Correction] = field(default_factory=list)
 
 
-class Online(Predictor):
+class OnlineDrafter(Predictor):
     """Distils the target into its draft model on the positions that it failed at (Liu et al., arXiv 2310.07177).
 
-    Every pass ends with one token that the target supplied; its distribution is kept (the `best` most probable tokens and the mass of the rest).
-    After every `interval` requests (0: never) one step is made on the lessons since the last one and as many older ones, after the next pass; the new
-    weights are packed, and the draft's cache starts anew, because keys of old weights belong to another model. After full acceptance the token that
-    the target adds counts as a correction too, as it does in the published code. `longest`: tokens of context that a step reads.
+    Every pass ends with one token that the target supplied; its distribution is kept (the `best` most probable tokens
+    and the mass of the rest). After every `interval` requests (0: never) one step is made on the lessons since the last
+    one and as many older ones, after the next pass; the new weights are packed, and the draft's cache starts anew,
+    because keys of old weights belong to another model. After full acceptance the token that the target adds counts as
+    a correction too, as it does in the published code. `longest`: tokens of context that a step reads.
     """
 
     label = "draft model that learns from every correction"
@@ -103,7 +104,7 @@ class Online(Predictor):
         longest: int = 512,
     ) -> None:
         self.network = _trainable(network)
-        self.interval, self.lessons = interval, Lessons(buffer)
+        self.interval, self.lessons = interval, ReplayBuffer(buffer)
         self._divergence, self._best, self._longest = divergence, best, longest
         self._optimizer = torch.optim.AdamW(network.parameters(), rate, weight_decay=0.0)
         self._chance = random.Random(0)
@@ -113,7 +114,7 @@ class Online(Predictor):
         self.seconds = 0.0
         """Spent on learning so far, packing included."""
         self._model = DraftModel(network.runner())
-        self.reach = self._model.reach
+        self.max_context = self._model.max_context
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -121,22 +122,23 @@ class Online(Predictor):
         """Scores of the draft model as it is now."""
         return self._model.expand(tree, frontier, context)
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Note the distribution of the last token of every text that got one, and learn if enough requests are over."""
-        self._model.keep(step)
+        self._model.observe(step)
         for i, row in enumerate(step.context.rows):
-            text, count = step.context.texts[i], len(step.decided[i])
+            text, count = step.context.sequences[i], len(step.new_tokens[i])
             if count:
-                # A limit or an end of sequence may cut a path short: then the last token that counts was drafted, and is noted all the same.
-                node = step.paths[i][int(step.tree.trunk[i]) - 1 :][count - 1]
+                # A limit or an end of sequence may cut a path short: then the last token that counts was drafted, and
+                # is noted all the same.
+                node = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][count - 1]
                 mine = self._rows.setdefault(row, _Row(text))
                 mine.corrections.append(self._correction(text.length - 1, step.output, i, node))
         if self.interval and self._requests >= self.interval:
             self._requests = 0
             self.learn()
 
-    def _correction(self, position: int, output: Output, i: int, node: int) -> Correction:
-        logits, kept = output.logits[int(output.at[i, node])].float(), self.network.token_of
+    def _correction(self, position: int, output: ModelOutput, i: int, node: int) -> Correction:
+        logits, kept = output.logits[int(output.logit_index[i, node])].float(), self.network.token_of
         weight = 1.0
         if kept is not None:
             kept = kept.to(logits.device)
@@ -145,9 +147,9 @@ class Online(Predictor):
         likely = logits.topk(min(self._best, len(logits))).indices
         return Correction(position, likely.cpu().numpy(), coarse(logits, likely).cpu().numpy(), weight)
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """A request is over: keep what it taught."""
-        self._model.clear(row)
+        self._model.release(row)
         self._close(row)
 
     def rewind(self, row: int, length: int) -> int:
@@ -159,7 +161,7 @@ class Online(Predictor):
         mine = self._rows.pop(row, None)
         if mine is not None:
             last = mine.corrections[-1].position
-            self.lessons.add(Lesson(mine.text.tokens[:last].copy(), tuple(mine.corrections)))
+            self.lessons.add(ReplayExample(mine.text.tokens[:last].copy(), tuple(mine.corrections)))
             self._requests += 1
 
     def learn(self) -> None:
@@ -180,7 +182,7 @@ class Online(Predictor):
 
 
 def distillation(
-    network: DraftNetwork, lessons: Sequence[Lesson], divergence: Divergence, longest: int
+    network: DraftNetwork, lessons: Sequence[ReplayExample], divergence: Divergence, longest: int
 ) -> Float[torch.Tensor, ""]:
     """The mean divergence over all corrections of some lessons, of which the last `longest` tokens are read.
 

@@ -1,4 +1,6 @@
-"""Phrases found by meaning: the target's present state is the query, its states over documents and over the text are the keys."""
+"""Phrases found by meaning: the target's present state is the query, its states over documents and over the text are
+the keys.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
-from foretell.context import Context, Step
+from foretell.core.context import Context, StepResult
+from foretell.core.tree import root_tree
+from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-from foretell.draft.estimate import Odds
 from foretell.model.runner import Runner
-from foretell.tree import root
 
 _PRIOR = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 """Chance that a phrase's token is right, by how often one minus the cosine can be doubled before it exceeds 1."""
@@ -41,23 +43,24 @@ class Phrases:
         return tuple(tokens[: ends[0] if len(ends) else most].tolist())
 
 
-def encode(runner: Runner, documents: Sequence[Sequence[int]], tap: int, chunk: int = 512) -> Phrases:
-    """Read documents, each from its beginning and on its own, and keep the states at `tap` (see `Runner.forward`).
+def encode(runner: Runner, documents: Sequence[Sequence[int]], hidden_layer: int, chunk: int = 512) -> Phrases:
+    """Read documents, each from its beginning and on its own, and keep the states at `hidden_layer` (see
+    `Runner.forward`).
 
     A document longer than the model's context is read in parts. The runner's row 0 is used, and empty afterwards.
     """
     tokens, states = [np.full(1, -1, np.int64)], list[torch.Tensor]()
     for part in (d[at : at + runner.context] for d in documents for at in range(0, len(d), runner.context)):
-        runner.crop(0, 0)
+        runner.truncate(0, 0)
         for at in range(0, len(part), chunk):
             piece = list(part[at : at + chunk])
-            tree = root(piece[-1:]).with_trunk([piece])
-            output = runner.forward([0], tree, scored=np.zeros_like(tree.live), taps=(tap,))
-            runner.keep(0, range(len(piece)))
-            states.append(unit(output.features[0]))
+            tree = root_tree(piece[-1:]).with_prefix([piece])
+            output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=(hidden_layer,))
+            runner.commit(0, range(len(piece)))
+            states.append(unit(output.hidden_states[0]))
         tokens += [np.asarray(part, np.int64), np.full(1, -1, np.int64)]
         states.append(torch.zeros_like(states[-1][:1]))
-    runner.crop(0, 0)
+    runner.truncate(0, 0)
     if not states:
         return Phrases(tokens[0], torch.zeros(1, 0))
     return Phrases(np.concatenate(tokens), torch.cat([torch.zeros_like(states[-1]), *states]))
@@ -73,7 +76,7 @@ class _Row:
 
     def __init__(self) -> None:
         self._buffer, self.length = torch.zeros(0, 0), 0
-        self.odds = Odds(_PRIOR)
+        self.odds = AcceptanceEstimator(_PRIOR)
         self.offered: list[tuple[int, tuple[int, ...]]] = []
 
     @property
@@ -93,31 +96,32 @@ class _Row:
         self.length = end
 
 
-class PhraseRetrieval(Retriever):
+class PhraseRetriever(Retriever):
     """What followed the last token where the target's state before it was most like the present one.
 
-    The drafting part of "Copy is All You Need" (Lan et al., arXiv 2307.06962), with the target itself as phrase encoder, so that nothing is trained
-    and no token boundary moves: literal n-grams need not repeat for a place to be found. `documents` come from `encode` at the same `tap`; with `own`
-    the text so far is one more document, at no cost. `best` phrases of `copy` tokens are merged; a phrase's chance is learned from its cosine.
+    The drafting part of "Copy is All You Need" (Lan et al., arXiv 2307.06962), with the target itself as phrase
+    encoder, so that nothing is trained and no token boundary moves: literal n-grams need not repeat for a place to be
+    found. `documents` come from `encode` at the same `hidden_layer`; with `own` the text so far is one more document,
+    at no cost. `best` phrases of `copy` tokens are merged; a phrase's chance is learned from its cosine.
     """
 
     label = "phrases by hidden state, in text and references"
 
     def __init__(
-        self, tap: int, documents: Phrases | None = None, best: int = 4, copy: int = 10, own: bool = True
+        self, hidden_layer: int, documents: Phrases | None = None, best: int = 4, copy: int = 10, own: bool = True
     ) -> None:
         if min(best, copy) < 1:
             raise ValueError(f"at least one phrase of one token must be copied, found {best} of {copy}")
         if documents is None and not own:
             raise ValueError("phrase retrieval without documents and without the text itself has nothing to search")
-        self.taps = (tap,)
+        self.hidden_layers = (hidden_layer,)
         self.documents, self.best, self.copy, self.own = documents, best, copy, own
         self._rows: dict[int, _Row] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The best phrases per text, most similar first."""
         out = []
-        for row, text, room in zip(context.rows, context.texts, context.room.tolist(), strict=True):
+        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             mine = self._rows.get(row)
             if mine is None or mine.length != text.length - 1 or not len(text.generated):
                 # Before the first new token, whether the states are there depends on how the prompt was cut.
@@ -126,7 +130,7 @@ class PhraseRetrieval(Retriever):
             sources = [] if self.documents is None else [self.documents]
             if self.own:
                 sources.append(Phrases(text.tokens[:-1], mine.states))
-            found = self._phrases(sources, mine.states[-1], int(text.tokens[-1]), min(self.copy, room))
+            found = self._phrases(sources, mine.states[-1], int(text.tokens[-1]), min(self.copy, max_depth))
             mine.offered = found
             out.append([Continuation(t, mine.odds.survival(kind, len(t))) for kind, t in found])
         return out
@@ -141,16 +145,18 @@ class PhraseRetrieval(Retriever):
             found.setdefault(source.copy(at, most), _kind(score))
         return [(kind, tokens) for tokens, kind in found.items() if tokens]
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Remember the states of what was kept, and learn how good phrases of each similarity were."""
         for i, row in enumerate(step.context.rows):
             mine = self._rows.setdefault(row, _Row())
-            mine.append(unit(step.output.features[0][torch.from_numpy(step.output.feature_at[i, list(step.paths[i])])]))
+            mine.append(
+                unit(step.output.hidden_states[0][torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])])
+            )
             for kind, tokens in mine.offered:
-                mine.odds.learn_run(kind, tokens, step.decided[i])
+                mine.odds.learn_run(kind, tokens, step.new_tokens[i])
             mine.offered = []
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row; the documents stay."""
         self._rows.pop(row, None)
 

@@ -5,20 +5,21 @@ import heapq
 import numpy as np
 from jaxtyping import Int
 
-from foretell.context import Context, Step
+from foretell.core.context import Context, StepResult
+from foretell.distributions.topk import best
+from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-from foretell.draft.estimate import Odds
-from foretell.rank import best
 
 _RANKS = (0.42, 0.14, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
 """Prior chance that the successor of each rank is the one accepted."""
 
 
-class Recycling(Retriever):
+class TokenRecycling(Retriever):
     """An adjacency matrix from each token to the `width` tokens that scored best after it when the target last read it.
 
-    Luo et al., "Turning Trash into Treasure" (arXiv 2408.08696). The published static tree is replaced by the likeliest nodes under running
-    acceptance rates per rank. The matrix is shared by all texts and outlives them; that changes speed, never an answer of a matching acceptor.
+    Luo et al., "Turning Trash into Treasure" (arXiv 2408.08696). The published static tree is replaced by the likeliest
+    nodes under running acceptance rates per rank. The matrix is shared by all texts and outlives them; that changes
+    speed, never an answer of a matching acceptor.
     """
 
     label = "successors from earlier passes"
@@ -28,16 +29,16 @@ class Recycling(Retriever):
             raise ValueError(f"token recycling keeps 1 to {len(_RANKS)} successors per token, found {width}")
         self.width = min(width, vocab)
         self.successors: Int[np.ndarray, "v w"] = np.full((vocab, self.width), -1, np.int32)
-        self._odds: dict[int, Odds] = {}
+        self._odds: dict[int, AcceptanceEstimator] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The `budget` likeliest nodes of the successor tree below each text's last token, as paths."""
         return [
-            self._paths(root, min(budget, 64), room, self._known_odds(row))
-            for row, root, room in zip(context.rows, context.last, context.room.tolist(), strict=True)
+            self._paths(root, min(budget, 64), max_depth, self._known_odds(row))
+            for row, root, max_depth in zip(context.rows, context.last_tokens, context.max_depth.tolist(), strict=True)
         ]
 
-    def _paths(self, root: int, budget: int, room: int, odds: Odds) -> list[Continuation]:
+    def _paths(self, root: int, budget: int, max_depth: int, odds: AcceptanceEstimator) -> list[Continuation]:
         rates = [odds.rate(r) for r in range(self.width)]
         out = list[Continuation]()
         heap: list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] = [(-1.0, root, (), ())]
@@ -45,18 +46,18 @@ class Recycling(Retriever):
             chance, token, path, survival = heapq.heappop(heap)
             if path:
                 out.append(Continuation(path, survival))
-            if len(path) < room:
+            if len(path) < max_depth:
                 for rank, following in enumerate(self.successors[token].tolist()):
                     if following >= 0:
                         product = -chance * rates[rank]
                         heapq.heappush(heap, (-product, following, (*path, following), (*survival, product)))
         return out
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Store the best successors of every token that was scored, and learn which ranks came true."""
-        for i, (row, decided) in enumerate(zip(step.context.rows, step.decided, strict=True)):
+        for i, (row, decided) in enumerate(zip(step.context.rows, step.new_tokens, strict=True)):
             if decided:
-                before = [int(step.context.texts[i].tokens[-len(decided) - 1]), *decided[:-1]]
+                before = [int(step.context.sequences[i].tokens[-len(decided) - 1]), *decided[:-1]]
                 for token, following in zip(before, decided, strict=True):
                     known = self.successors[token].tolist()
                     if known[0] >= 0:
@@ -64,14 +65,14 @@ class Recycling(Retriever):
                         for rank in range(self.width):
                             self._known_odds(row).learn(rank, rank == right)
         # Ids beyond the vocabulary stand for vectors, not for tokens.
-        scored = (step.output.at >= 0) & (step.tree.token < len(self.successors))
+        scored = (step.output.logit_index >= 0) & (step.tree.token < len(self.successors))
         if scored.any():
             following = best(step.output.logits, self.width)[1].cpu().numpy()
-            self.successors[step.tree.token[scored]] = following[step.output.at[scored]]
+            self.successors[step.tree.token[scored]] = following[step.output.logit_index[scored]]
 
-    def _known_odds(self, row: int) -> Odds:
-        return self._odds.setdefault(row, Odds(_RANKS, weight=16.0))
+    def _known_odds(self, row: int) -> AcceptanceEstimator:
+        return self._odds.setdefault(row, AcceptanceEstimator(_RANKS, weight=16.0))
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row's acceptance rates; the matrix stays."""
         self._odds.pop(row, None)

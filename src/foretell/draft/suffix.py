@@ -1,10 +1,12 @@
-"""The longest match of any length, found in constant time: a suffix automaton over the text and over reference documents."""
+"""The longest match of any length, found in constant time: a suffix automaton over the text and over reference
+documents.
+"""
 
 from collections.abc import Iterable, Sequence
 
-from foretell.context import Context, Step, Text
+from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-from foretell.draft.estimate import Odds
 
 
 class SuffixAutomaton:
@@ -49,7 +51,9 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def advance(self, state: int, size: int, token: int) -> tuple[int, int]:
-        """The state and length of the longest suffix of (match + `token`) that occurs, from the match (`state`, `size`)."""
+        """The state and length of the longest suffix of (match + `token`) that occurs, from the match (`state`,
+        `size`).
+        """
         while state >= 0 and token not in self.next[state]:
             state = self.link[state]
             size = self.length[state] if state >= 0 else 0
@@ -65,11 +69,12 @@ class _Match:
         self.state, self.size = 0, 0
 
 
-class Suffix(Retriever):
-    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): what followed the first earlier occurrence of the longest repeated ending.
+class SuffixRetriever(Retriever):
+    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): what followed the first earlier occurrence of the
+    longest repeated ending.
 
-    Searches the text itself and `references`; a reference match counts `bias` tokens less, since the own text is the better predictor. At least
-    `shortest` tokens must match; at most `copy` are proposed.
+    Searches the text itself and `references`; a reference match counts `bias` tokens less, since the own text is the
+    better predictor. At least `shortest` tokens must match; at most `copy` are proposed.
     """
 
     label = "longest suffix match (automaton)"
@@ -89,22 +94,22 @@ class Suffix(Retriever):
         self._static = SuffixAutomaton(t for r in references for t in (*r, separator))
         self._own: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[_Match, _Match]] = {}
-        self._odds: dict[int, Odds] = {}
+        self._odds: dict[int, AcceptanceEstimator] = {}
         self._offered: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """Continuations per text: the longest match and the next shorter one, in the text and in the references."""
         out = []
-        for row, text, room in zip(context.rows, context.texts, context.room.tolist(), strict=True):
+        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             self._follow(row, text)
-            most = min(self.copy, budget, room)
+            most = min(self.copy, budget, max_depth)
             found = self._found(row, most) if most > 0 else []
-            odds = self._odds.setdefault(row, Odds(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9]))
+            odds = self._odds.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9]))
             self._offered[row] = found
             out.append([Continuation(tokens, odds.survival(size - 1, len(tokens))) for size, tokens in found])
         return out
 
-    def _follow(self, row: int, text: Text) -> None:
+    def _follow(self, row: int, text: TokenBuffer) -> None:
         """Catch up with the tokens decided since: match first, then extend, so that a match always lies before."""
         own = self._own.setdefault(row, SuffixAutomaton())
         mine, static = self._matches.setdefault(row, (_Match(), _Match()))
@@ -131,14 +136,14 @@ class Suffix(Retriever):
                 size = automaton.length[state]
         return found
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Learn how good matches of that length were."""
-        for row, decided in zip(step.context.rows, step.decided, strict=True):
+        for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             for size, tokens in self._offered.pop(row, []):
                 if decided:
                     self._odds[row].learn_run(size - 1, tokens, decided)
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row."""
         for memory in (self._own, self._matches, self._odds, self._offered):
             memory.pop(row, None)

@@ -1,4 +1,6 @@
-"""Attention of new tokens over a cache, in plain torch: the reference for every kernel and the path for devices without one."""
+"""Attention of new tokens over a cache, in plain torch: the reference for every kernel and the path for devices without
+one.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
@@ -7,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.cache import Cache, Layout
+from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.linear import widen
 
@@ -27,8 +29,9 @@ class Sight(ABC):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A layout padded to a rectangle on the device, `b` rows of `n` queries over `s` slots: made once per pass, used by every layer.
+class PaddedLayout:
+    """A layout padded to a rectangle on the device, `b` rows of `n` queries over `s` slots: made once per pass, used by
+    every layer.
 
     Padding repeats a real token, so that whatever it writes is written already.
     """
@@ -49,8 +52,10 @@ class Plan:
     @staticmethod
     def of(
         layout: Layout, device: torch.device, grid: Int[torch.Tensor, "b n"] | None = None, slots: int = 0
-    ) -> "Plan":
-        """Plan a pass; `grid` gives the rectangle where its shape must be a given one, `slots` the least width of the masks."""
+    ) -> "PaddedLayout":
+        """Plan a pass; `grid` gives the rectangle where its shape must be a given one, `slots` the least width of the
+        masks.
+        """
         grid = rectangle(layout) if grid is None else grid
         slots = max(slots, int(layout.prefix.max()), int(layout.slot.max()) + 1)
         mask = torch.arange(slots) < layout.prefix[:, None]
@@ -71,20 +76,22 @@ class Plan:
             mask[grid],
             age[grid],
         )
-        return Plan(*(p.to(device) for p in parts))
+        return PaddedLayout(*(p.to(device) for p in parts))
 
     def visible(self, window: int) -> Bool[torch.Tensor, "b n s"]:
         """Slots that each query may see in a layer with this window (0: no window)."""
         return self.mask & (self.age < window) if window else self.mask
 
-    def copy_(self, other: "Plan") -> None:
+    def copy_(self, other: "PaddedLayout") -> None:
         """Take over the numbers of a plan of the same shape."""
         for f in fields(self):
             getattr(self, f.name).copy_(getattr(other, f.name))
 
 
 def rectangle(layout: Layout, b: int = 0, n: int = 0) -> Int[torch.Tensor, "b n"]:
-    """Flat tokens by row, padded to at least `b` rows of `n`: short rows repeat their last token, missing rows the last row."""
+    """Flat tokens by row, padded to at least `b` rows of `n`: short rows repeat their last token, missing rows the last
+    row.
+    """
     count = torch.unique_consecutive(layout.row, return_counts=True)[1]
     first = count.cumsum(0) - count
     place = torch.minimum(torch.arange(max(n, int(count.max()))), count[:, None] - 1)
@@ -101,9 +108,17 @@ def first_places(grid: Int[torch.Tensor, "b n"], tokens: int) -> Int[torch.Tenso
 
 
 def attend(
-    q: Float[torch.Tensor, "t h d"], layer: int, cache: Cache, plan: Plan, window: int, scale: float, softcap: float
+    q: Float[torch.Tensor, "t h d"],
+    layer: int,
+    cache: KVCache,
+    plan: PaddedLayout,
+    window: int,
+    scale: float,
+    softcap: float,
 ) -> Float[torch.Tensor, "t hd"]:
-    """Softmax attention with grouped key-value heads; query heads of a group are folded into the query axis so that keys are read once."""
+    """Softmax attention with grouped key-value heads; query heads of a group are folded into the query axis so that
+    keys are read once.
+    """
     heads, dim = q.shape[1:]
     b, n, s = plan.mask.shape
     k, v = (part[layer].index_select(0, plan.rows)[:, :, :s] for part in (cache.k, cache.v))
@@ -121,9 +136,12 @@ def attend(
 
 
 class Cached(Sight):
-    """Keys and values go to a cache, where a plan says; queries see there what it lets them. All three are rounded to the cache's dtype."""
+    """Keys and values go to a cache, where a plan says; queries see there what it lets them.
 
-    def __init__(self, cache: Cache, plan: Plan, config: ModelConfig) -> None:
+    All three are rounded to the cache's dtype.
+    """
+
+    def __init__(self, cache: KVCache, plan: PaddedLayout, config: ModelConfig) -> None:
         self._cache, self._plan, self._config = cache, plan, config
 
     def attend(

@@ -25,7 +25,9 @@ class Backend:
     instructions: str = ""
     """Of the CPU kernels: the vector instructions that they were compiled for."""
     batch_invariant: bool = False
-    """What is computed for a token is bit for bit independent of the tokens that share its pass; otherwise it is equal up to rounding."""
+    """What is computed for a token is bit for bit independent of the tokens that share its pass; otherwise it is equal
+    up to rounding.
+    """
 
     @property
     def arithmetic(self) -> str:

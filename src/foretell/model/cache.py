@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.tree import TokenTree
+from foretell.core.tree import TokenTree
 
 _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """As large as the numbers of a cache."""
@@ -18,8 +18,9 @@ _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Layout:
     """Where `t` new tokens stand: several texts flattened, without padding.
 
-    A token sees slots `0 .. prefix-1` of its row in order, then its `extra` slots in order, the last of which is its own unless the prefix
-    already reaches it. Chains need no extras: their prefix covers the chain. All new keys are written before any query reads.
+    A token sees slots `0 .. prefix-1` of its row in order, then its `extra` slots in order, the last of which is its
+    own unless the prefix already reaches it. Chains need no extras: their prefix covers the chain. All new keys are
+    written before any query reads.
     """
 
     row: Int[torch.Tensor, " t"]
@@ -38,10 +39,11 @@ class Layout:
     def of(
         tree: TokenTree, rows: Sequence[int], length: Int[np.ndarray, " b"], read: Bool[np.ndarray, "b n"]
     ) -> "tuple[Layout, Int[np.ndarray, 'b n']]":
-        """Layout of the nodes of a tree that are read now, node `j` in slot `length + j`; and each node's index in it (-1: not read now).
+        """Layout of the nodes of a tree that are read now, node `j` in slot `length + j`; and each node's index in it
+        (-1: not read now).
 
-        Ancestors that are not read now must be in the cache already. Example, length 5, a root with two children: prefixes 6, 7, 6,
-        extras [], [], [7].
+        Ancestors that are not read now must be in the cache already. Example, length 5, a root with two children:
+        prefixes 6, 7, 6, extras [], [], [7].
         """
         # Lists: on trees as small as most are, arrays cost several times as much.
         of, slot, position, prefix, extras = list[int](), list[int](), list[int](), list[int](), list[list[int]]()
@@ -70,10 +72,10 @@ def numbered(marked: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
 
 def _visible(tree: TokenTree, i: int, base: int) -> Iterator[tuple[int, list[int]]]:
     """Prefix and extras of the nodes of text `i`: a node extends its parent's prefix where its slot is the next one."""
-    trunk, reach, beyond = int(tree.trunk[i]), list[int](), list[list[int]]()
+    prefix_length, reach, beyond = int(tree.prefix_length[i]), list[int](), list[list[int]]()
     for node, parent in enumerate(tree.parent[i].tolist()):
         slot = base + node
-        if node < trunk:
+        if node < prefix_length:
             reach.append(slot + 1)
             beyond.append([])
         else:
@@ -83,8 +85,10 @@ def _visible(tree: TokenTree, i: int, base: int) -> Iterator[tuple[int, list[int
         yield reach[node], beyond[node]
 
 
-class Cache:
-    """Keys and values of several rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand, shares nothing with the weights."""
+class KVCache:
+    """Keys and values of several rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand, shares nothing
+    with the weights.
+    """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
@@ -129,5 +133,7 @@ class Cache:
 
 
 def _movable(part: torch.Tensor) -> Any:
-    """What slots are moved in: on processors the same memory as an array of plain numbers, which takes a third of the time."""
+    """What slots are moved in: on processors the same memory as an array of plain numbers, which takes a third of the
+    time.
+    """
     return part.view(_NUMBERS[part.element_size()]).numpy() if part.device.type == "cpu" else part

@@ -1,4 +1,7 @@
-"""Cheaper copies of a network to draft with: quantised or pruned weights. What they draft is verified, so any loss is allowed."""
+"""Cheaper copies of a network to draft with: quantised or pruned weights.
+
+What they draft is verified, so any loss is allowed.
+"""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.decoder import Block, Decoder
+from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.linear import Linear
 
 Change = Callable[[Decoder], Decoder]
@@ -21,10 +24,11 @@ def unchanged(decoder: Decoder) -> Decoder:
 
 
 def quantized(decoder: Decoder, bits: int, group: int = 0) -> Decoder:
-    """A copy whose matrices hold `2**bits - 1` levels, symmetric, one scale per output and `group` inputs (0: all inputs).
+    """A copy whose matrices hold `2**bits - 1` levels, symmetric, one scale per output and `group` inputs (0: all
+    inputs).
 
-    Simulated: the levels are stored in the decoder's own type, so this shows what acceptance a width costs, not its speed (Yan et al. in QSpec's
-    manner, arXiv 2410.11305). Embeddings, norms and routers are shared with the original.
+    Simulated: the levels are stored in the decoder's own type, so this shows what acceptance a width costs, not its
+    speed (Yan et al. in QSpec's manner, arXiv 2410.11305). Embeddings, norms and routers are shared with the original.
 
     Raises:
         ValueError: fewer than 2 or more than 16 bits.
@@ -71,7 +75,7 @@ def _changed(decoder: Decoder, change: Callable[[torch.Tensor], torch.Tensor]) -
     """A copy with changed matrices; what is not a matrix of a block or the head is shared."""
     blocks = []
     for block in decoder.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         fresh = copy.deepcopy(block)
         _change_all(fresh, change)
         blocks.append(fresh)

@@ -1,7 +1,7 @@
 """What a decoder-only language model looks like, read from any of the formats that describe one.
 
-`ModelConfig` is neutral: Llama, Mistral, Qwen, Gemma and the mixtures of experts differ only in its values. The decoder builds a network
-from it, the roofline analyzer prices one; neither reads a Hugging Face or GGUF key itself.
+`ModelConfig` is neutral: Llama, Mistral, Qwen, Gemma and the mixtures of experts differ only in its values. The decoder
+builds a network from it, the roofline analyzer prices one; neither reads a Hugging Face or GGUF key itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Literal
 
-from foretell.validation import Fields
+from foretell.utils.validation import Fields
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (Su et al., arXiv 2104.09864) and how its frequencies are stretched for long contexts."""
+class RopeConfig:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and how its frequencies are stretched for long
+    contexts.
+    """
 
     theta: float = 10000.0
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -35,7 +37,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEConfig:
     """A mixture-of-experts feed-forward: how many experts there are, how many each token visits, how wide they are."""
 
     count: int
@@ -49,8 +51,11 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths. Priced by the roofline, not run by the decoder."""
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths.
+
+    Priced by the roofline, not run by the decoder.
+    """
 
     q_rank: int
     kv_rank: int
@@ -76,8 +81,8 @@ class ModelConfig:
     ffn: int
     context: int
     norm_eps: float = 1e-5
-    rope: Rope | None = field(default_factory=Rope)
-    local_rope: Rope | None = None
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None
     """Rotary embedding of the sliding-window layers where it differs (Gemma 3)."""
     activation: Activation = "silu"
     gated: bool = True
@@ -99,8 +104,8 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
-    experts: Experts | None = None
-    latent: LatentAttention | None = None
+    experts: MoEConfig | None = None
+    latent: MLAConfig | None = None
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward read the same normed input and are added together (GPT-J)."""
@@ -141,7 +146,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 
 _QWEN: Mapping[str, Any] = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA: Mapping[str, Any] = {
-    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -150,11 +156,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**_QWEN, "num_key_value_heads": 32},
     "qwen3": {**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
     "gemma2": {
-        **_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        **_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
     "gemma3_text": {**_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6},
     "mixtral": {
-        "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2,
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
         "num_experts": 8,
     },
     "qwen2_moe": {
@@ -165,19 +173,23 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
 }  # fmt: skip
-"""What transformers takes for a key that `config.json` does not have, by `model_type`, where it differs from the decoder's own default.
+"""What transformers takes for a key that `config.json` does not have, by `model_type`, where it differs from the
+decoder's own default.
 
 Published Gemma files leave even sizes to these; the other types must say theirs, so that a damaged file is found.
 """
 
 _ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
+    "relu": "relu",
 }  # fmt: skip
 _MAX_LAYERS = 10_000
 _MAX_CONTEXT = 2**24
 """Tokens; the longest context of a published model is 10 million."""
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-"""Layers by which llama.cpp knows Gemma's 27B models, the only ones whose attention scale is (hidden / heads) ** -0.5."""
+"""Layers by which llama.cpp knows Gemma's 27B models, the only ones whose attention scale is (hidden / heads) **
+-0.5.
+"""
 _GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a turn in chat; llama.cpp goes by these names where a file has no `eot_token_id`."""
@@ -186,7 +198,9 @@ _CONTROL = 3
 
 
 def in_family(raw: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face `config.json` is for `from_hf`: of the decoder family, or of no architecture at all, which `from_hf` explains."""
+    """Whether a Hugging Face `config.json` is for `from_hf`: of the decoder family, or of no architecture at all, which
+    `from_hf` explains.
+    """
     kind = raw.get("model_type")
     return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
 
@@ -207,7 +221,8 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Read a Hugging Face `config.json` of the decoder family; what it does not say is as transformers takes it.
 
     Raises:
-        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of the family.
+        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of
+            the family.
     """
     raw = _text_config(raw, source)
     kind = Fields(raw, source).text("model_type")
@@ -317,7 +332,7 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
     return window, tuple(range(full if kind in ("qwen2", "qwen3") else 0, layers))
 
 
-def _ropes(read: Fields, kind: str, context: int) -> tuple[Rope, Rope | None]:
+def _ropes(read: Fields, kind: str, context: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embeddings of all layers, and of the windowed ones where they have their own."""
     scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
     theta = read.positive("rope_theta", default=10000.0)
@@ -341,8 +356,10 @@ def _refuse_partial(read: Fields) -> None:
         raise read.wrong("partial_rotary_factor", "1 for this architecture", share)
 
 
-def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None) -> Rope:
-    """The rotary embedding that an object describes; `whole` is the configuration, whose own original context goes first."""
+def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None) -> RopeConfig:
+    """The rotary embedding that an object describes; `whole` is the configuration, whose own original context goes
+    first.
+    """
     kind = read.text("rope_type", "type", default="default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(
@@ -351,12 +368,12 @@ def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None)
     _refuse_partial(read)
     theta = read.positive("rope_theta", default=theta)
     if kind == "default":
-        return Rope(theta=theta, original_context=context)
+        return RopeConfig(theta=theta, original_context=context)
     key = "original_max_position_embeddings"
     holder = whole if whole is not None and whole.has(key) else read
     original = holder.integer(key, default=context, least=1)
     factor = read.positive("factor", default=context / original if kind == "yarn" else None)
-    rope = Rope(theta=theta, kind=kind, factor=factor, original_context=original)  # type: ignore[arg-type]
+    rope = RopeConfig(theta=theta, kind=kind, factor=factor, original_context=original)  # type: ignore[arg-type]
     if kind == "llama3":
         low, high = read.positive("low_freq_factor", default=1.0), read.positive("high_freq_factor", default=4.0)
         if high <= low:
@@ -365,8 +382,10 @@ def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None)
     return _yarn(read, rope) if kind == "yarn" else rope
 
 
-def _yarn(read: Fields, rope: Rope) -> Rope:
-    """YaRN's own keys, and the factor on the tables that follows from `mscale` and `mscale_all_dim` (DeepSeek's form)."""
+def _yarn(read: Fields, rope: RopeConfig) -> RopeConfig:
+    """YaRN's own keys, and the factor on the tables that follows from `mscale` and `mscale_all_dim` (DeepSeek's
+    form).
+    """
     if rope.theta <= 1:
         raise read.wrong("rope_theta", "above 1 for yarn", rope.theta)
     attention = read.number("attention_factor", least=0) if read.has("attention_factor") else None
@@ -383,16 +402,16 @@ def _yarn(read: Fields, rope: Rope) -> Rope:
     )
 
 
-def _experts(read: Fields, kind: str, layers: int) -> Experts | None:
+def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
     if kind not in ("mixtral", "qwen2_moe", "qwen3_moe"):
         return None
     count = read.integer("num_local_experts", "num_experts", least=1)
     active = read.integer("num_experts_per_tok", least=1, most=count)
     if kind == "mixtral":
-        return Experts(count, active, read.integer("intermediate_size", least=1), layers=tuple(range(layers)))
+        return MoEConfig(count, active, read.integer("intermediate_size", least=1), layers=tuple(range(layers)))
     step, dense = read.integer("decoder_sparse_step", default=1, least=1), read.integers("mlp_only_layers")
     shared = read.integer("shared_expert_intermediate_size", default=0) if kind == "qwen2_moe" else 0
-    return Experts(
+    return MoEConfig(
         count=count,
         active=active,
         ffn=read.integer("moe_intermediate_size", least=1),
@@ -411,7 +430,8 @@ def from_gguf(
     `divisors`: the file's `rope_freqs.weight`, where it has one. `tied`: it has no `output.weight`.
 
     Raises:
-        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of the family.
+        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of
+            the family.
     """
     kinds = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
     whole = Fields(meta, source)
@@ -448,7 +468,9 @@ def from_gguf(
         context=context,
         norm_eps=read.number("attention.layer_norm_rms_epsilon", default=1e-6, least=0),
         rope=_gguf_rope(read, context, divisors),
-        local_rope=Rope(theta=read.positive("rope.freq_base_swa", default=10000.0)) if kind == "gemma3_text" else None,
+        local_rope=RopeConfig(theta=read.positive("rope.freq_base_swa", default=10000.0))
+        if kind == "gemma3_text"
+        else None,
         window=window,
         window_layers=windowed,
         attention_scale=(hidden // heads) ** -0.5 if layers == _GEMMA_27B_LAYERS.get(kind) else None,
@@ -479,7 +501,7 @@ def _gguf_ends(read: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*ends, *(i for i, (t, k) in enumerate(pairs) if k == _CONTROL and t in _TURN_ENDS))))
 
 
-def _gguf_rope(read: Fields, context: int, divisors: Sequence[float]) -> Rope:
+def _gguf_rope(read: Fields, context: int, divisors: Sequence[float]) -> RopeConfig:
     kind = read.text("rope.scaling.type", default="none")
     for key, usual in (("rope.scaling.attn_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)):
         if read.number(key, default=usual) != usual:

@@ -1,4 +1,7 @@
-"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, Mixtral by configuration. Weights only; caches are arguments."""
+"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, Mixtral by configuration.
+
+Weights only; caches are arguments.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,16 +13,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.attention import Cached, Plan, Sight
+from foretell.model.attention import Cached, PaddedLayout, Sight
 from foretell.model.backend import Backend
-from foretell.model.cache import Cache, Layout
+from foretell.model.cache import KVCache, Layout
 from foretell.model.config import Activation, ModelConfig
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import Rotation, Tables, rotate, rotation, tables
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang & Sennrich, arXiv 1910.07467) over the last axis, computed in float32 or wider."""
 
     def __init__(self, weight: Float[torch.Tensor, " d"], eps: float, offset: float = 0.0) -> None:
@@ -87,7 +90,10 @@ class Parts(NamedTuple):
 
 
 class DecoderLayer(nn.Module, ABC):
-    """The forward pass of one decoder layer. A `Sight` computes the attention, so that decoding and training run the same code."""
+    """The forward pass of one decoder layer.
+
+    A `Sight` computes the attention, so that decoding and training run the same code.
+    """
 
     @property
     @abstractmethod
@@ -132,20 +138,20 @@ class DecoderLayer(nn.Module, ABC):
         return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), experts
 
 
-class Block(DecoderLayer):
+class DecoderBlock(DecoderLayer):
     """One decoder block. `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
 
     def __init__(
         self,
-        attention_norm: Norm,
+        attention_norm: RMSNorm,
         qkv: Linear,
         output: Linear,
-        mlp_norm: Norm,
+        mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward,
-        q_norm: Norm | None = None,
-        k_norm: Norm | None = None,
-        post_attention_norm: Norm | None = None,
-        post_mlp_norm: Norm | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        post_attention_norm: RMSNorm | None = None,
+        post_mlp_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
@@ -167,32 +173,36 @@ class Block(DecoderLayer):
 
 
 class Span(NamedTuple):
-    """Blocks `first .. last-1` of a network, and those of them, ascending, before which the residual stream is looked at."""
+    """Blocks `first .. last-1` of a network, and those of them, ascending, before which the residual stream is looked
+    at.
+    """
 
     first: int
     last: int
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
 
 
 class Streams(NamedTuple):
     """What the blocks of a span computed."""
 
     states: tuple[Float[torch.Tensor, "t d"], ...]
-    """The residual stream at every tap, and after the last block."""
+    """The residual stream at every recorded layer, and after the last block."""
     experts: tuple[int, ...] = ()
     """Distinct experts that each mixture layer read."""
 
 
 B = TypeVar("B")
 Through = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
-"""Takes the residual stream through a block, the `i`-th, and says how many distinct experts that read (0: it has none)."""
+"""Takes the residual stream through a block, the `i`-th, and says how many distinct experts that read (0: it has
+none).
+"""
 
 
 def visit(x: Float[torch.Tensor, "t d"], span: Span, fetch: Callable[[int], B], through: Through[B]) -> Streams:
     """The blocks of a span one by one, from where `fetch` has them."""
     seen, experts = list[torch.Tensor](), list[int]()
     for i in range(span.first, span.last):
-        if i in span.taps:
+        if i in span.hidden_layers:
             seen.append(x)
         x, count = through(fetch(i), i, x)
         experts += [count] if count else []
@@ -214,8 +224,8 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         embedding: Float[torch.Tensor, "v d"],
-        blocks: list[Block],
-        norm: Norm,
+        blocks: list[DecoderBlock],
+        norm: RMSNorm,
         head: Linear | Int8Linear | None = None,
         skip: Skip = Skip(),
     ) -> None:
@@ -248,7 +258,9 @@ class Decoder(nn.Module):
         return Backend("torch", self.device.type, precision)
 
     def cut(self, layers: int) -> "Decoder":
-        """The first `layers` blocks under the same norm and head, sharing all weights (LayerSkip's draft, arXiv 2404.16710)."""
+        """The first `layers` blocks under the same norm and head, sharing all weights (LayerSkip's draft, arXiv
+        2404.16710).
+        """
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return Decoder(replace(self.config, layers=layers), self.embedding, self._each()[:layers], self.norm, self.head)
@@ -261,37 +273,39 @@ class Decoder(nn.Module):
         """The same embedding, norm and head without blocks, for blocks that are kept elsewhere."""
         return Decoder(config, self.embedding, [], self.norm, self.head, skip)
 
-    def _each(self) -> list[Block]:
-        return [b for b in self.blocks if isinstance(b, Block)]
+    def _each(self) -> list[DecoderBlock]:
+        return [b for b in self.blocks if isinstance(b, DecoderBlock)]
 
-    def new_cache(self) -> Cache:
+    def new_cache(self) -> KVCache:
         """An empty cache for this network."""
         c = self.config
-        return Cache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
+        return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block, float32 or wider: the residual stream is not rounded to the dtype of the weights."""
+        """Input of the first block, float32 or wider: the residual stream is not rounded to the dtype of the
+        weights.
+        """
         x = widen(F.embedding(token.to(self.device), self.embedding))
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
         """The blocks of a span, writing the new keys and values into `cache`."""
-        return self.planned(x, Plan.of(layout, x.device), cache, span, self.block)
+        return self.planned(x, PaddedLayout.of(layout, x.device), cache, span, self.block)
 
-    def block(self, i: int) -> Block:
+    def block(self, i: int) -> DecoderBlock:
         """The `i`-th block."""
         block = self.blocks[i]
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         return block
 
     def planned(
         self,
         x: Float[torch.Tensor, "t d"],
-        plan: Plan,
-        cache: Cache,
+        plan: PaddedLayout,
+        cache: KVCache,
         span: Span,
-        fetch: Callable[[int], Block],
+        fetch: Callable[[int], DecoderBlock],
     ) -> Streams:
         """The blocks of a span, from where `fetch` has them.
 
@@ -299,16 +313,18 @@ class Decoder(nn.Module):
         """
         return visit(x, span, fetch, self._over(plan, cache))
 
-    def over(self, layout: Layout, cache: Cache) -> Through[Block]:
+    def over(self, layout: Layout, cache: KVCache) -> Through[DecoderBlock]:
         """What takes the residual stream of a pass through a block."""
-        return self._over(Plan.of(layout, self.device), cache)
+        return self._over(PaddedLayout.of(layout, self.device), cache)
 
-    def _over(self, plan: Plan, cache: Cache) -> Through[Block]:
+    def _over(self, plan: PaddedLayout, cache: KVCache) -> Through[DecoderBlock]:
         c, sight = self.config, Cached(cache, plan, self.config)
         full = rotation(self.rope, plan.position)
         local = rotation(self.local_rope, plan.position) if c.window_layers else full
 
-        def through(block: Block, i: int, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t d"], int]:
+        def through(
+            block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
+        ) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
                 x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, sight)
             return (x, 0) if i in self.skip.mlp else block.add_mlp(x)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.attention import Plan, first_places, rectangle
+from foretell.model.attention import PaddedLayout, first_places, rectangle
 from foretell.model.backend import Backend
-from foretell.model.cache import Cache, Layout
+from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, Skip, Span, Streams
 
@@ -17,13 +17,15 @@ _MOST_TOKENS = 64
 
 
 class _Shape(NamedTuple):
-    """What a captured pass depends on: rows, queries per row, slots of the masks, which cache it points into, and what is looked at."""
+    """What a captured pass depends on: rows, queries per row, slots of the masks, which cache it points into, and what
+    is looked at.
+    """
 
     rows: int
     queries: int
     slots: int
     cache: tuple[int, ...]
-    taps: tuple[int, ...]
+    hidden_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,18 @@ class _Pass:
     """Static tensors of one shape, and the graph that works on them (None: run the code again, as on the CPU)."""
 
     x: Float[torch.Tensor, "t d"]
-    plan: Plan
+    plan: PaddedLayout
     out: tuple[Float[torch.Tensor, "t d"], ...]
     graph: torch.cuda.CUDAGraph | None
 
 
 class GraphedDecoder:
-    """Implements `Network` by a torch decoder with captured passes: the launch cost of some hundred kernels falls to that of one graph.
+    """Implements `Network` by a torch decoder with captured passes: the launch cost of some hundred kernels falls to
+    that of one graph.
 
-    Rows, queries and slots are padded to powers of two (slots to multiples of 256), so a handful of graphs serves all steps; each is captured
-    the first time its shape occurs. On the CPU the same static tensors are used without a graph, which is how the tests compare it with the decoder.
+    Rows, queries and slots are padded to powers of two (slots to multiples of 256), so a handful of graphs serves all
+    steps; each is captured the first time its shape occurs. On the CPU the same static tensors are used without a
+    graph, which is how the tests compare it with the decoder.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -63,7 +67,7 @@ class GraphedDecoder:
         """That of the decoder."""
         return self._decoder.backend
 
-    def new_cache(self) -> Cache:
+    def new_cache(self) -> KVCache:
         """An empty cache for this network."""
         return self._decoder.new_cache()
 
@@ -87,7 +91,7 @@ class GraphedDecoder:
         """All blocks without some of their parts, sharing weights."""
         return GraphedDecoder(self._decoder.skipping(skip))
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
         """The blocks of a span; whole passes over few tokens are replayed."""
         if layout.tokens > _MOST_TOKENS or (span.first, span.last) != (0, self.config.layers):
             return self._decoder.run(x, layout, cache, span)
@@ -95,8 +99,8 @@ class GraphedDecoder:
         grid = rectangle(layout, _power(grid.shape[0]), _power(grid.shape[1]))
         wide = _padded(layout, grid)
         slots = min(-(-int(max(layout.prefix.max(), layout.slot.max() + 1)) // 256) * 256, cache.k.shape[3])
-        plan = Plan.of(wide, x.device, torch.arange(grid.numel()).view(grid.shape), slots)
-        shape = _Shape(grid.shape[0], grid.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), span.taps)
+        plan = PaddedLayout.of(wide, x.device, torch.arange(grid.numel()).view(grid.shape), slots)
+        shape = _Shape(grid.shape[0], grid.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), span.hidden_layers)
         flat = x[grid.flatten().to(x.device)]
         static = self._passes.get(shape)
         if static is None:
@@ -112,15 +116,15 @@ class GraphedDecoder:
         return Streams(tuple(stream[places] for stream in static.out))
 
     def _streams(
-        self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span
+        self, x: Float[torch.Tensor, "t d"], plan: PaddedLayout, cache: KVCache, span: Span
     ) -> tuple[Float[torch.Tensor, "t d"], ...]:
         return self._decoder.planned(x, plan, cache, span, self._decoder.block).states
 
-    def _capture(self, x: Float[torch.Tensor, "t d"], plan: Plan, cache: Cache, span: Span) -> _Pass:
+    def _capture(self, x: Float[torch.Tensor, "t d"], plan: PaddedLayout, cache: KVCache, span: Span) -> _Pass:
         """Record the pass on its own static tensors; warmed up on a side stream first, as CUDA graphs ask for."""
         x = x.clone()
         if x.device.type != "cuda":
-            return _Pass(x, plan, tuple(torch.empty_like(x) for _ in (*span.taps, None)), None)
+            return _Pass(x, plan, tuple(torch.empty_like(x) for _ in (*span.hidden_layers, None)), None)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -7,15 +7,17 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.core.tree import root_tree
 from foretell.model.cache import Layout
 from foretell.model.decoder import Skip, Span
 from foretell.model.runner import Network
-from foretell.tree import root
 
 
 @dataclass(frozen=True)
 class Influence:
-    """Mean of 1 - cos(input, output) per layer, over the tokens of a text (block influence: Men et al., arXiv 2403.03853)."""
+    """Mean of 1 - cos(input, output) per layer, over the tokens of a text (block influence: Men et al., arXiv
+    2403.03853).
+    """
 
     attention: tuple[float, ...]
     mlp: tuple[float, ...]
@@ -46,8 +48,8 @@ def influence(network: Network, tokens: Sequence[int]) -> Influence:
         raise ValueError(f"the influence of layers is measured on a text of at least 2 tokens, found {len(tokens)}")
     layers = network.config.layers
     attention_only = network.skipping(Skip(mlp=frozenset(range(layers))))
-    tree = root(tokens[-1:]).with_trunk([tokens])
-    layout, _ = Layout.of(tree, [0], np.zeros(1, np.int64), tree.read)
+    tree = root_tree(tokens[-1:]).with_prefix([tokens])
+    layout, _ = Layout.of(tree, [0], np.zeros(1, np.int64), tree.active)
     cache = network.new_cache()
     cache.reserve(1, len(tokens))
     x = network.embed(torch.from_numpy(tree.token[0]))

@@ -35,10 +35,12 @@ class Linear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """Eight-bit weights times eight-bit activations, float32 in and out: the int8 arithmetic of the CPU kernels in torch.
+    """Eight-bit weights times eight-bit activations, float32 in and out: the int8 arithmetic of the CPU kernels in
+    torch.
 
-    Both sides are rotated by a Hadamard matrix over blocks of inputs, which spreads outliers (QuaRot, arXiv 2404.00456),
-    and rounded symmetrically with one scale per output or token and group of inputs. Sums of a group are exact.
+    Both sides are rotated by a Hadamard matrix over blocks of inputs, which spreads outliers (QuaRot, arXiv
+    2404.00456), and rounded symmetrically with one scale per output or token and group of inputs. Sums of a group are
+    exact.
     """
 
     weight: Int8[torch.Tensor, "g o 192"]

@@ -1,23 +1,26 @@
-"""Mixture-of-experts feed-forward (Shazeer et al., arXiv 1701.06538; Mixtral, arXiv 2401.04088), dropless: no token depends on its company."""
+"""Mixture-of-experts feed-forward (Shazeer et al., arXiv 1701.06538; Mixtral, arXiv 2401.04088), dropless: no token
+depends on its company.
+"""
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.config import Experts
+from foretell.model.config import MoEConfig
 from foretell.model.linear import Linear, widen
 
 
 class ExpertFeedForward(nn.Module):
     """Router, experts and the optional shared expert of one block.
 
-    `gate_up` is `[experts, 2 * ffn, hidden]` (gate rows first), `down` `[experts, hidden, ffn]`; each becomes one matrix per expert.
+    `gate_up` is `[experts, 2 * ffn, hidden]` (gate rows first), `down` `[experts, hidden, ffn]`; each becomes one
+    matrix per expert.
     """
 
     def __init__(
         self,
-        experts: Experts,
+        experts: MoEConfig,
         router: Linear,
         gate_up: Float[torch.Tensor, "e f2 d"],
         down: Float[torch.Tensor, "e d f"],

@@ -1,30 +1,35 @@
-"""Rotary position embedding: frequency tables and their application, in the half-split layout of Hugging Face checkpoints."""
+"""Rotary position embedding: frequency tables and their application, in the half-split layout of Hugging Face
+checkpoints.
+"""
 
 import math
 
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.config import Rope
+from foretell.model.config import RopeConfig
 
 _EMPTY_RANGE = 0.001
-"""Width in dimensions that YaRN's range has where it is empty, so that nothing is divided by zero (as in transformers)."""
+"""Width in dimensions that YaRN's range has where it is empty, so that nothing is divided by zero (as in
+transformers).
+"""
 Tables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
 
 
-def tables(rope: Rope, head_dim: int, context: int) -> Tables:
+def tables(rope: RopeConfig, head_dim: int, context: int) -> Tables:
     """Cosine and sine of every position's angles, float32 (Su et al., arXiv 2104.09864).
 
-    Scalings: `linear` (positions divided), `llama3` (low frequencies divided, smooth between), `yarn` (Peng et al., arXiv 2309.00071).
+    Scalings: `linear` (positions divided), `llama3` (low frequencies divided, smooth between), `yarn` (Peng et al.,
+    arXiv 2309.00071).
     """
     frequency, factor = _frequencies(rope, head_dim)
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
     return (angle.cos() * factor).float(), (angle.sin() * factor).float()
 
 
-def _frequencies(rope: Rope, head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
+def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequency = 1.0 / rope.theta**exponent
     if rope.divisors:
@@ -46,7 +51,7 @@ def _frequencies(rope: Rope, head_dim: int) -> tuple[Float[torch.Tensor, " half"
 
 
 def _yarn(
-    rope: Rope, frequency: Float[torch.Tensor, " half"], head_dim: int
+    rope: RopeConfig, frequency: Float[torch.Tensor, " half"], head_dim: int
 ) -> tuple[Float[torch.Tensor, " half"], float]:
     def dimension(rotations: float) -> float:
         return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.context import Output
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
-from foretell.model.cache import Cache, Layout, numbered
+from foretell.model.cache import KVCache, Layout, numbered
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip, Span, Streams
-from foretell.model.native import Trees
-from foretell.tree import TokenTree
+from foretell.model.kernels import Trees
 
 
 @runtime_checkable
@@ -31,13 +31,13 @@ class Network(Protocol):
     def backend(self) -> Backend:
         """What computes its passes."""
 
-    def new_cache(self) -> Cache:
+    def new_cache(self) -> KVCache:
         """An empty cache for this network."""
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block."""
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, span: Span) -> Streams:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
         """The blocks of a span."""
 
     def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
@@ -54,21 +54,23 @@ class Network(Protocol):
 
 
 @runtime_checkable
-class Growing(Protocol):
+class DynamicTreeNetwork(Protocol):
     """A network that may grow trees by confidence in one call."""
 
     @property
-    def grows(self) -> bool:
+    def grows_dynamic_trees(self) -> bool:
         """Whether it does."""
 
-    def beam(
+    def grow_dynamic_trees(
         self,
         roots: Float[torch.Tensor, "b d"],
         trees: Trees,
-        cache: Cache,
+        cache: KVCache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
-        """Grow trees below roots whose last block's outputs are given; `token_of`: the token of every row of the head (None: its number)."""
+        """Grow trees below roots whose last block's outputs are given; `token_of`: the token of every row of the head
+        (None: its number).
+        """
 
 
 class Runner(ABC):
@@ -93,38 +95,39 @@ class Runner(ABC):
         rows: Sequence[int],
         tree: TokenTree,
         *,
-        read: Bool[np.ndarray, "b n"] | None = None,
+        active: Bool[np.ndarray, "b n"] | None = None,
         scored: Bool[np.ndarray, "b n"] | None = None,
-        taps: Sequence[int] = (),
-    ) -> Output:
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
         """Read nodes of a tree on top of what is kept: those that `read` marks (default: all that the tree has read).
 
-        Ancestors not marked were read by earlier calls with the same tree, before anything was kept. Scores the nodes that `scored` marks (default:
-        all read). `taps` names blocks whose *input* is wanted as features: `layers` stands for the last block's output, `layers + 1` for the same
-        after the final norm.
+        Ancestors not marked were read by earlier calls with the same tree, before anything was kept. Scores the nodes
+        that `scored` marks (default: all read). `hidden_layers` names blocks whose *input* is wanted as features:
+        `layers` stands for the last block's output, `layers + 1` for the same after the final norm.
         """
 
-    def beam(
+    def grow_dynamic_tree(
         self,
         rows: Sequence[int],
-        trunks: TokenTree,
-        room: Int[np.ndarray, " b"],
+        prefixes: TokenTree,
+        max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
     ) -> Trees | None:
-        """Read trunks, and grow what `shape.Beam` would below each, in one call of the network; None: it cannot, and nothing was read.
+        """Read trunks, and grow what `shape.Beam` would below each, in one call of the network; None: it cannot, and
+        nothing was read.
 
-        `room`, 1 or more, `sizes` and `bounds` as in `Predictor.beam`. Of a tree without branches all nodes but the last have been read then, as
-        nodes after the trunk.
+        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`. Of a tree without branches all
+        nodes but the last have been read then, as nodes after the trunk.
         """
         return None
 
     @abstractmethod
-    def keep(self, row: int, path: Sequence[int]) -> None:
+    def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree, in order, as the row's next tokens; everything else of it is forgotten."""
 
     @abstractmethod
-    def crop(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
 
 
@@ -152,50 +155,54 @@ class DecoderRunner(Runner):
         rows: Sequence[int],
         tree: TokenTree,
         *,
-        read: Bool[np.ndarray, "b n"] | None = None,
+        active: Bool[np.ndarray, "b n"] | None = None,
         scored: Bool[np.ndarray, "b n"] | None = None,
-        taps: Sequence[int] = (),
-    ) -> Output:
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
         """Read nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
-        read = tree.read if read is None else read
-        layout, index = Layout.of(tree, rows, self._length[list(rows)], read)
-        x = self._inputs(tree.token[read], tree.inputs)
-        states, experts = self._states(x, layout, taps)
+        active = tree.active if active is None else active
+        layout, index = Layout.of(tree, rows, self._length[list(rows)], active)
+        x = self._inputs(tree.token[active], tree.probe_embeddings)
+        states, experts = self._states(x, layout, hidden_layers)
         at, layers = index, self.network.config.layers
         seen = states.get(layers + 1, states[layers])
-        if scored is not None and scored is not read:
-            wanted = read & scored
+        if scored is not None and scored is not active:
+            wanted = active & scored
             at = numbered(wanted)
             seen = seen[torch.from_numpy(index[wanted]).to(x.device)]
         if layers + 1 not in states:
             seen = self.network.final(seen)
         logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
-        return Output(logits, at, tuple(states[t] for t in taps), index, experts=experts)
+        return ModelOutput(logits, at, tuple(states[t] for t in hidden_layers), index, experts=experts)
 
     @torch.inference_mode()
-    def beam(
+    def grow_dynamic_tree(
         self,
         rows: Sequence[int],
-        trunks: TokenTree,
-        room: Int[np.ndarray, " b"],
+        prefixes: TokenTree,
+        max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
     ) -> Trees | None:
-        """Read trunks and grow trees below them; see `Runner.beam`."""
-        if not (isinstance(self.network, Growing) and self.network.grows):
+        """Read trunks and grow trees below them; see `Runner.grow_dynamic_tree`."""
+        if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
             return None
-        self._reserve(rows, trunks.nodes + sizes[0] * sizes[1])
-        output = self.forward(rows, trunks, scored=np.zeros_like(trunks.live), taps=(self.network.config.layers,))
-        ends = output.feature_at[np.arange(len(rows)), trunks.trunk - 1]
-        trees = Trees(room, sizes, bounds, np.array(rows), self._length[list(rows)] + trunks.trunk)
-        self.network.beam(output.features[0][torch.from_numpy(ends)], trees, self.cache)
+        self._reserve(rows, prefixes.nodes + sizes[0] * sizes[1])
+        output = self.forward(
+            rows, prefixes, scored=np.zeros_like(prefixes.valid), hidden_layers=(self.network.config.layers,)
+        )
+        ends = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
+        trees = Trees(max_depth, sizes, bounds, np.array(rows), self._length[list(rows)] + prefixes.prefix_length)
+        self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(ends)], trees, self.cache)
         return trees
 
     def _inputs(
         self, token: Int[np.ndarray, " t"], side: Float[torch.Tensor, "e d"] | None
     ) -> Float[torch.Tensor, "t d"]:
-        """What the first block sees: embeddings of tokens, and of ids beyond the vocabulary the rows of the tree's own table."""
+        """What the first block sees: embeddings of tokens, and of ids beyond the vocabulary the rows of the tree's own
+        table.
+        """
         if side is None:
             return self.network.embed(torch.from_numpy(token))
         beyond = token >= self.vocab
@@ -205,14 +212,16 @@ class DecoderRunner(Runner):
         return x
 
     def _states(
-        self, x: Float[torch.Tensor, "t d"], layout: Layout, taps: Sequence[int]
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, hidden_layers: Sequence[int]
     ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[int, ...]]:
-        """What is tapped and the last block's output, by number of the tap; and how many experts each mixture layer read."""
+        """What is tapped and the last block's output, by number of the tap; and how many experts each mixture layer
+        read.
+        """
         layers = self.network.config.layers
-        span = Span(0, layers, tuple(t for t in sorted(set(taps)) if t < layers))
+        span = Span(0, layers, tuple(t for t in sorted(set(hidden_layers)) if t < layers))
         streams = self.network.run(x, layout, self.cache, span)
-        states = dict(zip((*span.taps, layers), streams.states, strict=True))
-        if layers + 1 in taps:
+        states = dict(zip((*span.hidden_layers, layers), streams.states, strict=True))
+        if layers + 1 in hidden_layers:
             states[layers + 1] = self.network.final(states[layers])
         return states, streams.experts
 
@@ -223,13 +232,13 @@ class DecoderRunner(Runner):
         self.cache.reserve(need, int(self._length[list(rows)].max()) + nodes)
 
     @torch.inference_mode()
-    def keep(self, row: int, path: Sequence[int]) -> None:
+    def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
         base = int(self._length[row])
         self.cache.move(row, [base + node for node in path], base)
         self._length[row] += len(path)
 
-    def crop(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
         if row < len(self._length):
             self._length[row] = min(length, self._length[row])

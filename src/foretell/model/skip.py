@@ -7,7 +7,7 @@ from typing import Any
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Skip
-from foretell.validation import Fields, read_json
+from foretell.utils.validation import Fields, read_json
 
 _KIND = "foretell skip set"
 
@@ -15,7 +15,8 @@ _KIND = "foretell skip set"
 def default_skip(layers: int) -> Skip:
     """The attention of every second block, first and last fifth apart: what searches on unlike models agree on.
 
-    Draft & Verify's published sets (arXiv 2309.08168) skip twice as many attention as feed-forward parts, mostly in the upper middle.
+    Draft & Verify's published sets (arXiv 2309.08168) skip twice as many attention as feed-forward parts, mostly in the
+    upper middle.
     """
     edge = layers // 5
     return Skip(attention=frozenset(range(edge, layers - edge, 2)))
@@ -56,7 +57,9 @@ class SkipTrial:
 
 @dataclass(frozen=True)
 class SkipFile:
-    """All trials of a search on one model (its `Source.fingerprint`); `workload` names the prompts and `objective` what was maximised."""
+    """All trials of a search on one model (its `Checkpoint.fingerprint`); `workload` names the prompts and `objective`
+    what was maximised.
+    """
 
     model: str
     layers: int
@@ -82,7 +85,8 @@ class SkipFile:
 
     @staticmethod
     def read(path: Path, model: str, layers: int) -> "SkipFile":
-        """Read a file that was tuned on the model of this fingerprint (empty where its checkpoint is not at hand: the layers decide).
+        """Read a file that was tuned on the model of this fingerprint (empty where its checkpoint is not at hand: the
+        layers decide).
 
         Raises:
             ValueError: no such file, not a skip set, or one of another model.
@@ -93,7 +97,8 @@ class SkipFile:
         found = _parse(raw, path)
         if found.layers != layers or (model and found.model != model):
             raise ValueError(
-                f"{path}: this skip set was tuned on another model ({found.layers} layers, fingerprint {found.model}; this one has "
+                f"{path}: this skip set was tuned on another model ({found.layers} layers, fingerprint {found.model}; "
+                f"this one has "
                 f"{layers} layers and {model or 'none'}); run `foretell tune skip` for this model"
             )
         return found

@@ -1,14 +1,15 @@
 """How many tokens a pass yields: chains and trees whose nodes are accepted with given probabilities.
 
-If p(d, r) is the probability that the child of rank r at depth d is the accepted one given that its parent is, a pass yields
-F = 1 + the sum over drafted nodes of the products along their paths (the leading 1 is the token the target adds itself).
+If p(d, r) is the probability that the child of rank r at depth d is the accepted one given that its parent is, a pass
+yields F = 1 + the sum over drafted nodes of the products along their paths (the leading 1 is the token the target adds
+itself).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from foretell.best_tree import best_paths
+from foretell.core.best_tree import best_paths
 
 COVERAGE, FALL = 0.75, 0.5
 RANKS = 8
@@ -16,7 +17,8 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Probability of each child rank (disjoint events, non-increasing, sum at most 1), times `decay` per further depth; and its source.
+    """Probability of each child rank (disjoint events, non-increasing, sum at most 1), times `decay` per further depth;
+    and its source.
 
     Raises:
         ValueError: probabilities that are no such thing.
@@ -38,7 +40,8 @@ class Acceptance:
 
 
 def profile(first: float, source: str, chain: bool = False) -> Acceptance:
-    """Acceptance whose best-ranked child stands with probability `first`; three quarters of the rest falls by halves over the others.
+    """Acceptance whose best-ranked child stands with probability `first`; three quarters of the rest falls by halves
+    over the others.
 
     At 0.66 the first five cover 0.9, near what SpecInfer measured for LLaMA-68M drafting LLaMA-7B (0.82 to 0.89).
     """
@@ -56,7 +59,9 @@ def chain_tokens(alpha: float, drafted: int) -> float:
 
 @dataclass(frozen=True)
 class Growth:
-    """Best trees of one depth limit: for 1, 2, ... nodes (root included) the tokens per pass and the nodes expanded per level."""
+    """Best trees of one depth limit: for 1, 2, ... nodes (root included) the tokens per pass and the nodes expanded per
+    level.
+    """
 
     tokens: tuple[float, ...]
     expanded: tuple[tuple[int, ...], ...]
@@ -99,7 +104,9 @@ def fitted(tokens: float, nodes: int, depth: int, source: str, chain: bool = Fal
 
 
 def tree_tokens(parents: Sequence[int], ranks: Sequence[int], acceptance: Acceptance) -> float:
-    """Tokens per pass of a given tree: parents[i] < i, node 0 the root; ranks[i] the rank of node i among its siblings."""
+    """Tokens per pass of a given tree: parents[i] < i, node 0 the root; ranks[i] the rank of node i among its
+    siblings.
+    """
     reach, depth = [1.0], [0]
     for parent, rank in list(zip(parents, ranks, strict=True))[1:]:
         p = acceptance.ranks[rank] if rank < len(acceptance.ranks) else 0.0

@@ -1,7 +1,8 @@
 """How much of something one operation needs, as a sum over the few quantities a pass is made of.
 
-Every cost of a transformer (OPs, bytes, elements alive) is linear in six extents, so an operation is six numbers per cost. That one
-table serves a single setting, a sweep of ten thousand (the extents are arrays) and the web page (the numbers are embedded in it).
+Every cost of a transformer (OPs, bytes, elements alive) is linear in six extents, so an operation is six numbers per
+cost. That one table serves a single setting, a sweep of ten thousand (the extents are arrays) and the web page (the
+numbers are embedded in it).
 """
 
 from dataclasses import dataclass
@@ -70,10 +71,11 @@ NOTHING = Amount()
 
 
 def pairs_attended(tokens: Number, past: Number, window: int, square: bool) -> Number:
-    """(query, key) pairs of one sequence: `tokens` new rows after `past` cached ones, each seeing itself and what came before.
+    """(query, key) pairs of one sequence: `tokens` new rows after `past` cached ones, each seeing itself and what came
+    before.
 
-    A token tree has at most as many pairs as a chain of the same size, whose count this is. `square`: every row sees every new
-    row, which is what a kernel without causal skipping computes and what the paper counts.
+    A token tree has at most as many pairs as a chain of the same size, whose count this is. `square`: every row sees
+    every new row, which is what a kernel without causal skipping computes and what the paper counts.
     """
     if square:
         return tokens * span_read(tokens, past, window)
@@ -84,7 +86,9 @@ def pairs_attended(tokens: Number, past: Number, window: int, square: bool) -> N
 
 
 def span_read(tokens: Number, past: Number, window: int) -> Number:
-    """Positions whose keys and values one sequence reads in a pass; with a window, those that any new row can still see."""
+    """Positions whose keys and values one sequence reads in a pass; with a window, those that any new row can still
+    see.
+    """
     total = past + tokens
     return np.minimum(np.asarray(total, dtype=np.float64), window + tokens - 1) if window else total
 
@@ -92,8 +96,8 @@ def span_read(tokens: Number, past: Number, window: int) -> Number:
 def distinct_experts(count: float, active: float, rows: Number) -> Number:
     """Expected number of experts that `rows` tokens touch under uniform independent routing: E·(1 - (1 - k/E)^N).
 
-    An upper guess: real routing is skewed and neighbouring tokens share experts. With count 1 and active = density it is the share
-    of neurons that a batch under contextual sparsity touches.
+    An upper guess: real routing is skewed and neighbouring tokens share experts. With count 1 and active = density it
+    is the share of neurons that a batch under contextual sparsity touches.
     """
     if count <= 0:
         return 0.0

@@ -32,7 +32,9 @@ def _network(model: Model, fusion: Fusion, expanded: bool, square: bool) -> Netw
 
 @dataclass(frozen=True)
 class Analysis:
-    """Answer to a setting: operations in order (per layer, over all passes), their total, memory per device, and what fits."""
+    """Answer to a setting: operations in order (per layer, over all passes), their total, memory per device, and what
+    fits.
+    """
 
     model: Model
     hardware: Hardware
@@ -85,7 +87,8 @@ def analyse(model: Model, hardware: Hardware, setting: Setting) -> Analysis:
     """Price a setting on a device.
 
     Raises:
-        ValueError: devices that do not divide the heads, no link between them, or a format the hardware cannot multiply.
+        ValueError: devices that do not divide the heads, no link between them, or a format the hardware cannot
+            multiply.
     """
     check(model, setting)
     r = rates(setting, hardware)
@@ -112,7 +115,9 @@ def seconds(model: Model, hardware: Hardware, setting: Setting) -> float:
 
 
 def _merge(first: list[Line], second: list[Line]) -> list[Line]:
-    """Lines of two phases added by operation; an operation that only one has is kept in its place at the end of its block."""
+    """Lines of two phases added by operation; an operation that only one has is kept in its place at the end of its
+    block.
+    """
     merged = list(first)
     for line in second:
         at = next((i for i, m in enumerate(merged) if (m.block, m.op.name) == (line.block, line.op.name)), None)

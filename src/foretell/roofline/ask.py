@@ -13,7 +13,7 @@ from foretell.roofline.names import look_up
 from foretell.roofline.plan import by_batch, drafts, paying_batches
 from foretell.roofline.setting import FUSIONS, STAGES, Setting, Stage
 from foretell.roofline.speculate import Method, catalogue, with_acceptance
-from foretell.validation import Fields, read_json
+from foretell.utils.validation import Fields, read_json
 
 _PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from foretell.model.config import LatentAttention, ModelConfig
+from foretell.model.config import MLAConfig, ModelConfig
 from foretell.roofline.amount import NOTHING, Amount
 from foretell.roofline.network import Op, elementwise, linear
 
@@ -15,7 +15,9 @@ Fusion = Literal["none", "flash", "full"]
 
 @dataclass(frozen=True)
 class Core:
-    """Widths of the attention core: per head of queries against keys, per head of values, and of what a position keeps in the cache."""
+    """Widths of the attention core: per head of queries against keys, per head of values, and of what a position keeps
+    in the cache.
+    """
 
     heads: int
     key: float
@@ -31,8 +33,9 @@ class Core:
 def score(core: Core, fusion: Fusion) -> tuple[Op, ...]:
     """Queries against keys, softmax, weighted sum of values: three operations, or one that keeps the scores on chip.
 
-    The fused operation reads queries, keys and values once and writes the output once (FlashAttention, arXiv 2205.14135): prefill
-    kernels that re-read keys per query tile are served by the cache, so this is the lower bound a roofline asks for.
+    The fused operation reads queries, keys and values once and writes the output once (FlashAttention, arXiv
+    2205.14135): prefill kernels that re-read keys per query tile are served by the cache, so this is the lower bound a
+    roofline asks for.
     """
     h, shape = core.heads, f"{core.heads} heads × {core.key:g}"
     qk, sv = Amount(pairs=2.0 * h * core.key), Amount(pairs=2.0 * h * core.value)
@@ -49,14 +52,18 @@ def score(core: Core, fusion: Fusion) -> tuple[Op, ...]:
     return (
         Op("qk_matmul", "attend", shape, core.sources[:-1], "heads", work=qk, read=queries + share, write=scores,
            kv_read=core.keys_read, output=scores),
-        Op("softmax", "vector", "scores", ("qk_matmul",), "heads", work=softmax, read=scores, write=scores, output=scores),
-        Op("sv_matmul", "attend", shape, ("softmax", core.sources[-1]), "heads", work=sv, read=scores + share, write=out,
+        Op("softmax", "vector", "scores", ("qk_matmul",), "heads", work=softmax, read=scores, write=scores,
+        output=scores),
+        Op("sv_matmul", "attend", shape, ("softmax", core.sources[-1]), "heads", work=sv, read=scores + share,
+        write=out,
            kv_read=core.values_read, output=out),
     )  # fmt: skip
 
 
 def grouped_query(config: ModelConfig, fusion: Fusion) -> tuple[Op, ...]:
-    """Projections, head norms, rotation and core of multi-head, grouped-query or multi-query attention; reads `attn_norm`."""
+    """Projections, head norms, rotation and core of multi-head, grouped-query or multi-query attention; reads
+    `attn_norm`.
+    """
     h, d, heads, kv = config.hidden, config.head_dim, config.heads, config.kv_heads
     bias = config.qkv_bias
     ops = [
@@ -79,11 +86,11 @@ def grouped_query(config: ModelConfig, fusion: Fusion) -> tuple[Op, ...]:
     return (*ops, *score(core, fusion))
 
 
-def latent(config: ModelConfig, shape: LatentAttention, fusion: Fusion, absorbed: bool) -> tuple[Op, ...]:
+def latent(config: ModelConfig, shape: MLAConfig, fusion: Fusion, absorbed: bool) -> tuple[Op, ...]:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); reads `attn_norm`.
 
-    absorbed: the up-projections are folded into queries and outputs, so that attention runs over the small latent cache (decode);
-    otherwise keys and values are expanded from it (prefill).
+    absorbed: the up-projections are folded into queries and outputs, so that attention runs over the small latent cache
+    (decode); otherwise keys and values are expanded from it (prefill).
     """
     h, heads, nope, rope, value, rank = (
         config.hidden, config.heads, shape.nope_dim, shape.rope_dim, shape.value_dim, shape.kv_rank,
@@ -123,7 +130,8 @@ def latent(config: ModelConfig, shape: LatentAttention, fusion: Fusion, absorbed
     core = Core(heads, rank + rope, rank, keys, values, keys, sources=("q_absorb", "kv_a_norm", "kv_a_norm"))
     ops.extend(score(core, fusion))
     ops.append(
-        Op("v_absorb", "matmul", f"{heads} × {rank} × {value}", (ops[-1].name,), "heads", work=Amount(rows=2.0 * unfold),
+        Op("v_absorb", "matmul", f"{heads} × {rank} × {value}", (ops[-1].name,), "heads",
+        work=Amount(rows=2.0 * unfold),
            weights=Amount(one=float(unfold)), read=Amount(rows=float(heads * rank)), write=opened, stored=unfold,
            output=opened)
     )  # fmt: skip

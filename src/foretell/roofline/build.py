@@ -17,9 +17,9 @@ def network(
 ) -> Network:
     """Price list of a model.
 
-    fusion: `none` keeps attention scores in memory; `flash` fuses attention; `full` also fuses rotation, activation, and residual
-    addition with the next norm. absorbed: how latent attention runs (ignored by other models). square: count attention as the
-    full square instead of the causal half.
+    fusion: `none` keeps attention scores in memory; `flash` fuses attention; `full` also fuses rotation, activation,
+    and residual addition with the next norm. absorbed: how latent attention runs (ignored by other models). square:
+    count attention as the full square instead of the causal half.
     """
     kinds: dict[tuple[bool, bool], int] = {}
     for layer in range(config.layers):
@@ -98,7 +98,9 @@ def _layer(config: ModelConfig, sparse: bool, fusion: Fusion, absorbed: bool) ->
 
 
 def _residual(name: str, following: Op, branch: str, stream: str, h: int, full: bool) -> tuple[Op, ...]:
-    """The residual addition and the norm after it; fused, the norm reads what the addition has just made without a trip to memory."""
+    """The residual addition and the norm after it; fused, the norm reads what the addition has just made without a trip
+    to memory.
+    """
     add = elementwise(name, h, (stream, branch), 1.0, 2.0)
     return (add, replace(following, read=Amount())) if full else (add, following)
 

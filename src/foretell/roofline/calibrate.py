@@ -1,8 +1,9 @@
 """This machine as hardware: rates and overheads fitted to timed passes of small random networks.
 
-Stream bandwidth is timed by itself. The rest are the terms of the cost model and come from one non-negative least-squares fit: the
-time of a pass = start + operations × overhead + weights × c(rows) + attention OPs × a(rows). The networks differ in width, depth and
-context so that the terms can be told apart, and none has the shape of a model that predictions are later checked on.
+Stream bandwidth is timed by itself. The rest are the terms of the cost model and come from one non-negative
+least-squares fit: the time of a pass = start + operations × overhead + weights × c(rows) + attention OPs × a(rows). The
+networks differ in width, depth and context so that the terms can be told apart, and none has the shape of a model that
+predictions are later checked on.
 """
 
 import statistics
@@ -56,14 +57,18 @@ def sample(measures: Iterable[tuple[ModelConfig, Measure]]) -> list[Sample]:
 
 
 def setting(form: Format, tokens: int, context: int) -> Setting:
-    """The setting that a timed pass is: weights and activations in a format, the cache in 16 bits (32 where the weights have 32)."""
+    """The setting that a timed pass is: weights and activations in a format, the cache in 16 bits (32 where the weights
+    have 32).
+    """
     kept = form if form.bits > 16 else parse("16")
     return Setting("verify", 1, context, tokens, weights=form, activations=form, kv=kept, fusion="full")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds per pass, per operation, and per weight element and attention OP at each of ROWS; and the median relative misfit."""
+    """Seconds per pass, per operation, and per weight element and attention OP at each of ROWS; and the median relative
+    misfit.
+    """
 
     start: float
     overhead: float

@@ -1,6 +1,8 @@
-"""Methods that change what a pass costs: early exit, layer skipping, contextual sparsity, nested feed-forward, fewer bits.
+"""Methods that change what a pass costs: early exit, layer skipping, contextual sparsity, nested feed-forward, fewer
+bits.
 
-They are no speculation: the text changes (or the model does), one pass still yields one token. Section 4.1 of the survey.
+They are no speculation: the text changes (or the model does), one pass still yields one token. Section 4.1 of the
+survey.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +21,8 @@ SPARSE_OPS = ("gate_proj", "up_proj", "mlp_act", "down_proj")
 
 
 def exit_depth(share: float, rows: float) -> float:
-    """Expected share of layers a batch runs when each row alone would run `share` on average and the deepest row decides.
+    """Expected share of layers a batch runs when each row alone would run `share` on average and the deepest row
+    decides.
 
     The share of one row is taken as Beta(a, 1) with mean `share`; the largest of N such is Beta(aN, 1).
     """
@@ -32,7 +35,8 @@ def exit_depth(share: float, rows: float) -> float:
 def early_exit(network: Network, share: float, rows: float, tested: float = 0.0) -> Network:
     """CALM (arXiv 2207.07061): rows leave after part of the layers; the layers not run still project keys and values.
 
-    tested: how many times per pass the language-model head is run to measure confidence (0: state saturation or a small classifier).
+    tested: how many times per pass the language-model head is run to measure confidence (0: state saturation or a small
+    classifier).
     """
     run = exit_depth(share, rows)
     blocks: list[Block] = []
@@ -60,7 +64,8 @@ def _repeated(op: Op, times: float) -> Op:
 
 
 def skip_layers(network: Network, share: float) -> Network:
-    """SkipDecode (arXiv 2307.02628): all rows of a position run the same, decreasing number of layers; `share` is its mean.
+    """SkipDecode (arXiv 2307.02628): all rows of a position run the same, decreasing number of layers; `share` is its
+    mean.
 
     Skipped layers keep no keys and values and read none, whatever the batch.
     """
@@ -68,7 +73,8 @@ def skip_layers(network: Network, share: float) -> Network:
 
 
 def sparse(network: Network, hidden: int, ffn: int, density: float, rows: float) -> Network:
-    """Deja Vu (arXiv 2310.17157): of the feed-forward only the neurons that some row needs, and a predictor that finds them.
+    """Deja Vu (arXiv 2310.17157): of the feed-forward only the neurons that some row needs, and a predictor that finds
+    them.
 
     A batch needs the union of its rows' neurons, 1 - (1 - density)^N of all.
     """
@@ -112,8 +118,8 @@ def cost_changes(
 ) -> list[Change]:
     """What the methods of section 4.1 would save on a decode pass at the batch and context of a setting.
 
-    share: part of the layers that early exit and skipping run on average. density: part of the feed-forward that a token needs.
-    Raises:
+    share: part of the layers that early exit and skipping run on average. density: part of the feed-forward that a
+    token needs. Raises:
         ValueError: a share or density outside (0, 1].
     """
     for name, part in (("share of layers", share), ("density", density)):

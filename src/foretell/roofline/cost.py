@@ -14,8 +14,9 @@ from foretell.roofline.setting import Phase, Setting, extents
 class Rates:
     """Hardware and formats reduced to numbers; each a scalar or an array [settings, 1].
 
-    weight, activation, kv: bytes per element. matmul, attend, vector: OPs/s. bandwidth, link: bytes/s. overhead: seconds per
-    operation, start: per pass. curve, attend_curve: measured rates of matrix multiplications and of attention, in place of their peaks.
+    weight, activation, kv: bytes per element. matmul, attend, vector: OPs/s. bandwidth, link: bytes/s. overhead:
+    seconds per operation, start: per pass. curve, attend_curve: measured rates of matrix multiplications and of
+    attention, in place of their peaks.
     """
 
     weight: Number
@@ -105,7 +106,10 @@ def _sum(value: Number, weight: Number) -> Number:
 
 
 def price(op: Op, at: Extents, r: Rates, kv_heads: int) -> Cost:
-    """Cost of one operation. Tensor parallelism divides what `op.split` says; cached heads are copied where there are too few."""
+    """Cost of one operation.
+
+    Tensor parallelism divides what `op.split` says; cached heads are copied where there are too few.
+    """
     t, kv_cut = r.devices, np.minimum(r.devices, kv_heads)
     cut = {"column": (t, t, 1, t), "row": (t, t, t, 1), "heads": (t, t, t, t), "whole": (1, 1, 1, 1)}[op.split]
     if op.kind in ("reduce", "gather"):

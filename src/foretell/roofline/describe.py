@@ -1,7 +1,8 @@
 """Where a model's configuration comes from: built-in table, config.json, GGUF metadata.
 
-The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also prices a few that it does not run
-(OPT, GPT-J, DeepSeek with latent attention); their readers live here, so that loading a model can never mistake one for runnable.
+The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also prices a few that it does
+not run (OPT, GPT-J, DeepSeek with latent attention); their readers live here, so that loading a model can never mistake
+one for runnable.
 """
 
 import tomllib
@@ -11,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from foretell.model.config import ARCHITECTURES, Experts, LatentAttention, ModelConfig, Rope, from_gguf, from_hf
+from foretell.model.config import ARCHITECTURES, MLAConfig, ModelConfig, MoEConfig, RopeConfig, from_gguf, from_hf
 from foretell.roofline.names import look_up
-from foretell.validation import Fields, read_json
+from foretell.utils.validation import Fields, read_json
 
 ANALYSED = ("opt", "gptj", "deepseek_v2", "deepseek_v3")
 """Architectures that can be priced and not run."""
@@ -26,7 +27,8 @@ def built_in() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find(name: str) -> tuple[str, ModelConfig]:
-    """Short name and configuration of a model: a built-in name, its hub id, a config.json, a directory holding one, or a GGUF file.
+    """Short name and configuration of a model: a built-in name, its hub id, a config.json, a directory holding one, or
+    a GGUF file.
 
     Raises:
         ValueError: an unknown name (with a hint), or a file that describes no model.
@@ -112,8 +114,10 @@ def _gptj(read: Fields) -> ModelConfig:
         raise read.wrong("n_head", f"at most n_embd, {h}", heads)
     return ModelConfig(
         "gptj", vocab, h, layers, heads, heads, d, read.integer("n_inner", default=0) or 4 * h,
-        read.integer("n_positions", default=2048), rope=Rope(fraction=(read.integer("rotary_dim", default=0) or d) / d),
-        activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False), parallel_blocks=True,
+        read.integer("n_positions", default=2048), rope=RopeConfig(fraction=(read.integer("rotary_dim",
+        default=0) or d) / d),
+        activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False),
+        parallel_blocks=True,
     )  # fmt: skip
 
 
@@ -127,9 +131,9 @@ def _deepseek(read: Fields, kind: str) -> ModelConfig:
         count, active, width = _need(read, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         shared = read.integer("n_shared_experts", default=0) * width
         sparse = tuple(range(read.integer("first_k_dense_replace", default=0), layers))
-        experts = Experts(count, active, width, shared, layers=sparse)
+        experts = MoEConfig(count, active, width, shared, layers=sparse)
     return ModelConfig(
         kind, vocab, h, layers, heads, heads, nope + rope, ffn, read.integer("max_position_embeddings", default=4096),
         tied=read.flag("tie_word_embeddings", default=False), experts=experts,
-        latent=LatentAttention(read.integer("q_lora_rank", default=0), kv_rank, nope, rope, value),
+        latent=MLAConfig(read.integer("q_lora_rank", default=0), kv_rank, nope, rope, value),
     )  # fmt: skip

@@ -32,8 +32,9 @@ PARTNERS: Mapping[str, tuple[str, ...]] = {
 class Draft:
     """A drafter's network and rhythm.
 
-    per: how often it runs in a step: once per `level` of the tree, over the nodes expanded there, or once per `step`, over the last
-    token of every sequence. extra: parameters it adds to the target's memory. weights, kv: formats that differ from the target's.
+    per: how often it runs in a step: once per `level` of the tree, over the nodes expanded there, or once per `step`,
+    over the last token of every sequence. extra: parameters it adds to the target's memory. weights, kv: formats that
+    differ from the target's.
     """
 
     network: Network
@@ -80,7 +81,8 @@ def make(
         small = other or _partner(target)
         if small.config.vocab != target.config.vocab:
             raise ValueError(
-                f"{small.name} has {small.config.vocab} tokens and {target.name} {target.config.vocab}: a draft model must share the vocabulary"
+                f"{small.name} has {small.config.vocab} tokens and {target.name} {target.config.vocab}: a draft model "
+                f"must share the vocabulary"
             )
         priced = small.network(fusion, False)
         return Draft(priced, "level", priced.parameters)
@@ -118,7 +120,9 @@ def _heads(target: Model, heads: int) -> Draft:
 
 
 def _layer(target: Model) -> Draft:
-    """EAGLE: a fusing projection, one dense decoder layer of the target's shape, the target's head (arXiv 2401.15077)."""
+    """EAGLE: a fusing projection, one dense decoder layer of the target's shape, the target's head (arXiv
+    2401.15077).
+    """
     c = target.config
     # A dense layer as wide as what one token visits stands in where the target has experts.
     width = c.experts.ffn * c.experts.active + c.experts.shared_ffn if c.experts else c.ffn

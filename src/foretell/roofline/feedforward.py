@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from foretell.model.config import Activation, Experts, ModelConfig
+from foretell.model.config import Activation, ModelConfig, MoEConfig
 from foretell.roofline.amount import Amount
 from foretell.roofline.network import Op, elementwise, linear
 
@@ -10,7 +10,9 @@ ACTIVATION_OPS: Mapping[Activation, float] = {"silu": 4.0, "gelu": 6.0, "gelu_ta
 
 
 def dense(config: ModelConfig, width: int, source: str, prefix: str = "", fuse: bool = False) -> tuple[Op, ...]:
-    """A dense feed-forward of inner size `width` reading `source`; `fuse`: the activation runs where its operands are made."""
+    """A dense feed-forward of inner size `width` reading `source`; `fuse`: the activation runs where its operands are
+    made.
+    """
     h, bias = config.hidden, config.mlp_bias
     cost = ACTIVATION_OPS[config.activation] + config.gated
     up = linear(f"{prefix}up_proj", h, width, source, "column", bias)
@@ -40,8 +42,10 @@ def silent(op: Op) -> Op:
     )
 
 
-def mixture(config: ModelConfig, experts: Experts, source: str, fuse: bool = False) -> tuple[Op, ...]:
-    """Router, the expected distinct experts of the pass, shared experts if any, and the weighted sum; reads `source`."""
+def mixture(config: ModelConfig, experts: MoEConfig, source: str, fuse: bool = False) -> tuple[Op, ...]:
+    """Router, the expected distinct experts of the pass, shared experts if any, and the weighted sum; reads
+    `source`.
+    """
     h, f, k = config.hidden, experts.ffn, experts.active
     cost = ACTIVATION_OPS[config.activation] + config.gated
     first = ("experts_gate", "experts_up") if config.gated else ("experts_up",)
@@ -64,12 +68,13 @@ def mixture(config: ModelConfig, experts: Experts, source: str, fuse: bool = Fal
     width = float(h)
     ops.append(
         Op("combine", "vector", f"{k} × {h}", (*summed, "router"), "whole", work=Amount(rows=2.0 * k * width),
-           read=Amount(rows=(k + bool(experts.shared_ffn)) * width), write=Amount(rows=width), output=Amount(rows=width))
+           read=Amount(rows=(k + bool(experts.shared_ffn)) * width), write=Amount(rows=width),
+           output=Amount(rows=width))
     )  # fmt: skip
     return tuple(ops)
 
 
-def _routed(name: str, i: int, o: int, experts: Experts, inputs: tuple[str, ...], inward: bool = False) -> Op:
+def _routed(name: str, i: int, o: int, experts: MoEConfig, inputs: tuple[str, ...], inward: bool = False) -> Op:
     """One matrix of every expert: weights of the experts touched, rows times the experts each visits."""
     k = experts.active
     return Op(

@@ -180,8 +180,10 @@ def figure16() -> Figure:
                  "paper_traffic": theirs[0], "paper_time": theirs[1]}
             )  # fmt: skip
     note = (
-        "In decode the paper shows up to 38 %: its fused attention read only one of keys and values. Counted in full, scores are a "
-        "few elements per 256 of cache, and fusing saves about 1 %. In prefill it kept the scores in memory; without them fusing saves more."
+        "In decode the paper shows up to 38 %: its fused attention read only one of keys and values. Counted in full, "
+        "scores are a "
+        "few elements per 256 of cache, and fusing saves about 1 %. In prefill it kept the scores in memory; without "
+        "them fusing saves more."
     )
     return Figure(16, "What FlashAttention saves, Llama-2-13b, RTX A6000", note, records)
 
@@ -234,7 +236,8 @@ def figure20() -> Figure:
 
 
 FIGURES: Mapping[int, Callable[[], Figure]] = {
-    5: figure5, 6: figure6, 7: figure7, 8: figure8, 9: figure9, 11: figure11, 16: figure16, 18: figure18, 19: figure19, 20: figure20,
+    5: figure5, 6: figure6, 7: figure7, 8: figure8, 9: figure9, 11: figure11, 16: figure16, 18: figure18, 19: figure19,
+    20: figure20,
 }  # fmt: skip
 
 

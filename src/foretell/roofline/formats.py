@@ -1,4 +1,6 @@
-"""Number formats: how many bytes an element takes with its quantisation metadata, and what format it is multiplied in."""
+"""Number formats: how many bytes an element takes with its quantisation metadata, and what format it is multiplied
+in.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +11,9 @@ SCALE_BITS = 16
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format: `bits` per element; floating point or integer; per group of `group` elements `group_bits` of metadata."""
+    """A storage format: `bits` per element; floating point or integer; per group of `group` elements `group_bits` of
+    metadata.
+    """
 
     name: str
     bits: float
@@ -24,7 +28,8 @@ class Format:
 
 
 def parse(text: str) -> Format:
-    """Read a format: `16`, `32`, `fp8`, `fp4`, integers `1` to `8`, and `4g128` (one 16-bit scale per 128) or `4g128z` (a zero point too).
+    """Read a format: `16`, `32`, `fp8`, `fp4`, integers `1` to `8`, and `4g128` (one 16-bit scale per 128) or `4g128z`
+    (a zero point too).
 
     Raises:
         ValueError: the text names no format.
@@ -45,7 +50,8 @@ def parse(text: str) -> Format:
 def multiplied_as(a: Format, b: Format) -> str:
     """Format class in which two operands meet: both are converted to the narrowest class that holds them exactly.
 
-    Weights of 4 bits with activations of 16 are multiplied in 16 bits: quantised storage alone raises no peak (paper, section 3.1.1).
+    Weights of 4 bits with activations of 16 are multiplied in 16 bits: quantised storage alone raises no peak (paper,
+    section 3.1.1).
     """
     wide = max(a.bits, b.bits)
     if wide > 16:

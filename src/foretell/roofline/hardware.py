@@ -22,9 +22,10 @@ CLASSES = ("fp32", "fp16", "fp8", "fp4", "int8", "int4", "any")
 class Hardware:
     """One device. Units: bytes/s, bytes, OPs/s, seconds.
 
-    peaks: matrix rate per format class. vector: rate of element-wise work (0: the 16-bit matrix rate). link: bytes/s to other
-    devices, one direction. host: bytes/s from host memory. overhead: seconds every operation costs before it moves a byte; start:
-    the same for a pass. rates: measured matrix rates per format class; where given they replace the peak. attend: that of attention.
+    peaks: matrix rate per format class. vector: rate of element-wise work (0: the 16-bit matrix rate). link: bytes/s to
+    other devices, one direction. host: bytes/s from host memory. overhead: seconds every operation costs before it
+    moves a byte; start: the same for a pass. rates: measured matrix rates per format class; where given they replace
+    the peak. attend: that of attention.
     """
 
     name: str

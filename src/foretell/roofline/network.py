@@ -13,9 +13,10 @@ Split = Literal["column", "row", "heads", "whole"]
 class Op:
     """One operation of a pass.
 
-    work: OPs (a multiply-accumulate is two). weights, read, write, kv_read, kv_write: elements moved between memory and chip.
-    stored: weights resident in memory. output: elements of the tensor it leaves behind (empty where that goes to the cache).
-    split: how tensor parallelism cuts it. kind: which peak binds it, `reduce` and `gather` being traffic between devices.
+    work: OPs (a multiply-accumulate is two). weights, read, write, kv_read, kv_write: elements moved between memory and
+    chip. stored: weights resident in memory. output: elements of the tensor it leaves behind (empty where that goes to
+    the cache). split: how tensor parallelism cuts it. kind: which peak binds it, `reduce` and `gather` being traffic
+    between devices.
     """
 
     name: str
@@ -35,14 +36,19 @@ class Op:
 
 @dataclass(frozen=True)
 class Block:
-    """`count` identical layers (or, with count 1, the parts before and after them): their operations in order, and their window."""
+    """`count` identical layers (or, with count 1, the parts before and after them): their operations in order, and
+    their window.
+    """
 
     name: str
     count: float
     ops: tuple[Op, ...]
     window: int = 0
     live: tuple[tuple[Amount, Amount], ...] = ()
-    """Elements alive at each operation: (held whole on every device, cut across devices). Only steps that can be the peak."""
+    """Elements alive at each operation: (held whole on every device, cut across devices).
+
+    Only steps that can be the peak.
+    """
     kv: float = 0.0
     """Elements a cached token takes in one of these layers."""
     kv_heads: int = 1
@@ -52,8 +58,9 @@ class Block:
 class Network:
     """A model as the analyzer sees it.
 
-    experts, active: parameters of the `touched` extent. heads: what tensor parallelism must divide. context: longest trained length.
-    square: attention counted as the full square. skip_new: the paper's decode, which does not attend to the new token itself.
+    experts, active: parameters of the `touched` extent. heads: what tensor parallelism must divide. context: longest
+    trained length. square: attention counted as the full square. skip_new: the paper's decode, which does not attend to
+    the new token itself.
     """
 
     name: str
@@ -121,7 +128,8 @@ def elementwise(
 
 
 def alive(ops: tuple[Op, ...], entering: Amount) -> tuple[tuple[Amount, Amount], ...]:
-    """Elements alive while each operation runs: every tensor from its making to its last use, the residual stream `x` included.
+    """Elements alive while each operation runs: every tensor from its making to its last use, the residual stream `x`
+    included.
 
     Returns (whole, cut) per operation: what every device holds in full and what tensor parallelism divides.
     """

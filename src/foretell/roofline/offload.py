@@ -11,7 +11,8 @@ from foretell.roofline.names import look_up
 
 @dataclass(frozen=True)
 class Offload:
-    """Which part of the weights and of the cache lies in a tier; `compute` on the `device` or on the `host` beside that memory.
+    """Which part of the weights and of the cache lies in a tier; `compute` on the `device` or on the `host` beside that
+    memory.
 
     Raises:
         ValueError: a part outside 0 to 1.
@@ -43,9 +44,9 @@ class Offloaded:
 def offloaded(analysis: Analysis, offload: Offload, devices: Mapping[str, Hardware]) -> Offloaded:
     """The analysis with part of its data in a tier.
 
-    Streaming overlaps fetching, memory and compute, as FlexGen's cost model does: an operation takes the longest of the three
-    (arXiv 2303.06865). On the host, the device and the host each do their part, one after the other, and only states cross the link.
-    Raises:
+    Streaming overlaps fetching, memory and compute, as FlexGen's cost model does: an operation takes the longest of the
+    three (arXiv 2303.06865). On the host, the device and the host each do their part, one after the other, and only
+    states cross the link. Raises:
         ValueError: the device states no host link, or no processor is known beside the tier.
     """
     device = analysis.hardware

@@ -1,9 +1,11 @@
-"""The survey's own accounting (arXiv 2402.16363, LLM-Viewer), kept only to reproduce its table and to show where it departs.
+"""The survey's own accounting (arXiv 2402.16363, LLM-Viewer), kept only to reproduce its table and to show where it
+departs.
 
-Differences from `build`: norms cost 7 OPs and no weights; a residual addition reads one operand; the activation is counted on the
-hidden width; decode does not attend to the new token; prefill attention is the full square; the head is priced at half its OPs and
-one row whatever the batch; embedding and rotation are free; memory leaves out embedding and head. Its fused attention writes twice
-the score matrix and, when the paper was written, read only one of keys and values, for every query head even where heads share them.
+Differences from `build`: norms cost 7 OPs and no weights; a residual addition reads one operand; the activation is
+counted on the hidden width; decode does not attend to the new token; prefill attention is the full square; the head is
+priced at half its OPs and one row whatever the batch; embedding and rotation are free; memory leaves out embedding and
+head. Its fused attention writes twice the score matrix and, when the paper was written, read only one of keys and
+values, for every query head even where heads share them.
 """
 
 import math
@@ -18,7 +20,8 @@ NORM_OPS, SOFTMAX_OPS, ACTIVATION_OPS = 7.0, 5.0, 2.0
 
 
 def paper_network(config: ModelConfig, name: str = "", flash: bool = False, prompt: int = 1) -> Network:
-    """A dense network as the survey prices it; `prompt`: prefill length, which sets how often its fused attention re-reads keys.
+    """A dense network as the survey prices it; `prompt`: prefill length, which sets how often its fused attention
+    re-reads keys.
 
     Raises:
         ValueError: a model the survey's tool cannot describe (experts, latent attention, no gate).
@@ -78,7 +81,8 @@ def _plain(config: ModelConfig) -> tuple[Op, ...]:
     return (
         Op("qk_matmul", "attend", shape, ("q_proj", "k_proj"), "heads", work=work, read=queries, write=scores,
            kv_read=Amount(span=kv), output=scores),
-        Op("softmax", "vector", "scores", ("qk_matmul",), "heads", work=scores.times(SOFTMAX_OPS), read=scores, write=scores,
+        Op("softmax", "vector", "scores", ("qk_matmul",), "heads", work=scores.times(SOFTMAX_OPS), read=scores,
+        write=scores,
            output=scores),
         Op("sv_matmul", "attend", shape, ("softmax", "v_proj"), "heads", work=work, read=scores, write=queries,
            kv_read=Amount(span=kv), output=queries),
@@ -91,5 +95,6 @@ def _fused(config: ModelConfig, prompt: int) -> Op:
     work = Amount(pairs=4.0 * heads * d + SOFTMAX_OPS * heads)
     return Op(
         "attention", "attend", f"{heads} heads × {d}", ("q_proj", "k_proj", "v_proj"), "heads", work=work, read=queries,
-        write=Amount(pairs=2.0 * heads), kv_read=Amount(span=math.ceil(prompt / QUERY_TILE) * float(heads * d)), output=queries,
+        write=Amount(pairs=2.0 * heads), kv_read=Amount(span=math.ceil(prompt / QUERY_TILE) * float(heads * d)),
+        output=queries,
     )  # fmt: skip

@@ -16,7 +16,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Plan:
-    """Methods ranked by speed-up at a setting; `refused` says why the others cannot be used; memory for target and draft."""
+    """Methods ranked by speed-up at a setting; `refused` says why the others cannot be used; memory for target and
+    draft.
+    """
 
     gains: tuple[Gain, ...]
     refused: Mapping[str, str]

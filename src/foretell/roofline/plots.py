@@ -166,7 +166,8 @@ def _figure11(canvas: Any, records: Records) -> None:
 
 
 def _figure16(canvas: Any, records: Records) -> None:
-    bars = (("traffic", COLOURS[0], "traffic"), ("time", COLOURS[1], "time"), ("paper_traffic", "#c9d7de", "traffic, paper"),
+    bars = (("traffic", COLOURS[0], "traffic"), ("time", COLOURS[1], "time"), ("paper_traffic", "#c9d7de", "traffic, "
+                                                                                                           "paper"),
             ("paper_time", "#f1d9bd", "time, paper"))  # fmt: skip
     for ax, stage in zip(_axes(canvas, 1, 2)[0], ("decode", "prefill"), strict=True):
         mine = [r for r in records if r["stage"] == stage]
@@ -211,6 +212,7 @@ def _figure20(canvas: Any, records: Records) -> None:
 
 
 PAINTERS: Mapping[int, Callable[[Any, Records], None]] = {
-    5: _figure5, 6: _figure6, 7: _figure7, 8: _figure8, 9: _figure9, 11: _figure11, 16: _figure16, 18: _figure18, 19: _figure19,
+    5: _figure5, 6: _figure6, 7: _figure7, 8: _figure8, 9: _figure9, 11: _figure11, 16: _figure16, 18: _figure18,
+    19: _figure19,
     20: _figure20,
 }  # fmt: skip

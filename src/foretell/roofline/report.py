@@ -44,7 +44,8 @@ def line_record(line: Line) -> dict[str, Any]:
     """Figures of an operation in one layer."""
     c = line.cost
     return {
-        "block": line.block, "count": line.count, "operation": line.op.name, "shape": line.op.shape, "kind": line.op.kind,
+        "block": line.block, "count": line.count, "operation": line.op.name, "shape": line.op.shape,
+        "kind": line.op.kind,
         "ops": value(c.ops), "bytes": value(c.bytes), "weights": value(c.weights), "read": value(c.read),
         "write": value(c.write), "kv_read": value(c.kv_read), "kv_write": value(c.kv_write), "wire": value(c.wire),
         "intensity": line.intensity, "attainable": line.attainable, "bound": line.bound, "seconds": value(c.seconds),
@@ -68,7 +69,8 @@ def record(a: Analysis) -> dict[str, Any]:
             "kv_read": value(t.kv_read), "kv_write": value(t.kv_write), "wire": value(t.wire),
         },
         "memory": {
-            "weights": value(m.weights), "kv": value(m.kv), "activations": value(m.activations), "total": value(m.total),
+            "weights": value(m.weights), "kv": value(m.kv), "activations": value(m.activations),
+            "total": value(m.total),
             "capacity": a.hardware.capacity, "fits": a.fits, "largest_batch": a.largest_batch,
             "longest_context": a.longest_context,
         },
@@ -107,7 +109,10 @@ def new_table(title: str = "") -> Table:
 
 
 def fitted(table: Table, width: int, dispensable: Sequence[str]) -> Table:
-    """The table without as many `dispensable` columns, in this order, as `width` demands; no figure is ever cut. Says what it left out."""
+    """The table without as many `dispensable` columns, in this order, as `width` demands; no figure is ever cut.
+
+    Says what it left out.
+    """
     unlimited = Console(width=10_000)
     left_out = list[str]()
     for name in dispensable:
@@ -155,12 +160,14 @@ def totals_table(a: Analysis) -> Table:
         ("OPs", amount(value(t.ops))),
         (
             "bytes",
-            f"{amount(value(t.bytes), 'B')} = weights {amount(value(t.weights), 'B')} + activations {amount(value(t.read + t.write), 'B')}"
+            f"{amount(value(t.bytes), 'B')} = weights {amount(value(t.weights), 'B')} + activations "
+            f"{amount(value(t.read + t.write), 'B')}"
             f" + cache {amount(value(t.kv_read + t.kv_write), 'B')}",
         ),
         (
             "memory",
-            f"{amount(value(m.total), 'B')} = weights {amount(value(m.weights), 'B')} + cache {amount(value(m.kv), 'B')}"
+            f"{amount(value(m.total), 'B')} = weights {amount(value(m.weights), 'B')} + cache "
+            f"{amount(value(m.kv), 'B')}"
             f" + activations {amount(value(m.activations), 'B')}",
         ),
     ]
@@ -170,7 +177,8 @@ def totals_table(a: Analysis) -> Table:
         rows.append(
             (
                 "capacity",
-                f"{amount(a.hardware.capacity, 'B')}: largest batch {a.largest_batch}, longest context {a.longest_context}",
+                f"{amount(a.hardware.capacity, 'B')}: largest batch {a.largest_batch}, longest context "
+                f"{a.longest_context}",
             )
         )
     for name, text in rows:
@@ -181,7 +189,8 @@ def totals_table(a: Analysis) -> Table:
 def gain_record(gain: Gain, fits: bool | None) -> dict[str, Any]:
     """Figures of a method."""
     return {
-        "method": gain.method.name, "shape": gain.method.shape, "nodes": gain.nodes, "depth": gain.depth, "tokens_per_pass": gain.tokens,
+        "method": gain.method.name, "shape": gain.method.shape, "nodes": gain.nodes, "depth": gain.depth,
+        "tokens_per_pass": gain.tokens,
         "pass_seconds": gain.pass_seconds, "draft_seconds": gain.draft_seconds, "break_even_tokens": gain.break_even,
         "speedup": gain.speedup, "goodput": gain.goodput, "bytes_per_token": gain.bytes, "ops_per_token": gain.ops,
         "fits": fits, "basis": gain.method.basis, "source": gain.method.acceptance.source,
@@ -239,7 +248,8 @@ def plan_table(plan: Plan) -> Table:
             g.method.name + fits,
             f"{g.nodes - 1} × {g.depth}" if used else "-", f"{g.tokens:.2f}", duration(g.pass_seconds),
             duration(g.draft_seconds) if g.draft_seconds else "-", f"{g.break_even:.2f}" if used else "-",
-            f"[{'green' if g.speedup > 1 else 'dim'}]{g.speedup:.2f}×[/]" if used or g is plan.plain else "[dim]do not[/]",
+            f"[{'green' if g.speedup > 1 else 'dim'}]{g.speedup:.2f}×[/]" if used or g is plan.plain else "[dim]do "
+                                                                                                          "not[/]",
             f"{g.goodput:.4g}", amount(g.bytes, "B"), amount(g.ops), g.method.basis,
         )  # fmt: skip
     return table

@@ -1,4 +1,6 @@
-"""What is asked: stage, batch, lengths, formats, fusion, devices; and the passes over the network that answering it takes."""
+"""What is asked: stage, batch, lengths, formats, fusion, devices; and the passes over the network that answering it
+takes.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -27,10 +29,11 @@ LIMITS = {
 class Setting:
     """One question. Lengths are tokens per sequence.
 
-    stage: prefill of `context` tokens; decode of one token after `context` cached ones; verify a chain or tree of `tokens` (the
-    token already decided included) after `context`; chunked prefill of one prompt of `context` in pieces of `chunk` while
-    `batch` - 1 other sequences decode; chat: prefill of `context`, then `generate` decodes.
-    square: count causal attention as the full square, as the paper does. devices: how many share the layers (tensor parallelism).
+    stage: prefill of `context` tokens; decode of one token after `context` cached ones; verify a chain or tree of
+    `tokens` (the token already decided included) after `context`; chunked prefill of one prompt of `context` in pieces
+    of `chunk` while `batch` - 1 other sequences decode; chat: prefill of `context`, then `generate` decodes. square:
+    count causal attention as the full square, as the paper does. devices: how many share the layers (tensor
+    parallelism).
     """
 
     stage: Stage = "decode"

@@ -1,4 +1,6 @@
-"""Each method in the picture: tokens per pass, time of the pass, time of drafting, speed-up and goodput, at the best shape."""
+"""Each method in the picture: tokens per pass, time of the pass, time of drafting, speed-up and goodput, at the best
+shape.
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -45,13 +47,17 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def catalogue() -> Mapping[str, Method]:
-    """The methods that have costs of their own, by their names in the catalogue, with acceptance from the literature."""
+    """The methods that have costs of their own, by their names in the catalogue, with acceptance from the
+    literature.
+    """
     return {name: _method(name, entry) for name, entry in _table().items()}
 
 
 @cache
 def priced() -> Mapping[str, str]:
-    """Every method of the catalogue that drafts, to the method whose costs it has: its own, or those of one that drafts alike."""
+    """Every method of the catalogue that drafts, to the method whose costs it has: its own, or those of one that drafts
+    alike.
+    """
     return {other: name for name, entry in _table().items() for other in (name, *entry.get("also", ()))}
 
 
@@ -86,13 +92,16 @@ def _method(name: str, raw: Mapping[str, Any]) -> Method:
     else:
         accepted = fitted(raw["tokens"], raw["nodes"], raw["depth"], source, chain)
     return Method(
-        name, raw["title"], raw["draft"], raw["shape"], accepted, raw["basis"], raw.get("share", 0.25), raw.get("heads", 5),
+        name, raw["title"], raw["draft"], raw["shape"], accepted, raw["basis"], raw.get("share", 0.25), raw.get("heads",
+        5),
         raw.get("nodes", 0), raw.get("tokens", 0.0),
     )  # fmt: skip
 
 
 def with_acceptance(method: Method, acceptance: Acceptance, basis: str) -> Method:
-    """The method with acceptance given or measured; a method of fixed shape takes one plus its first rank as tokens per pass."""
+    """The method with acceptance given or measured; a method of fixed shape takes one plus its first rank as tokens per
+    pass.
+    """
     if method.shape == "fixed":
         return replace(method, tokens=1 + acceptance.ranks[0], basis=basis)
     ranks = acceptance.ranks[:1] if method.shape == "chain" else acceptance.ranks
@@ -103,8 +112,9 @@ def with_acceptance(method: Method, acceptance: Acceptance, basis: str) -> Metho
 class Gain:
     """What a method does at one setting.
 
-    nodes: tokens verified per sequence, root included; 1: do not speculate. tokens: expected per pass and sequence. Times in seconds
-    per pass. speedup: over plain decoding. goodput: tokens per second of the whole batch. bytes, ops: per token of one sequence.
+    nodes: tokens verified per sequence, root included; 1: do not speculate. tokens: expected per pass and sequence.
+    Times in seconds per pass. speedup: over plain decoding. goodput: tokens per second of the whole batch. bytes, ops:
+    per token of one sequence.
     """
 
     method: Method

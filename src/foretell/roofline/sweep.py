@@ -95,7 +95,9 @@ def _growing(low: float, high: float, factor: float, text: str) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Priced settings: `axes` in the order of the product (the last varies fastest), and one array per figure, [settings]."""
+    """Priced settings: `axes` in the order of the product (the last varies fastest), and one array per figure,
+    [settings].
+    """
 
     axes: Mapping[str, Axis]
     seconds: Array

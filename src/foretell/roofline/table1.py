@@ -1,4 +1,6 @@
-"""Table 1 of the survey: one layer of Llama-2-7b on an A6000, 2048 tokens, batch 1, 16 bits; twelve operations in two stages."""
+"""Table 1 of the survey: one layer of Llama-2-7b on an A6000, 2048 tokens, batch 1, 16 bits; twelve operations in two
+stages.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ from foretell.roofline.setting import Setting, Stage, phases, sizes
 
 NAMES: Mapping[str, str] = {
     "q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj", "gate_proj": "gate_proj",
-    "up_proj": "up_proj", "down_proj": "down_proj", "qk_matmul": "qk_matmul", "sv_matmul": "sv_matmul", "softmax": "softmax",
+    "up_proj": "up_proj", "down_proj": "down_proj", "qk_matmul": "qk_matmul", "sv_matmul": "sv_matmul",
+    "softmax": "softmax",
     "norm": "attn_norm", "add": "attn_add",
 }  # fmt: skip
 """Row of the table to our operation."""
@@ -22,7 +25,9 @@ CONTEXT, MODEL, DEVICE = 2048, "llama-2-7b", "a6000"
 
 @dataclass(frozen=True)
 class Row:
-    """A row as the paper counts it, and OPs and bytes as we count them (causal, all operands, the new token included)."""
+    """A row as the paper counts it, and OPs and bytes as we count them (causal, all operands, the new token
+    included).
+    """
 
     stage: str
     name: str

@@ -1,35 +1,35 @@
 """Shapes: how a drafter's guesses become a token tree. One file per way to grow."""
 
-from foretell.shape.adaptive import Adaptive, Schedule, Threshold
-from foretell.shape.base import Growth, Root, Shape
-from foretell.shape.beam import Beam
-from foretell.shape.branch import Branch
+from foretell.shape.adaptive import AdaptiveChain, ConfidenceRule, HeuristicSchedule
+from foretell.shape.base import RootOnly, Shape, TreeBuilder
+from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
-from foretell.shape.cost import PassCost
-from foretell.shape.fallback import Fallback
-from foretell.shape.fixed import Fixed
-from foretell.shape.frugal import Frugal
-from foretell.shape.measured import PathCounts
-from foretell.shape.optimal import optimal
-from foretell.shape.paced import Paced
+from foretell.shape.cost_aware_trie import CostAwareTrie
+from foretell.shape.dynamic_tree import DynamicTree
+from foretell.shape.fixed_tree import FixedTree
+from foretell.shape.llmcad import LLMCadTree
+from foretell.shape.optimal_tree import optimal_tree
+from foretell.shape.pass_cost import PassCost
+from foretell.shape.path_counts import PathCounts
+from foretell.shape.retrieval_or_model import RetrievalOrModel
 from foretell.shape.trie import Trie
 
 __all__ = [
-    "Adaptive",
-    "Beam",
-    "Branch",
+    "AdaptiveChain",
+    "BranchingTree",
     "Chain",
-    "Fallback",
-    "Fixed",
-    "Frugal",
-    "Growth",
-    "Paced",
+    "ConfidenceRule",
+    "CostAwareTrie",
+    "DynamicTree",
+    "FixedTree",
+    "HeuristicSchedule",
+    "LLMCadTree",
     "PassCost",
     "PathCounts",
-    "Root",
-    "Schedule",
+    "RetrievalOrModel",
+    "RootOnly",
     "Shape",
-    "Threshold",
+    "TreeBuilder",
     "Trie",
-    "optimal",
+    "optimal_tree",
 ]

@@ -1,4 +1,7 @@
-"""The contract of a shape: it arranges a drafter's guesses into a token tree. Also the steps that predictor shapes share."""
+"""The contract of a shape: it arranges a drafter's guesses into a token tree.
+
+Also the steps that predictor shapes share.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,12 +12,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.context import Context, Step
-from foretell.draft.base import Drafter, Predictor, Ranked
-from foretell.laws import Laws
-from foretell.ownership import Owner
-from foretell.sampling import pick
-from foretell.tree import TokenTree, root
+from foretell.core.context import Context, StepResult
+from foretell.core.ownership import Owner
+from foretell.core.sampling import sample_from
+from foretell.core.tree import TokenTree, root_tree
+from foretell.distributions.processed import ProcessedDistributions
+from foretell.draft.base import Drafter, Predictor, TopTokens
 
 D = TypeVar("D", bound=Drafter, contravariant=True)
 
@@ -34,11 +37,11 @@ class Shape(ABC, Generic[D]):
     def grow(self, draft: D, context: Context) -> TokenTree:
         """One tree per text, trunk 1."""
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Learn what became of the trees, after every pass of the target."""
         return
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Forget a row: its request is over."""
         return
 
@@ -47,7 +50,7 @@ class Shape(ABC, Generic[D]):
         return False
 
 
-class Root(Shape[Drafter]):
+class RootOnly(Shape[Drafter]):
     """No drafts at all: the tree of plain decoding."""
 
     label = "root"
@@ -56,34 +59,34 @@ class Root(Shape[Drafter]):
 
     def grow(self, draft: Drafter, context: Context) -> TokenTree:
         """Roots only."""
-        return root(context.last)
+        return root_tree(context.last_tokens)
 
 
-class Growth:
+class TreeBuilder:
     """A tree under construction: all rows grow the same places, dead where a row has nothing to put there."""
 
     def __init__(self, context: Context, distinct: bool = False) -> None:
         self.context = context
-        self.tree = replace(root(context.last), distinct=np.full(len(context.rows), distinct))
+        self.tree = replace(root_tree(context.last_tokens), distinct=np.full(len(context.rows), distinct))
         self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
         self.depth = 0
         """Levels below the roots so far."""
 
-    def grows(self, row: int, node: int) -> bool:
+    def can_expand(self, row: int, node: int) -> bool:
         """Whether this node of the frontier may have children: it is live, and its text has room for them."""
-        return bool(self.tree.live[row, node] and self.depth < self.context.room[row])
+        return bool(self.tree.valid[row, node] and self.depth < self.context.max_depth[row])
 
-    def laws(self, draft: Predictor) -> Laws:
+    def expand(self, draft: Predictor) -> ProcessedDistributions:
         """The drafter's distributions after the frontier."""
         logits, at = draft.expand(self.tree, self.frontier, self.context)
-        return Laws(self.context, self.tree, logits, at)
+        return ProcessedDistributions(self.context, self.tree, logits, at)
 
-    def best(self, draft: Predictor, count: int) -> Ranked:
+    def top_tokens(self, draft: Predictor, count: int) -> TopTokens:
         """The drafter's likeliest tokens after the frontier."""
-        return draft.best(self.tree, self.frontier, self.context, count)
+        return draft.top_tokens(self.tree, self.frontier, self.context, count)
 
-    def remember(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
+    def add_distribution(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
         """Keep a distribution that nodes of `row` are drawn from; its number."""
         self._q[row].append(q)
         return len(self._q[row]) - 1
@@ -93,7 +96,7 @@ class Growth:
         parent: Int[np.ndarray, "b f"],
         token: Int[np.ndarray, "b f"],
         live: Bool[np.ndarray, "b f"],
-        drawn_from: Int[np.ndarray, "b f"] | None = None,
+        q_index: Int[np.ndarray, "b f"] | None = None,
     ) -> None:
         """Append nodes, which become the frontier."""
         t, first = self.tree, self.tree.nodes
@@ -101,30 +104,31 @@ class Growth:
             t,
             token=np.concatenate([t.token, token], 1),
             parent=np.concatenate([t.parent, parent], 1),
-            live=np.concatenate([t.live, live], 1),
+            valid=np.concatenate([t.valid, live], 1),
             probe=np.concatenate([t.probe, np.zeros_like(live)], 1),
-            drawn_from=np.concatenate([t.drawn_from, np.full_like(token, -1) if drawn_from is None else drawn_from], 1),
+            q_index=np.concatenate([t.q_index, np.full_like(token, -1) if q_index is None else q_index], 1),
         )
         self.frontier = np.arange(first, first + token.shape[1]) + np.zeros_like(token)
         self.depth += 1
 
-    def done(self) -> TokenTree:
+    def build(self) -> TokenTree:
         """The finished tree, with the distributions its drawn nodes came from."""
         most = max(len(q) for q in self._q)
         if most == 0:
             return self.tree
         some = next(q for rows in self._q for q in rows)
         packed = some.new_zeros(len(self._q), most, some.shape[-1])
-        for row, laws in enumerate(self._q):
-            for i, q in enumerate(laws):
+        for row, distributions in enumerate(self._q):
+            for i, q in enumerate(distributions):
                 packed[row, i] = q
         return replace(self.tree, q=packed)
 
 
-def picked(
-    growth: Growth, best: Ranked, ranks: Sequence[Sequence[int]], going: Bool[np.ndarray, " b"] | None = None
+def add_top_ranks(
+    growth: TreeBuilder, best: TopTokens, ranks: Sequence[Sequence[int]], going: Bool[np.ndarray, " b"] | None = None
 ) -> None:
-    """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not grow or has no such token.
+    """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not
+    grow or has no such token.
 
     `going`: the rows that may have children; None: all.
     """
@@ -133,8 +137,10 @@ def picked(
         np.array([r for part in ranks for r in part]),
     )
     parent, row = growth.frontier[:, which], np.arange(len(growth.frontier))[:, None]
-    at, most = best.at[row, parent], best.token.shape[1]
-    live = growth.tree.live[row, parent] & (growth.depth < growth.context.room)[:, None] & (at >= 0) & (rank < most)
+    at, most = best.logit_index[row, parent], best.token.shape[1]
+    live = (
+        growth.tree.valid[row, parent] & (growth.depth < growth.context.max_depth)[:, None] & (at >= 0) & (rank < most)
+    )
     if going is not None:
         live &= going[:, None]
     token = np.zeros_like(parent)
@@ -145,13 +151,17 @@ def picked(
     growth.add(parent, token, live)
 
 
-def level(
-    growth: Growth, laws: Laws, ranks: Sequence[Sequence[int]], draw: bool, going: Sequence[int] | None = None
+def expand_level(
+    growth: TreeBuilder,
+    distributions: ProcessedDistributions,
+    ranks: Sequence[Sequence[int]],
+    draw: bool,
+    going: Sequence[int] | None = None,
 ) -> None:
     """Give the `i`-th frontier node of every row one child per entry of `ranks[i]`: the token of that rank, or a draw.
 
-    Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot fill. `going`: the rows that
-    may have children; None: all.
+    Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot
+    fill. `going`: the rows that may have children; None: all.
     """
     b, width = len(growth.frontier), sum(len(r) for r in ranks)
     parent = np.repeat(growth.frontier, [len(r) for r in ranks], axis=1)
@@ -159,34 +169,43 @@ def level(
     for row in range(b) if going is None else going:
         place = 0
         for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
-            if wanted and growth.grows(row, node):
-                for j, (t, number) in enumerate(_children(growth, laws, row, node, wanted, draw, DRAFT + place)):
+            if wanted and growth.can_expand(row, node):
+                for j, (t, number) in enumerate(
+                    _children(growth, distributions, row, node, wanted, draw, DRAFT + place)
+                ):
                     token[row, place + j], live[row, place + j], origin[row, place + j] = t, True, number
             place += len(wanted)
     growth.add(parent, token, live, origin)
 
 
 def _children(
-    growth: Growth, laws: Laws, row: int, node: int, ranks: Sequence[int], draw: bool, stream: int
+    growth: TreeBuilder,
+    distributions: ProcessedDistributions,
+    row: int,
+    node: int,
+    ranks: Sequence[int],
+    draw: bool,
+    stream: int,
 ) -> list[tuple[int, int]]:
     """Children of a node as (token, number of the distribution drawn from; -1: picked).
 
-    The `i`-th draw uses random stream `stream + i`: no two draws of a level share one, so that chains side by side are independent. At temperature 0
-    a draw is a pick: the distribution is one point, and further ranks are points of their own.
+    The `i`-th draw uses random stream `stream + i`: no two draws of a level share one, so that chains side by side are
+    independent. At temperature 0 a draw is a pick: the distribution is one point, and further ranks are points of their
+    own.
     """
-    if not draw or laws.sampling(row).temperature == 0:
+    if not draw or distributions.sampling_params(row).temperature == 0:
         if tuple(ranks) == (0,):
-            return [(laws.best(row, node), -1)]
-        confidence = laws.confidence(row, node)
+            return [(distributions.argmax(row, node), -1)]
+        confidence = distributions.confidence(row, node)
         best = confidence.topk(min(max(ranks) + 1, len(confidence))).indices.tolist()
         return [(best[r], -1) for r in ranks if r < len(best)]
-    q = laws.probabilities(row, node)
-    number, left, out = growth.remember(row, q), q, list[tuple[int, int]]()
+    q = distributions.probabilities(row, node)
+    number, left, out = growth.add_distribution(row, q), q, list[tuple[int, int]]()
     for i in range(len(ranks)):
         if i and growth.tree.distinct[row]:
             left = left.clone()
             left[out[-1][0]] = 0
             if not left.sum() > 0:
                 break
-        out.append((pick(left, laws.uniform(row, node, stream + i)), number))
+        out.append((sample_from(left, distributions.uniform(row, node, stream + i)), number))
     return out

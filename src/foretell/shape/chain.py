@@ -5,20 +5,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretell.context import Context
+from foretell.core.context import Context
+from foretell.core.tree import TokenTree
+from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Predictor
-from foretell.laws import Laws
-from foretell.shape.base import Growth, Shape, level, picked
-from foretell.tree import TokenTree
+from foretell.shape.base import Shape, TreeBuilder, add_top_ranks, expand_level
 
 
 @dataclass(frozen=True)
-class Pace:
+class ChainLimits:
     """How far one text's chain goes.
 
-    `confidence`: it ends *with* a token to which the drafter itself gives less than this probability (Draft & Verify, arXiv 2309.08168; Hugging
-    Face's `assistant_confidence_threshold`). `fallback`: it ends *before* a token where the drafter's best guess has less (BiLD, arXiv 2302.07863).
-    Which tokens end a chain may depend on draws, which tokens are left out may not: that would bias what is drawn.
+    `confidence`: it ends *with* a token to which the drafter itself gives less than this probability (Draft & Verify,
+    arXiv 2309.08168; Hugging Face's `assistant_confidence_threshold`). `fallback`: it ends *before* a token where the
+    drafter's best guess has less (BiLD, arXiv 2302.07863). Which tokens end a chain may depend on draws, which tokens
+    are left out may not: that would bias what is drawn.
     """
 
     length: int
@@ -30,7 +31,8 @@ class Pace:
 class Chain(Shape[Predictor]):
     """A chain of up to `length` tokens (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-    `draw`: sampled from the drafter's distribution; else its most probable token. `confidence` and `fallback` stop a row early: see `Pace`.
+    `draw`: sampled from the drafter's distribution; else its most probable token. `confidence` and `fallback` stop a
+    row early: see `ChainLimits`.
     """
 
     label = "chain"
@@ -51,59 +53,59 @@ class Chain(Shape[Predictor]):
             )
 
     @property
-    def pace(self) -> Pace:
+    def limits(self) -> ChainLimits:
         """How far every text's chain goes."""
-        return Pace(self.length, self.confidence, self.fallback)
+        return ChainLimits(self.length, self.confidence, self.fallback)
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain per text; rows that stop early have dead nodes at the end."""
         if self.length and not (self.confidence or self.fallback) and _picks(context, self.draw):
-            whole = draft.beam(context, (self.length, 1, self.length), (0.0, 0.0))
+            whole = draft.grow_dynamic_tree(context, (self.length, 1, self.length), (0.0, 0.0))
             if whole is not None:
                 return whole
-        return grow_chains(draft, context, [self.pace] * len(context.rows), self.draw)
+        return grow_chains(draft, context, [self.limits] * len(context.rows), self.draw)
 
 
-def grow_chains(draft: Predictor, context: Context, paces: Sequence[Pace], draw: bool) -> TokenTree:
+def grow_chains(draft: Predictor, context: Context, paces: Sequence[ChainLimits], draw: bool) -> TokenTree:
     """A chain per text, each at its own pace."""
-    growth = Growth(replace(context, room=np.minimum(context.room, [p.length for p in paces])))
+    growth = TreeBuilder(replace(context, max_depth=np.minimum(context.max_depth, [p.length for p in paces])))
     if _picks(context, draw):
         return _picked_chains(draft, growth, paces)
     going = list(range(len(paces)))
-    while going := [row for row in going if growth.grows(row, int(growth.frontier[row, 0]))]:
-        laws, parents = growth.laws(draft), growth.frontier[:, 0].tolist()
-        going = [row for row in going if _sure(laws, row, parents[row], paces[row].fallback)]
-        level(growth, laws, [(0,)], draw, going)
+    while going := [row for row in going if growth.can_expand(row, int(growth.frontier[row, 0]))]:
+        distributions, parents = growth.expand(draft), growth.frontier[:, 0].tolist()
+        going = [row for row in going if _sure(distributions, row, parents[row], paces[row].fallback)]
+        expand_level(growth, distributions, [(0,)], draw, going)
         node = growth.tree.nodes - 1
         going = [
             row
             for row in going
-            if _sure(laws, row, parents[row], paces[row].confidence, int(growth.tree.token[row, node]))
+            if _sure(distributions, row, parents[row], paces[row].confidence, int(growth.tree.token[row, node]))
         ]
-    return growth.done()
+    return growth.build()
 
 
 def _picks(context: Context, draw: bool) -> bool:
     """Whether nothing but the drafter's own best tokens is needed."""
-    return all(s.plain and not (draw and s.temperature) for s in context.sampling)
+    return all(s.uses_raw_logits and not (draw and s.temperature) for s in context.sampling_params)
 
 
-def _picked_chains(draft: Predictor, growth: Growth, paces: Sequence[Pace]) -> TokenTree:
+def _picked_chains(draft: Predictor, growth: TreeBuilder, paces: Sequence[ChainLimits]) -> TokenTree:
     """The same of the drafter's own best tokens."""
-    going = np.array([growth.grows(row, 0) for row in range(len(paces))])
+    going = np.array([growth.can_expand(row, 0) for row in range(len(paces))])
     while going.any():
-        best, row = growth.best(draft, 1), np.arange(len(paces))
-        at = best.at[row, growth.frontier[:, 0]]
+        best, row = growth.top_tokens(draft, 1), np.arange(len(paces))
+        at = best.logit_index[row, growth.frontier[:, 0]]
         chance = best.probability[at, 0] if len(best.probability) else np.zeros(len(paces))
         going &= (at >= 0) & (chance >= [p.fallback for p in paces])
-        picked(growth, best, [(0,)], going)
-        going &= (chance >= [p.confidence for p in paces]) & (growth.depth < growth.context.room)
-    return growth.done()
+        add_top_ranks(growth, best, [(0,)], going)
+        going &= (chance >= [p.confidence for p in paces]) & (growth.depth < growth.context.max_depth)
+    return growth.build()
 
 
-def _sure(laws: Laws, row: int, node: int, least: float, token: int | None = None) -> bool:
+def _sure(distributions: ProcessedDistributions, row: int, node: int, least: float, token: int | None = None) -> bool:
     """Whether the drafter gives `token` (its best one if None) at least this probability after `node`."""
     if least <= 0:
         return True
-    confidence = laws.confidence(row, node)
+    confidence = distributions.confidence(row, node)
     return float(confidence.max() if token is None else confidence[token]) >= least

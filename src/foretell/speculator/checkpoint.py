@@ -1,4 +1,6 @@
-"""Our own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a card, written whole or not at all."""
+"""Our own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a card, written whole or
+not at all.
+"""
 
 import os
 import stat
@@ -10,10 +12,10 @@ from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from foretell.draft.network import NETWORKS
-from foretell.draft.network.base import Speculator, SpeculatorConfig
-from foretell.model.ends import Ends
-from foretell.validation import read_json, validate
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.network import NETWORKS
+from foretell.speculator.network.base import Speculator, SpeculatorConfig
+from foretell.utils.validation import read_json, validate
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SCALE = "::scale"
@@ -30,8 +32,8 @@ Bits = Literal[16, 8, 4]
 def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits = 16) -> None:
     """Write a speculator; what was in `folder` under the same names is replaced file by file, each atomically.
 
-    `bits` of a matrix's numbers: 16, bfloat16; 8, int8 with a scale per row; 4, two numbers a byte with a scale per 32 of a row (matrices
-    whose rows do not divide so stay at 8).
+    `bits` of a matrix's numbers: 16, bfloat16; 8, int8 with a scale per row; 4, two numbers a byte with a scale per 32
+    of a row (matrices whose rows do not divide so stay at 8).
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict[str, torch.Tensor]()
@@ -44,7 +46,10 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits
 
 
 def put_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write `model.safetensors`, or replace it, atomically. Whom the umask lets read may read it; safetensors alone would let its owner only."""
+    """Write `model.safetensors`, or replace it, atomically.
+
+    Whom the umask lets read may read it; safetensors alone would let its owner only.
+    """
     part = folder / (WEIGHTS + ".part")
     part.touch()
     mode = stat.S_IMODE(part.stat().st_mode)
@@ -64,7 +69,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
-def load_own(folder: Path, ends: Ends) -> Speculator:
+def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
     """Read what `save` wrote, for a target with these ends, in bfloat16 (float32 where it was stored so).
 
     Raises:
@@ -117,7 +122,9 @@ def _packed(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tens
 
 
 def _four_bits(tensor: Float[torch.Tensor, "r c"]) -> tuple[UInt8[torch.Tensor, "r h"], Float[torch.Tensor, "r g"]]:
-    """Numbers from -7 to 7, seven added, the even columns in the low halves of the bytes; and the scales that lose least."""
+    """Numbers from -7 to 7, seven added, the even columns in the low halves of the bytes; and the scales that lose
+    least.
+    """
     groups = tensor.reshape(len(tensor), -1, _GROUP)
     largest = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
     scales = torch.stack([largest * share for share in _CUTS]).bfloat16()

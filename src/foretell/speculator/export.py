@@ -4,10 +4,10 @@ import os
 import shutil
 from pathlib import Path
 
-from foretell.draft.network.base import Speculator
-from foretell.names import unknown
 from foretell.speculator.formats import EXPORTS
 from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.network.base import Speculator
+from foretell.utils.names import unknown
 
 
 def find_export(name: str) -> Export:
@@ -25,7 +25,8 @@ def find_export(name: str) -> Export:
 def export(network: Speculator, verifier: Verifier, format_name: str, out: Path) -> None:
     """Write a speculator in a format into a directory that is new or empty.
 
-    It is written beside that directory and takes its place when it is whole, so that an interruption leaves nothing half-written there.
+    It is written beside that directory and takes its place when it is whole, so that an interruption leaves nothing
+    half-written there.
 
     Raises:
         ValueError: an unknown format, one that the speculator does not fit, or a directory with something in it.
@@ -34,7 +35,8 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
     if network.kind != format_.kind:
         fitting = ", ".join(e.name for e in EXPORTS if e.kind == network.kind) or "none"
         raise ValueError(
-            f"the format {format_name} is for speculators of kind {format_.kind}, and this one is of kind {network.kind}; "
+            f"the format {format_name} is for speculators of kind {format_.kind}, and this one is of kind "
+            f"{network.kind}; "
             f"formats for that kind: {fitting}"
         )
     check_free(out)

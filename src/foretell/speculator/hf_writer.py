@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import Activation, ModelConfig, Rope
-from foretell.model.decoder import Block, Decoder, FeedForward
+from foretell.model.config import Activation, ModelConfig, RopeConfig
+from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
 from foretell.speculator.checkpoint import put_weights
-from foretell.text import TextCodec
+from foretell.tokenizer.codec import TextCodec
 
 _ACTIVATIONS: dict[Activation, str] = {
     "silu": "silu",
@@ -24,7 +24,8 @@ _ACTIVATIONS: dict[Activation, str] = {
 def write_hf(
     folder: Path, decoder: Decoder, codec: TextCodec | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write `config.json`, `model.safetensors` and, with a codec, the tokenizer; files of the same names are replaced, each atomically.
+    """Write `config.json`, `model.safetensors` and, with a codec, the tokenizer; files of the same names are replaced,
+    each atomically.
 
     Raises:
         ValueError: the network is not of the Llama architecture, whose form this is.
@@ -58,7 +59,8 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
     found = next((what for what, yes in odd.items() if yes), None)
     if found is not None:
         raise ValueError(
-            f"only networks of the Llama architecture can be written as a Hugging Face directory, and this {c.architecture} has {found}"
+            f"only networks of the Llama architecture can be written as a Hugging Face directory, and this "
+            f"{c.architecture} has {found}"
         )
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -93,7 +95,7 @@ def _rope(c: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": _scaling(rope)}
 
 
-def _scaling(rope: Rope) -> dict[str, Any] | None:
+def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
     if rope.kind == "linear":
@@ -118,7 +120,7 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
         out["lm_head.weight"] = decoder.head.weight
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     for i, block in enumerate(decoder.blocks):
-        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
         at = f"model.layers.{i}."
         out[at + "input_layernorm.weight"] = block.attention_norm.weight
         out[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight

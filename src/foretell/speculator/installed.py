@@ -24,13 +24,15 @@ class InstalledSpeculator:
     """Name of its target: that of the entry point."""
     kind: str
     fingerprint: str
-    """Of the target's weights, as `Source.fingerprint` computes it."""
+    """Of the target's weights, as `Checkpoint.fingerprint` computes it."""
     folder: Path
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What all packages hold, in the order of the entry points' names; a package that cannot be read becomes a sentence."""
+    """What all packages hold, in the order of the entry points' names; a package that cannot be read becomes a
+    sentence.
+    """
 
     speculators: tuple[InstalledSpeculator, ...]
     problems: tuple[str, ...]

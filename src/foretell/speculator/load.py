@@ -4,17 +4,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from foretell.draft.network import NETWORKS
-from foretell.draft.network.base import Speculator, TargetCard
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG, load_own, read_config
 from foretell.speculator.formats import recognised
 from foretell.speculator.formats.base import Reading
 from foretell.speculator.formats.files import absent
-from foretell.validation import explain, validate
+from foretell.speculator.network import NETWORKS
+from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.utils.validation import explain, validate
 
 
-def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
+def load_speculator(folder: Path, target: TargetCard, ends: EmbeddingAndHead) -> Speculator:
     """Read a speculator for a target; its weights are in the dtype and on the device of `ends`.
 
     Raises:
@@ -27,7 +27,7 @@ def load_speculator(folder: Path, target: TargetCard, ends: Ends) -> Speculator:
     return _like(_build(folder, read_published(folder, target, ends), ends), ends)
 
 
-def read_published(folder: Path, target: TargetCard, ends: Ends) -> Reading:
+def read_published(folder: Path, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     """A checkpoint of another project in our words.
 
     Raises:
@@ -47,7 +47,7 @@ def read_published(folder: Path, target: TargetCard, ends: Ends) -> Reading:
         raise ValueError(f"{folder / CONFIG}: {explain(error)}") from error
 
 
-def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:
+def _build(folder: Path, reading: Reading, ends: EmbeddingAndHead) -> Speculator:
     config_type, network_type = NETWORKS[reading.config.kind]
     assert isinstance(reading.config, config_type)
     network = network_type(reading.config, ends)
@@ -63,7 +63,7 @@ def _build(folder: Path, reading: Reading, ends: Ends) -> Speculator:
     return network
 
 
-def _like(network: Speculator, ends: Ends) -> Speculator:
+def _like(network: Speculator, ends: EmbeddingAndHead) -> Speculator:
     """On the device and in the dtype of the ends; buffers, such as rotary tables, keep their precision."""
     network.to(device=ends.head.device)
     for parameter in network.parameters():
@@ -84,7 +84,8 @@ def check_target(folder: Path, trained_for: object, target: TargetCard) -> None:
     prints = not card.fingerprint or not target.fingerprint or card.fingerprint == target.fingerprint
     if not (sizes and prints):
         raise ValueError(
-            f"{folder}: this speculator was trained for another model ({card.name}: {_described(card)}); the target has "
+            f"{folder}: this speculator was trained for another model ({card.name}: {_described(card)}); the target "
+            f"has "
             f"{_described(target)}; take one for this target, or train it with `foretell train`"
         )
 

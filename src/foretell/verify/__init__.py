@@ -7,10 +7,10 @@ for report in verify(foretell.load("smollm2-135m"), ["suffix"]):
     print(report.method, report.passed)
 """
 
+from foretell.verify.batch_invariance import Company
 from foretell.verify.check import Report, Settings, Verifier, buildable, verify
-from foretell.verify.company import Company
-from foretell.verify.divergence import Divergence
-from foretell.verify.identity import Identity
-from foretell.verify.law import LawTest
+from foretell.verify.classify import Divergence
+from foretell.verify.distribution import LawTest
+from foretell.verify.greedy_equality import Identity
 
 __all__ = ["Company", "Divergence", "Identity", "LawTest", "Report", "Settings", "Verifier", "buildable", "verify"]

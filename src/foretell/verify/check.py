@@ -8,14 +8,14 @@ from pathlib import Path
 
 from foretell.api import Model
 from foretell.catalogue import catalogue
-from foretell.config import SpeculativeConfig
-from foretell.engine import Request
-from foretell.method import AnyMethod
-from foretell.sampling import Sampling
-from foretell.verify.company import Company, rounding_explains
-from foretell.verify.divergence import Divergence, Judge, variation
-from foretell.verify.identity import Identity
-from foretell.verify.law import ExactLaw, LawTest, check_law, exact_law
+from foretell.catalogue.config import SpeculativeConfig
+from foretell.core.sampling import SamplingParams
+from foretell.engine.engine import Request
+from foretell.engine.method import AnyMethod
+from foretell.verify.batch_invariance import Company, rounding_explains
+from foretell.verify.classify import Divergence, Judge, variation
+from foretell.verify.distribution import ExactLaw, LawTest, check_law, exact_law
+from foretell.verify.greedy_equality import Identity
 from foretell.verify.prompts import LAW_TEXTS, PROMPTS
 from foretell.verify.run import Result, run, tokens_per_pass
 
@@ -55,14 +55,14 @@ class Report:
     lossless: bool
     """What the method claims."""
     identity: Identity
-    law: LawTest
+    distribution: LawTest
     company: Company
     seconds: float
 
     @property
     def passed(self) -> bool:
         """All three checks found nothing."""
-        return self.identity.passed and self.law.passed and self.company.passed
+        return self.identity.passed and self.distribution.passed and self.company.passed
 
 
 class Verifier:
@@ -84,9 +84,9 @@ class Verifier:
             divergences=self._compare(self._plain, alone),
         )
         s = self.settings
-        law = check_law(self._runner, make, self._law, s.samples, s.seed, s.effect)
+        distribution = check_law(self._runner, make, self._law, s.samples, s.seed, s.effect)
         company = self._company(make, alone)
-        return Report(method.name, method.lossless, identity, law, company, time.perf_counter() - started)
+        return Report(method.name, method.lossless, identity, distribution, company, time.perf_counter() - started)
 
     def _company(self, make: Make, alone: Sequence[Result]) -> Company:
         sampled_alone = self._alone(make, self._sampled)
@@ -116,7 +116,7 @@ class Verifier:
         return [
             replace(
                 r,
-                sampling=Sampling(temperature=1.0, top_p=0.95, seed=self.settings.seed + i),
+                sampling_params=SamplingParams(temperature=1.0, top_p=0.95, seed=self.settings.seed + i),
                 max_new_tokens=max(1, longest // (2 + i % 3)),
             )
             for i, r in enumerate(self._greedy)
@@ -130,8 +130,8 @@ class Verifier:
     def _law(self) -> ExactLaw:
         """Of the short texts, one whose law rounding hardly moves, and of those the least certain."""
         texts = [(t, self.model.tokens(t, raw=True)) for t in LAW_TEXTS]
-        laws = [exact_law(self._runner, text, tokens) for text, tokens in texts if tokens]
-        return max(laws, key=lambda law: (-round(law.rounding, 2), law.entropy))
+        distributions = [exact_law(self._runner, text, tokens) for text, tokens in texts if tokens]
+        return max(distributions, key=lambda distribution: (-round(distribution.rounding, 2), distribution.entropy))
 
     @cached_property
     def _noise(self) -> float:

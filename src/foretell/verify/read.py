@@ -6,16 +6,17 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.core.tree import root_tree
 from foretell.model.runner import Runner
-from foretell.tree import root
 
 
 def scores(runner: Runner, tokens: Sequence[int], last: int, at_once: bool) -> Float[torch.Tensor, "last v"]:
     """Scores of what follows each of the `last` tokens of a text.
 
-    `at_once`: all of it read in one pass; else the tokens before these in one pass and these one by one. In exact arithmetic the two agree.
+    `at_once`: all of it read in one pass; else the tokens before these in one pass and these one by one. In exact
+    arithmetic the two agree.
     """
-    runner.crop(0, 0)
+    runner.truncate(0, 0)
     head = len(tokens) if at_once else len(tokens) - last
     pieces = [tokens[:head]] if head else []
     pieces += [] if at_once else [[t] for t in tokens[head:]]
@@ -24,9 +25,9 @@ def scores(runner: Runner, tokens: Sequence[int], last: int, at_once: bool) -> F
 
 
 def _read(runner: Runner, piece: Sequence[int], last: int) -> Float[torch.Tensor, "last v"]:
-    tree = root([piece[-1]]).with_trunk([piece])
-    scored = np.zeros(tree.live.shape, bool)
+    tree = root_tree([piece[-1]]).with_prefix([piece])
+    scored = np.zeros(tree.valid.shape, bool)
     scored[:, -last:] = True
     output = runner.forward([0], tree, scored=scored)
-    runner.keep(0, range(len(piece)))
+    runner.commit(0, range(len(piece)))
     return output.logits

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod
+from foretell.engine.statistics import RequestStatistics
 from foretell.model.runner import Runner
-from foretell.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Result:
     """What a request got and cost."""
 
     tokens: tuple[int, ...]
-    statistics: Statistics
+    statistics: RequestStatistics
 
 
 def run(runner: Runner, method: AnyMethod, requests: Sequence[Request], rows: int) -> list[Result]:

@@ -1,4 +1,6 @@
-"""What a runtime must do to be measured beside ours: generate a fixed number of tokens greedily, and read tokens on top of a cached text."""
+"""What a runtime must do to be measured beside ours: generate a fixed number of tokens greedily, and read tokens on top
+of a cached text.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

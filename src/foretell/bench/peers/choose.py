@@ -9,7 +9,7 @@ import torch
 from foretell.bench.peers import hf, llama
 from foretell.bench.peers.base import Peer, Stepper
 from foretell.bench.peers.export import PRECISIONS, export
-from foretell.names import unknown
+from foretell.utils.names import unknown
 
 TRANSFORMERS = ("transformers-plain", "transformers-lookup", "transformers-assisted")
 LLAMA_CPP = ("llama.cpp-plain", "llama.cpp-lookup")
@@ -22,7 +22,9 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What peers need to know: the model, its draft model, precision of the torch peers, longest text, threads, where converted files go."""
+    """What peers need to know: the model, its draft model, precision of the torch peers, longest text, threads, where
+    converted files go.
+    """
 
     model: str
     draft: str | None

@@ -1,4 +1,6 @@
-"""GGUF files in other precisions, made from the weights of the one that is measured, so that llama.cpp runs the same model."""
+"""GGUF files in other precisions, made from the weights of the one that is measured, so that llama.cpp runs the same
+model.
+"""
 
 import os
 from hashlib import sha256
@@ -7,7 +9,9 @@ from pathlib import Path
 from foretell.load import resolve
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
-"""Formats of the matrices; the embedding (and tied head) of q4_0 is q8_0, as in llama.cpp's own mixes of small models."""
+"""Formats of the matrices; the embedding (and tied head) of q4_0 is q8_0, as in llama.cpp's own mixes of small
+models.
+"""
 
 
 def default_folder() -> Path:
@@ -24,7 +28,8 @@ def export(reference: str, precision: str, folder: Path) -> Path:
     source = resolve(reference)
     if source.is_dir():
         raise ValueError(
-            f"{reference}: the peer llama.cpp reads GGUF files; give one, or convert the directory with llama.cpp's converter first"
+            f"{reference}: the peer llama.cpp reads GGUF files; give one, or convert the directory with llama.cpp's "
+            f"converter first"
         )
     state = source.stat()
     key = sha256(f"{source.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]

@@ -10,9 +10,9 @@ from foretell.bench.arrivals import Arrivals, Clock
 from foretell.bench.peers.base import Peer, Stepper
 from foretell.load import resolve
 from foretell.model.config import ModelConfig
-from foretell.model.gguf import GGUF
-from foretell.model.hf import cannot_load
-from foretell.model.weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.transformers import cannot_load
+from foretell.model.load.weights import GGUFWeights, gguf_config
 
 Mode = Literal["plain", "lookup", "assisted"]
 
@@ -34,7 +34,8 @@ def load(reference: str, dtype: torch.dtype) -> Any:
     """A transformers causal LM with this checkpoint's weights, ready to generate without an end of sequence.
 
     Raises:
-        ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped here.
+        ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped
+            here.
     """
     package, path = transformers(), resolve(reference)
     if path.is_dir():
@@ -61,7 +62,8 @@ def _from_gguf(package: Any, path: Path, dtype: torch.dtype) -> Any:
     config = gguf_config(file)
     if config.architecture != "llama" or config.rope is None or config.rope.kind != "default":
         raise ValueError(
-            f"{path.name}: for the peer transformers only GGUF files of plain Llama models are converted, this one is {config.architecture}; "
+            f"{path.name}: for the peer transformers only GGUF files of plain Llama models are converted, this one is "
+            f"{config.architecture}; "
             "give a directory with config.json and safetensors"
         )
     weights = GGUFWeights(file, config)
@@ -114,7 +116,9 @@ class _Stream:
 
 
 class Transformers(Peer):
-    """`generate` of transformers: plain, with prompt lookup (n-grams up to 3, 10 tokens), or with an assistant model."""
+    """`generate` of transformers: plain, with prompt lookup (n-grams up to 3, 10 tokens), or with an assistant
+    model.
+    """
 
     def __init__(self, model: Any, mode: Mode = "plain", assistant: Any = None, name: str = "transformers") -> None:
         if mode == "assisted" and assistant is None:

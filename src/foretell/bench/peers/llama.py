@@ -64,7 +64,9 @@ class LlamaCpp(Peer):
 
 
 class LlamaStepper(Stepper):
-    """`llama_decode` over a batch of new tokens, all of them scored, through the C interface: nothing is copied into Python."""
+    """`llama_decode` over a batch of new tokens, all of them scored, through the C interface: nothing is copied into
+    Python.
+    """
 
     def __init__(self, model: Any, name: str = "llama.cpp") -> None:
         self.name, self._api = name, llama_cpp()
@@ -99,5 +101,6 @@ class LlamaStepper(Stepper):
             batch.logits[i] = scored or i == len(tokens) - 1
         if self._api.llama_decode(self._ctx, batch):
             raise ValueError(
-                f"{self.name}: llama.cpp could not read {len(tokens)} tokens after {self._held}; is its context large enough?"
+                f"{self.name}: llama.cpp could not read {len(tokens)} tokens after {self._held}; is its context large "
+                f"enough?"
             )

@@ -1,4 +1,7 @@
-"""Everything the page needs, as JSON: price lists, hardware, formats, methods. The page evaluates; what things cost is decided here."""
+"""Everything the page needs, as JSON: price lists, hardware, formats, methods.
+
+The page evaluates; what things cost is decided here.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +34,9 @@ def form(amount: Amount) -> list[float | int]:
 
 
 def op_data(op: Op) -> list[Any]:
-    """An operation as a row: name, kind, shape, inputs, split, work, weights, read, write, kv read, kv written, stored."""
+    """An operation as a row: name, kind, shape, inputs, split, work, weights, read, write, kv read, kv written,
+    stored.
+    """
     amounts = [form(a) for a in (op.work, op.weights, op.read, op.write, op.kv_read, op.kv_write)]
     return [op.name, op.kind, op.shape, list(op.inputs), op.split, *amounts, number(op.stored)]
 
@@ -68,7 +73,8 @@ def model_data(model: Model, source: str, blocks: Blocks) -> dict[str, Any]:
         nets[fusion] = both if both[0] != both[1] else both[:1]
     c = model.config
     return {
-        "source": source, "heads": c.heads, "context": c.context, "parameters": model.network("flash", False).parameters,
+        "source": source, "heads": c.heads, "context": c.context, "parameters": model.network("flash",
+        False).parameters,
         "net": nets, "drafts": {name: draft_data(method, model, blocks) for name, method in catalogue().items()},
     }  # fmt: skip
 
@@ -93,7 +99,8 @@ def hardware_data(h: Hardware) -> dict[str, Any]:
     """A device."""
     return {
         "title": h.title, "bandwidth": h.bandwidth, "peaks": dict(h.peaks), "capacity": h.capacity, "vector": h.vector,
-        "link": h.link, "overhead": h.overhead, "rates": {k: list(v) for k, v in h.rates.items()}, "attend": list(h.attend), "start": h.start,
+        "link": h.link, "overhead": h.overhead, "rates": {k: list(v) for k, v in h.rates.items()},
+        "attend": list(h.attend), "start": h.start,
         "source": h.source,
     }  # fmt: skip
 
@@ -101,7 +108,8 @@ def hardware_data(h: Hardware) -> dict[str, Any]:
 def method_data(method: Method) -> dict[str, Any]:
     """A method with its acceptance."""
     return {
-        "title": method.title, "shape": method.shape, "ranks": list(method.acceptance.ranks), "decay": method.acceptance.decay,
+        "title": method.title, "shape": method.shape, "ranks": list(method.acceptance.ranks),
+        "decay": method.acceptance.decay,
         "nodes": method.nodes, "tokens": method.tokens, "basis": method.basis, "source": method.acceptance.source,
     }  # fmt: skip
 

@@ -7,7 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def serve(make: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """A server for one page on 127.0.0.1, made once the port is ours; `port` 0 picks a free one. The caller runs and closes it.
+    """A server for one page on 127.0.0.1, made once the port is ours; `port` 0 picks a free one.
+
+    The caller runs and closes it.
 
     Raises:
         ValueError: the port is taken, not allowed, or no port at all.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
-from foretell.model.config import ModelConfig, Rope
-from foretell.model.ends import Ends
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG, put_weights
 from foretell.speculator.formats.files import Published
-from foretell.text import TextCodec
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.tokenizer.codec import TextCodec
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Format:
 
     name: str
     fits: Callable[[Published], bool]
-    """Whether a checkpoint is in this format, by its configuration and, where that does not tell, by the names of its tensors."""
-    read: Callable[[Published, TargetCard, Ends], Reading]
+    """Whether a checkpoint is in this format, by its configuration and, where that does not tell, by the names of its
+    tensors.
+    """
+    read: Callable[[Published, TargetCard, EmbeddingAndHead], Reading]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def refuse_softcap(network: Speculator, format_name: str) -> None:
         raise ValueError(f"the format {format_name} has no place for a bound on the logits, which this target has")
 
 
-def rope_keys(rope: Rope) -> dict[str, Any]:
+def rope_keys(rope: RopeConfig) -> dict[str, Any]:
     """Rotary embedding as configurations of transformers write it.
 
     Raises:

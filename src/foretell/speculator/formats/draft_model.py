@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.draft_model import DraftNetwork
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
 from foretell.speculator.formats.base import Export, Verifier
 from foretell.speculator.hf_writer import write_hf
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.draft_model import DraftNetwork
 
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:

@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import torch
 
-from foretell.draft.network.base import TargetCard
-from foretell.draft.network.eagle import EagleConfig
-from foretell.model.config import ModelConfig, Rope, from_hf
-from foretell.model.ends import Ends
+from foretell.model.config import ModelConfig, RopeConfig, from_hf
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import Format, Reading, card, same
 from foretell.speculator.formats.files import Published
-from foretell.validation import Fields
+from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.eagle import EagleConfig
+from foretell.utils.validation import Fields
 
 _SIDE = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
 """Beginnings or endings of tensors that are read apart, or hold nothing of their own."""
@@ -34,7 +34,7 @@ class Part:
 def parts(c: EagleConfig) -> dict[str, Part]:
     """Our tensors by those of published layers (`midlayer` written `layers.0`)."""
     d, e, eagle3 = c.target.hidden, c.head_dim, c.kind == "eagle3"
-    fc_inputs = len(c.tapped) * d if eagle3 else 2 * d
+    fc_inputs = len(c.recorded_layers) * d if eagle3 else 2 * d
     out = {"fc.weight": Part(("fc.weight",), (d,), (fc_inputs,))}
     if c.fc_bias or (c.fc_bias is None and not eagle3):
         out["fc.bias"] = Part(("fc.bias",), (d,))
@@ -44,7 +44,7 @@ def parts(c: EagleConfig) -> dict[str, Part]:
         out["norm.weight"] = Part(("norm.weight",), (d,))
     if c.norm_before_fc:
         out["input_norm.weight"] = Part(("input_norm.weight",), (fc_inputs,))
-    for i in range(len(c.tapped) if c.fc_norm else 0):
+    for i in range(len(c.recorded_layers) if c.fc_norm else 0):
         out[f"fc_norm.{i}.weight"] = Part((f"fc_norm.{i}.weight",), (d,))
     return out
 
@@ -81,20 +81,20 @@ def _fits_eagle1(found: Published) -> bool:
     return not _fits_eagle3(found) and (named or found.config.get("model_type") == "eagle" or bare)
 
 
-def _read_eagle1(found: Published, target: TargetCard, ends: Ends) -> Reading:
+def _read_eagle1(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     found = found.without("model.")
     raw = found.config.get("model")
     return _read(found, raw if isinstance(raw, dict) else found.config, "eagle", {}, target, ends)
 
 
-def _read_eagle3(found: Published, target: TargetCard, ends: Ends) -> Reading:
+def _read_eagle3(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     found = _midlayer(found.without("model."))
     # Counted from a layer's output there, from the next one's input here and in the configurations of vLLM.
-    taps = [i + 1 for i in found.fields.fields("eagle_config").integers("eagle_aux_hidden_state_layer_ids")]
-    return _read(found, found.config, "eagle3", _flags(found, taps), target, ends)
+    hidden_layers = [i + 1 for i in found.fields.fields("eagle_config").integers("eagle_aux_hidden_state_layer_ids")]
+    return _read(found, found.config, "eagle3", _flags(found, hidden_layers), target, ends)
 
 
-def _read_speculators(found: Published, target: TargetCard, ends: Ends) -> Reading:
+def _read_speculators(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     kind = found.config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ValueError(f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3")
@@ -114,10 +114,10 @@ def _midlayer(found: Published) -> Published:
     return replace(found, names=renamed)
 
 
-def _flags(found: Published, taps: Sequence[int]) -> dict[str, Any]:
+def _flags(found: Published, hidden_layers: Sequence[int]) -> dict[str, Any]:
     """What EAGLE-3's two layouts say alike."""
     return {
-        "taps": found.fields.integers("eagle_aux_hidden_state_layer_ids") or tuple(taps),
+        "hidden_layers": found.fields.integers("eagle_aux_hidden_state_layer_ids") or tuple(hidden_layers),
         **{name: found.flag(name) for name in FLAGS},
     }
 
@@ -128,7 +128,7 @@ def _read(
     kind: Literal["eagle", "eagle3"],
     flags: Mapping[str, Any],
     target: TargetCard,
-    ends: Ends,
+    ends: EmbeddingAndHead,
     name: str = "",
 ) -> Reading:
     shape = _shape(found, raw, target.vocab)
@@ -149,7 +149,7 @@ def _read(
         context=shape.context,
         layers=shape.layers,
         norm_eps=shape.norm_eps,
-        rope=shape.rope or Rope(),
+        rope=shape.rope or RopeConfig(),
         qkv_bias=found.has("layers.0.self_attn.q_proj.bias"),
         qk_norm=found.has("layers.0.self_attn.q_norm.weight"),
         fc_bias=found.has("fc.bias"),
@@ -179,7 +179,8 @@ def _shape(found: Published, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
     width = raw.get("target_hidden_size") or found.config.get("target_hidden_size")
     if width is not None and width != shape.hidden:
         raise ValueError(
-            f"{found.folder}: it drafts in a width of its own ({shape.hidden}; its target's is {width}), which is not supported"
+            f"{found.folder}: it drafts in a width of its own ({shape.hidden}; its target's is {width}), which is not "
+            f"supported"
         )
     if shape.activation != "silu":
         raise ValueError(f"{found.folder}: its activation is {shape.activation}, and only silu is supported")
@@ -205,7 +206,7 @@ def _tokens(found: Published, vocab: int) -> torch.Tensor | None:
     return tokens
 
 
-def _own_embedding(found: Published, target: TargetCard, ends: Ends) -> torch.Tensor | None:
+def _own_embedding(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> torch.Tensor | None:
     """The embedding that the checkpoint brings, unless it is a copy of the target's."""
     if not found.has("embed_tokens.weight"):
         return None
@@ -213,7 +214,9 @@ def _own_embedding(found: Published, target: TargetCard, ends: Ends) -> torch.Te
     return None if ends.embedding_scale == 1 and same(own, ends.embedding) else own
 
 
-def _own_head(found: Published, tokens: torch.Tensor | None, target: TargetCard, ends: Ends) -> torch.Tensor | None:
+def _own_head(
+    found: Published, tokens: torch.Tensor | None, target: TargetCard, ends: EmbeddingAndHead
+) -> torch.Tensor | None:
     """The output matrix that the checkpoint brings, unless it holds rows of the target's."""
     if not found.has("lm_head.weight"):
         return None

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.speculator.formats.base import Export, Verifier, dtype_name, put, refuse_softcap, rope_keys
 from foretell.speculator.formats.eagle import FLAGS, parts
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 
 
 def _weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
@@ -75,19 +75,20 @@ def _check(network: EagleNetwork, format_name: str) -> None:
     refuse_softcap(network, format_name)
     c = network.config
     eagle3 = c.kind == "eagle3"
-    tapped, most = [t for t in c.tapped if t <= c.target.layers], c.target.layers + 1
-    taps = f" (--set taps={','.join(map(str, tapped))})"
+    recorded, most = [t for t in c.recorded_layers if t <= c.target.layers], c.target.layers + 1
+    hidden_layers = f" (--set hidden_layers={','.join(map(str, recorded))})"
     cannot = (
         ("biases of queries, keys and values", eagle3 and c.qkv_bias, ""),
         ("a bias of the fused features", eagle3 and c.fc_bias is True, ""),
-        ("the target's state after its final norm", eagle3 and most in c.tapped, taps),
+        ("the target's state after its final norm", eagle3 and most in c.recorded_layers, hidden_layers),
         ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
     )
     for what, found, how in cannot:
         if found:
             raise ValueError(
-                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} to export it"
+                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} "
+                f"to export it"
             )
 
 
@@ -111,7 +112,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
         "target_hidden_size": None,
         **_norms(c),
-        "eagle_aux_hidden_state_layer_ids": list(c.tapped),
+        "eagle_aux_hidden_state_layer_ids": list(c.recorded_layers),
         "embed_requires_grad": False,
         "torch_dtype": dtype_name(network),
     }
@@ -133,10 +134,10 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
         **_norms(c),
         # vLLM counts the input of a block, SGLang and SpecForge the output of the one before.
-        "eagle_aux_hidden_state_layer_ids": list(c.tapped),
+        "eagle_aux_hidden_state_layer_ids": list(c.recorded_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.tapped],
+            "eagle_aux_hidden_state_layer_ids": [hidden_layer - 1 for hidden_layer in c.recorded_layers],
         },
     }
     weights = {n.replace("layers.0.", "midlayer."): t for n, t in _weights(network).items()}

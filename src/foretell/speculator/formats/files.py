@@ -9,16 +9,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import quantization
-from foretell.model.weights import UNQUANTIZED, refuse_quantized
+from foretell.model.load.weights import UNQUANTIZED, refuse_quantized
 from foretell.speculator.checkpoint import CONFIG, read_config
-from foretell.validation import Fields
+from foretell.utils.validation import Fields
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What lies in a directory. Tensors are looked up under one name here, whatever prefix a publisher put before it."""
+    """What lies in a directory.
+
+    Tensors are looked up under one name here, whatever prefix a publisher put before it.
+    """
 
     folder: Path
     config: Mapping[str, Any]

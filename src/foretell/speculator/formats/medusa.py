@@ -4,9 +4,7 @@ from pathlib import Path
 
 import torch
 
-from foretell.draft.network.base import Speculator, TargetCard
-from foretell.draft.network.medusa import Medusa, MedusaConfig
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     Export,
     Format,
@@ -20,6 +18,8 @@ from foretell.speculator.formats.base import (
     same,
 )
 from foretell.speculator.formats.files import Published, check_shape
+from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.network.medusa import Medusa, MedusaConfig
 
 Names = dict[str, str]
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
@@ -56,7 +56,7 @@ def _fits_vllm(found: Published) -> bool:
     return (says and not short.has("0.0.linear.weight")) or short.has("blocks.0.layers.0.weight")
 
 
-def _read_authors(found: Published, target: TargetCard, ends: Ends) -> Reading:
+def _read_authors(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     found = found.without(*_PREFIXES)
     heads, blocks = found.number("medusa_num_heads"), found.number("medusa_num_layers", 1)
     first = found.need(f"0.{blocks}.weight")
@@ -66,7 +66,7 @@ def _read_authors(found: Published, target: TargetCard, ends: Ends) -> Reading:
     return Reading(config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()})
 
 
-def _read_vllm(found: Published, target: TargetCard, ends: Ends) -> Reading:
+def _read_vllm(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     found = found.without(*_PREFIXES)
     heads = _count(found, "heads", 5)
     blocks = _count(found, "layers", 1, "num_hidden_layers")
@@ -93,7 +93,9 @@ def _read_vllm(found: Published, target: TargetCard, ends: Ends) -> Reading:
 
 
 def _matrix(found: Published, name: str, token_map: torch.Tensor | None, vocab: int, hidden: int) -> torch.Tensor:
-    """A head's output matrix over the drafted tokens in ascending order; one may serve all heads, and have rows for all tokens."""
+    """A head's output matrix over the drafted tokens in ascending order; one may serve all heads, and have rows for all
+    tokens.
+    """
     if found.flag("original_lm_head"):
         name = "lm_head.weight" if found.has("lm_head.weight") else "lm_heads.0.weight"
     matrix = found.need(name)

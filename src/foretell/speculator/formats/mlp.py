@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from foretell.draft.network.base import Speculator, TargetCard
-from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import Export, Format, Reading, Verifier, card, dtype_name, put
 from foretell.speculator.formats.files import Published
+from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
 ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "MLPSpeculatorModel", "MLPSpeculator")
 _OURS = {"emb": "token", "proj": "project", "head": "output", "ln": "norm"}
@@ -23,7 +23,7 @@ def _fits(found: Published) -> bool:
     return found.config.get("model_type") == "mlp_speculator" or any(a in ARCHITECTURES for a in found.architectures)
 
 
-def _read(found: Published, target: TargetCard, ends: Ends) -> Reading:
+def _read(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
     found = found.without("speculator.")
     hidden, vocab, stages = found.number("emb_dim"), found.number("vocab_size"), found.number("n_predict")
     inner = found.number("inner_dim", 0) or hidden

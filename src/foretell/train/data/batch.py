@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 class Batch:
     """Texts of the target, padded at the end, with the target's hidden states.
 
-    Worked example of the indices: a state at position `t` produced token `t + 1`, so the base head scores `token[:, t + 1]` from
-    `features[...][:, t]`, and the first Medusa head `token[:, t + 2]`.
+    Worked example of the indices: a state at position `t` produced token `t + 1`, so the base head scores `token[:, t +
+    1]` from `features[...][:, t]`, and the first Medusa head `token[:, t + 2]`.
     """
 
     token: Int[torch.Tensor, "b s"]
@@ -20,7 +20,7 @@ class Batch:
     real: Bool[torch.Tensor, "b s"]
     """No padding."""
     features: tuple[Float[torch.Tensor, "b s d"], ...]
-    """One tensor per tap of the recipe, in its order."""
+    """One tensor per recorded layer of the recipe, in its order."""
 
     def wanted(self, ahead: int) -> Bool[torch.Tensor, "b t"]:
         """For positions `0 .. s-ahead-1`: whether the token `ahead` positions later is to be learned."""

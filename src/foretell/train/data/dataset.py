@@ -1,4 +1,6 @@
-"""Texts to train on, in a folder: sealed shards of tokens and a journal of what came since; a kill at any moment loses no finished text."""
+"""Texts to train on, in a folder: sealed shards of tokens and a journal of what came since; a kill at any moment loses
+no finished text.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from foretell.store import HEADER, Store, read, settings, write_through
+from foretell.utils.store import HEADER, RunStore, read, settings, write_through
 
 SHARD = 1000
 """Texts per shard."""
@@ -29,7 +31,7 @@ class Manifest(BaseModel):
     fingerprint: str
     """Of the model that spoke; of plain text, none."""
     tokenizer: str
-    """The tokenizer's identity (`foretell.datastore.fingerprint`)."""
+    """The tokenizer's identity (`foretell.retrieval.datastore.fingerprint`)."""
     vocab: int
     kind: Literal["self", "prompts", "text"]
     seed: int = 0
@@ -78,7 +80,7 @@ class Collection:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._store = Store(folder, manifest, Record)
+        self._store = RunStore(folder, manifest, Record)
         self.folder = folder
         shards = _shards(folder)
         sealed = [_read_shard(f) for f in shards]
@@ -227,14 +229,16 @@ class Dataset(Sequence[Document]):
         return sum(len(d.tokens) - d.start for d in self._documents)
 
     def split(self, held_out: int) -> tuple[list[int], list[int]]:
-        """Texts to train on and `held_out` others; which those are depends on the texts alone, so more data never moves one into training.
+        """Texts to train on and `held_out` others; which those are depends on the texts alone, so more data never moves
+        one into training.
 
         Raises:
             ValueError: there are not twice as many texts.
         """
         if len(self) < 2 * held_out:
             raise ValueError(
-                f"{self.folder}: {len(self)} texts are too few to hold back {held_out} for measuring; make more with foretell data generate"
+                f"{self.folder}: {len(self)} texts are too few to hold back {held_out} for measuring; make more with "
+                f"foretell data generate"
             )
         order = sorted(range(len(self)), key=lambda i: sha256(self[i].tokens.tobytes()).digest())
         return sorted(order[held_out:]), order[:held_out]

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
-from foretell.model.sequence import run_blocks
+from foretell.model.training.full_forward import full_forward
 
 _GRAIN = 16
 """Widths of batches are rounded up to a multiple of this, so that kernels meet few shapes."""
@@ -33,7 +33,7 @@ class Piece:
     end: int
 
 
-def taps_of(text: str, highest: int, option: str) -> tuple[int, ...]:
+def hidden_layers_of(text: str, highest: int, option: str) -> tuple[int, ...]:
     """Numbers of taps as a user writes them: `2,15,27`.
 
     Raises:
@@ -43,7 +43,7 @@ def taps_of(text: str, highest: int, option: str) -> tuple[int, ...]:
         found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         found = (-1,)
-    if not all(0 <= tap <= highest for tap in found):
+    if not all(0 <= hidden_layer <= highest for hidden_layer in found):
         raise ValueError(
             f"{option}={text}: layers of the target by number, 0 to {highest}, with commas between, were expected"
         )
@@ -52,17 +52,20 @@ def taps_of(text: str, highest: int, option: str) -> tuple[int, ...]:
 
 @torch.no_grad()
 def read(
-    decoder: Decoder, token: Int[torch.Tensor, "b s"], taps: Sequence[int]
+    decoder: Decoder, token: Int[torch.Tensor, "b s"], hidden_layers: Sequence[int]
 ) -> tuple[Float[torch.Tensor, "b s d"], ...]:
-    """The target's states for whole texts, without a cache; taps are numbered as in `Runner.forward`. Padding belongs at the end."""
+    """The target's states for whole texts, without a cache; taps are numbered as in `Runner.forward`.
+
+    Padding belongs at the end.
+    """
     layers, done = decoder.config.layers, 0
     x, found = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
-    for stop in sorted({min(t, layers) for t in taps}):
-        x = run_blocks(decoder, x, done, stop)
+    for stop in sorted({min(t, layers) for t in hidden_layers}):
+        x = full_forward(decoder, x, done, stop)
         found[stop], done = x, stop
-    if layers + 1 in taps:
+    if layers + 1 in hidden_layers:
         found[layers + 1] = decoder.final(x)
-    return tuple(found[t] for t in taps)
+    return tuple(found[t] for t in hidden_layers)
 
 
 def width(longest: int) -> int:
@@ -81,11 +84,11 @@ def padded(texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> Int[torch.Tenso
 class Features(ABC):
     """Where batches get the target's states from."""
 
-    taps: tuple[int, ...]
+    hidden_layers: tuple[int, ...]
 
     @abstractmethod
     def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
-        """The states of pieces, one tensor per tap; what stands at padding is finite and means nothing."""
+        """The states of pieces, one tensor per recorded layer; what stands at padding is finite and means nothing."""
 
 
 class Streamed(Features):
@@ -94,8 +97,8 @@ class Streamed(Features):
     `decoder` gives the target, and is called when something has to be read.
     """
 
-    def __init__(self, decoder: Callable[[], Decoder], taps: tuple[int, ...]) -> None:
-        self._decoder, self.taps = decoder, taps
+    def __init__(self, decoder: Callable[[], Decoder], hidden_layers: tuple[int, ...]) -> None:
+        self._decoder, self.hidden_layers = decoder, hidden_layers
 
     def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Read the pieces."""
@@ -103,21 +106,22 @@ class Streamed(Features):
 
     def read(self, texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Read texts."""
-        if not self.taps:
+        if not self.hidden_layers:
             return ()
         decoder = self._decoder()
-        return read(decoder, padded(texts, wide).to(decoder.device), self.taps)
+        return read(decoder, padded(texts, wide).to(decoder.device), self.hidden_layers)
 
 
 class Cached(Features):
-    """The target reads every document once, whole; the states are kept in files beside the data set, shared by all trainings that tap the same.
+    """The target reads every document once, whole; the states are kept in files beside the data set, shared by all
+    trainings that tap the same.
 
-    `shelves`: one per data set. A document that its shelf has no room for, or the target no context, is read again every time, as `Streamed` does.
-    `config` and `dtype` are the target's.
+    `shelves`: one per data set. A document that its shelf has no room for, or the target no context, is read again
+    every time, as `Streamed` does. `config` and `dtype` are the target's.
     """
 
     def __init__(self, streamed: Streamed, shelves: Sequence["Shelf"], config: ModelConfig, dtype: torch.dtype) -> None:
-        self.taps, self._streamed, self._shelves = streamed.taps, streamed, tuple(shelves)
+        self.hidden_layers, self._streamed, self._shelves = streamed.hidden_layers, streamed, tuple(shelves)
         self._config, self._dtype = config, dtype
 
     def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
@@ -126,7 +130,7 @@ class Cached(Features):
         kept = [i for i, p in enumerate(chosen) if self._takes(p)]
         rest = [i for i in range(len(chosen)) if i not in set(kept)]
         shape = (len(chosen), wide, self._config.hidden)
-        out = [torch.zeros(shape, dtype=torch.bfloat16) for _ in self.taps]
+        out = [torch.zeros(shape, dtype=torch.bfloat16) for _ in self.hidden_layers]
         for i in kept:
             p = chosen[i]
             for to, part in zip(out, self._shelves[p.source].get(p.document, p.begin, p.end), strict=True):
@@ -153,30 +157,30 @@ class Cached(Features):
 
 
 class Shelf:
-    """The states of one data set's documents, a file of bfloat16 rows per tap.
+    """The states of one data set's documents, a file of bfloat16 rows per recorded layer.
 
-    Beside it stands a file with a mark per document, the checksum of its tokens and place, written after its rows: a kill can lose documents but
-    not damage them, and a data set that was made anew is read anew. `lengths`: of the documents; `room`: bytes that all taps together may take,
-    None for any number.
+    Beside it stands a file with a mark per document, the checksum of its tokens and place, written after its rows: a
+    kill can lose documents but not damage them, and a data set that was made anew is read anew. `lengths`: of the
+    documents; `max_depth`: bytes that all taps together may take, None for any number.
     """
 
     def __init__(
         self,
         folder: Path,
         fingerprint: str,
-        taps: Sequence[int],
+        hidden_layers: Sequence[int],
         lengths: Sequence[int],
         hidden: int,
         room: int | None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.taps = tuple(taps)
+        self.hidden_layers = tuple(hidden_layers)
         self._offset = list(accumulate(lengths, initial=0))
         self._documents = len(lengths)
         if room is not None:
-            self._documents = bisect(self._offset, room // (2 * hidden * max(len(taps), 1))) - 1
+            self._documents = bisect(self._offset, room // (2 * hidden * max(len(hidden_layers), 1))) - 1
         size = self._offset[self._documents] * 2 * hidden
-        self._files = [_TapFile(folder / f"{fingerprint}-{t}", size, hidden, self._offset[1:]) for t in taps]
+        self._files = [_LayerFile(folder / f"{fingerprint}-{t}", size, hidden, self._offset[1:]) for t in hidden_layers]
 
     def takes(self, document: int) -> bool:
         """Whether there is room for a document."""
@@ -188,7 +192,7 @@ class Shelf:
         return all(int(f.marks[document]) == mark for f in self._files)
 
     def get(self, document: int, begin: int, end: int) -> list[Float[torch.Tensor, "s d"]]:
-        """States of a part of a document, one tensor per tap."""
+        """States of a part of a document, one tensor per recorded layer."""
         first = self._offset[document]
         return [f.rows(first + begin, first + end) for f in self._files]
 
@@ -212,10 +216,13 @@ class Shelf:
         return max(zlib.crc32(text.astype(np.int32).tobytes(), zlib.crc32(place)), 1)
 
 
-class _TapFile:
-    """The rows of one tap, and the marks of the documents that are in it. Written with plain writes: a full disk is an error, not a signal.
+class _LayerFile:
+    """The rows of one tap, and the marks of the documents that are in it.
 
-    `ends`: the row after the last one of every document; documents that the file is too short for have no mark, whatever was noted.
+    Written with plain writes: a full disk is an error, not a signal.
+
+    `ends`: the row after the last one of every document; documents that the file is too short for have no mark,
+    whatever was noted.
     """
 
     _data = _notes = -1

@@ -7,11 +7,11 @@ from hashlib import sha256
 
 from foretell.accept import Match
 from foretell.api import Model
-from foretell.corpus import tokenized
-from foretell.engine import Engine, Request
-from foretell.method import Method
-from foretell.sampling import Noise, Sampling
-from foretell.shape import Root
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
+from foretell.retrieval.corpus import tokenized
+from foretell.shape import RootOnly
 from foretell.train.data.dataset import Collection, Manifest, Record
 from foretell.train.data.features import Shelf
 from foretell.train.data.listen import Listener
@@ -44,7 +44,7 @@ class Prompts:
 
     def asking(self, number: int) -> Request:
         """What has the model write question `number`."""
-        sampling = Sampling(temperature=1.0, min_p=MIN_P, seed=_seed(self._manifest.seed, number, 0))
+        sampling = SamplingParams(temperature=1.0, min_p=MIN_P, seed=_seed(self._manifest.seed, number, 0))
         begun = self._turn + self._model.codec.encode(self.opening(number), special=False)
         return Request(begun, sampling, self._manifest.max_question, (), self._model.eos)
 
@@ -53,7 +53,9 @@ class Prompts:
         return "" if number % 3 == 0 else OPENINGS[(number - number // 3 - 1) % len(OPENINGS)]
 
     def asked(self, number: int, tokens: Sequence[int], finished: bool) -> Sequence[int] | None:
-        """The prompt that a written question makes; None for junk: cut off, too short, no words, repeating itself, or asked before."""
+        """The prompt that a written question makes; None for junk: cut off, too short, no words, repeating itself, or
+        asked before.
+        """
         if not finished or len(tokens) < _SHORTEST or len(set(tokens)) < 0.3 * len(tokens):
             return None
         text = (self.opening(number) + self._model.codec.decode(tokens)).strip()
@@ -89,16 +91,17 @@ def answers(
     wanted: int,
     shelf: Shelf | None = None,
 ) -> Iterator[int]:
-    """Fill `collection` until it has `wanted` tokens to be learned, or no prompt is left; yields new tokens decoded, step by step.
+    """Fill `collection` until it has `wanted` tokens to be learned, or no prompt is left; yields new tokens decoded,
+    step by step.
 
-    Text `n` depends on the seed and `n` alone, so an interrupted run goes on where it was. The model's states at the answers go to `shelf`, which
-    holds what the collection has.
+    Text `n` depends on the seed and `n` alone, so an interrupted run goes on where it was. The model's states at the
+    answers go to `shelf`, which holds what the collection has.
 
     Raises:
         ValueError: the model writes nothing that can be asked.
     """
     listener = None if shelf is None else Listener(shelf)
-    method = model.method() if listener is None else Method(listener, Root(), Match())
+    method = model.method() if listener is None else Method(listener, RootOnly(), Match())
     engine = Engine(model.runner(), method, rows=rows)
     work = _Work(model, prompts, manifest, collection, engine, listener)
     while True:
@@ -114,7 +117,8 @@ def answers(
             work.hear(update.request, update.tokens, update.finish_reason)
         if len(collection.numbers) >= _PATIENCE and not collection.learnable:
             raise ValueError(
-                f"{model.name} wrote {len(collection.numbers)} prompts and no usable question; give prompts with --prompts FILE"
+                f"{model.name} wrote {len(collection.numbers)} prompts and no usable question; give prompts with "
+                f"--prompts FILE"
             )
         yield new
         if collection.learnable >= wanted:
@@ -162,15 +166,17 @@ class _Work:
         number, self._next = self._next, self._next + 1
         prompt = self._prompts.ready(number)
         # A draw per text, so that the share holds whatever the numbers are.
-        greedy = Noise(self._manifest.seed).uniform(number) < self._manifest.greedy_share
+        greedy = CounterRNG(self._manifest.seed).uniform(number) < self._manifest.greedy_share
         text = _Text(number, prompt, [], greedy)
         self._submit(text, self._prompts.asking(number) if prompt is None else self._answering(text))
         return True
 
     def _answering(self, text: _Text) -> Request:
         m = self._manifest
-        sampled = Sampling(temperature=m.temperature, min_p=MIN_P, seed=_seed(m.seed, text.number, 1))
-        return Request(text.prompt or (), Sampling() if text.greedy else sampled, m.max_answer, (), self._model.eos)
+        sampled = SamplingParams(temperature=m.temperature, min_p=MIN_P, seed=_seed(m.seed, text.number, 1))
+        return Request(
+            text.prompt or (), SamplingParams() if text.greedy else sampled, m.max_answer, (), self._model.eos
+        )
 
     def _submit(self, text: _Text, request: Request) -> None:
         if len(request.prompt) + 1 < self._model.config.context:
@@ -201,7 +207,9 @@ class _Work:
 
 
 def pieces(model: Model, texts: Iterator[str], collection: Collection, length: int, wanted: int) -> Iterator[int]:
-    """Fill `collection` with plain text in pieces of `length` tokens until it has `wanted`; yields the tokens of each document."""
+    """Fill `collection` with plain text in pieces of `length` tokens until it has `wanted`; yields the tokens of each
+    document.
+    """
     number = 0
     for document in tokenized(texts, model.codec):
         for begin in range(0, len(document), length):

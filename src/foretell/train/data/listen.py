@@ -6,35 +6,37 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from foretell.context import Step, Text
-from foretell.draft.base import Nothing
+from foretell.core.context import StepResult, TokenBuffer
+from foretell.draft.base import NoDrafter
 from foretell.train.data.features import Shelf
 
 
-class Listener(Nothing):
-    """Guesses nothing, and holds the target's states at every token of a text, for a shelf, until the step after its last one."""
+class Listener(NoDrafter):
+    """Guesses nothing, and holds the target's states at every token of a text, for a shelf, until the step after its
+    last one.
+    """
 
     def __init__(self, shelf: Shelf) -> None:
-        self.taps, self._shelf = shelf.taps, shelf
-        self._heard: dict[int, tuple[Text, list[list[Float[torch.Tensor, "n d"]]]]] = {}
+        self.hidden_layers, self._shelf = shelf.hidden_layers, shelf
+        self._heard: dict[int, tuple[TokenBuffer, list[list[Float[torch.Tensor, "n d"]]]]] = {}
         self._over: dict[bytes, list[Float[torch.Tensor, "t d"]]] = {}
 
-    def keep(self, step: Step) -> None:
+    def observe(self, step: StepResult) -> None:
         """Hear what was decided."""
         self._over.clear()
-        for i, (row, text) in enumerate(zip(step.context.rows, step.context.texts, strict=True)):
-            place = torch.from_numpy(step.output.feature_at[i, list(step.paths[i])])
-            states = [f[place.to(f.device)].to("cpu", torch.bfloat16) for f in step.output.features]
+        for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
+            place = torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])
+            states = [f[place.to(f.device)].to("cpu", torch.bfloat16) for f in step.output.hidden_states]
             self._heard.setdefault(row, (text, []))[1].append(states)
 
-    def clear(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """The row's text is over."""
         text, parts = self._heard.pop(row)
-        states = [torch.cat(tap) for tap in zip(*parts, strict=True)]
+        states = [torch.cat(hidden_layer) for hidden_layer in zip(*parts, strict=True)]
         # The last token was decided and never read. Nothing follows it that could be guessed from its states.
         missing = text.length - len(states[0])
         self._over[text.tokens.astype(np.int32).tobytes()] = [
-            torch.cat([tap, tap[-1:].expand(missing, -1)]) for tap in states
+            torch.cat([hidden_layer, hidden_layer[-1:].expand(missing, -1)]) for hidden_layer in states
         ]
 
     def store(self, tokens: Sequence[int]) -> None:

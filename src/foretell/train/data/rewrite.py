@@ -8,13 +8,13 @@ from jaxtyping import Float, Shaped
 from torch import nn
 
 from foretell.accept import Match
-from foretell.draft import Nothing
-from foretell.engine import Engine, Request
-from foretell.method import Method
+from foretell.core.sampling import SamplingParams
+from foretell.draft import NoDrafter
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import Method
 from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network
-from foretell.sampling import Sampling
-from foretell.shape import Root
+from foretell.shape import RootOnly
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import padded, read, width
 
@@ -22,7 +22,8 @@ from foretell.train.data.features import padded, read, width
 class Writer:
     """A model that continues prompts: the target, or a copy of a draft that is being trained.
 
-    `make` gives its network, once; of a `draft` again after every `refresh` batches, with the weights that the draft has then.
+    `make` gives its network, once; of a `draft` again after every `refresh` batches, with the weights that the draft
+    has then.
     """
 
     def __init__(self, make: Callable[[], Network], draft: nn.Module | None = None, refresh: int = 1) -> None:
@@ -32,7 +33,9 @@ class Writer:
         self._weights: dict[str, Float[torch.Tensor, "*shape"]] = {}
 
     def next_batch(self) -> None:
-        """A batch begins, whether it is rewritten or not; in every process the draft is copied before the same batches."""
+        """A batch begins, whether it is rewritten or not; in every process the draft is copied before the same
+        batches.
+        """
         if self._draft is not None and self._batches % self._refresh == 0:
             self._weights = {n: p.detach().clone() for n, p in self._draft.named_parameters()}
             self._network = self._make()
@@ -44,11 +47,11 @@ class Writer:
         """The prompts, each with up to `most` sampled tokens more; `seed` decides them."""
         if self._network is None:
             self._network = self._make()
-        engine = Engine(DecoderRunner(self._network), Method(Nothing(), Root(), Match()), rows=len(prompts))
+        engine = Engine(DecoderRunner(self._network), Method(NoDrafter(), RootOnly(), Match()), rows=len(prompts))
         seeds = [(seed + i) % (1 << 31) for i in range(len(prompts))]
         found = engine.complete(
             [
-                Request(prompt, Sampling(temperature=temperature, seed=s), most, eos=eos)
+                Request(prompt, SamplingParams(temperature=temperature, seed=s), most, eos=eos)
                 for prompt, s in zip(prompts, seeds, strict=True)
             ]
         )
@@ -81,13 +84,13 @@ def _copy(values: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parame
 class Rewriter:
     """Gives a share of all batches other answers: each text is cut at random within its answer and continued.
 
-    What is written is learned with the target's states over it. Which batches, and where they are cut, is drawn from torch's own generator, which is
-    seeded anew at every step.
+    What is written is learned with the target's states over it. Which batches, and where they are cut, is drawn from
+    torch's own generator, which is seeded anew at every step.
     """
 
     writer: Writer
     target: Decoder
-    taps: tuple[int, ...]
+    hidden_layers: tuple[int, ...]
     share: float
     most: int
     temperature: float
@@ -112,7 +115,7 @@ class Rewriter:
         place = torch.arange(wide, device=token.device)
         ends = torch.tensor([len(t) for t in texts], device=token.device)[:, None]
         starts = torch.tensor([len(p) for p in prompts], device=token.device)[:, None]
-        features = read(self.target, token.to(self.target.device), self.taps)
+        features = read(self.target, token.to(self.target.device), self.hidden_layers)
         return Batch(
             token=token,
             answer=(place >= starts) & (place < ends),
@@ -121,7 +124,9 @@ class Rewriter:
         )
 
     def _cut(self, answer: torch.Tensor) -> int:
-        """How much of a text stays, between the beginning of what is to be learned and its end; 0: it has no answer after a first token."""
+        """How much of a text stays, between the beginning of what is to be learned and its end; 0: it has no answer
+        after a first token.
+        """
         places = answer.nonzero()[:, 0]
         places = places[(places > 0) & (places < self.target.config.context - 1)]
         return int(places[int(torch.randint(0, len(places), ()))]) if len(places) else 0

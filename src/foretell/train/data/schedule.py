@@ -1,4 +1,6 @@
-"""Which pieces of which documents every step sees: a function of seed and step, so that a training can be resumed anywhere."""
+"""Which pieces of which documents every step sees: a function of seed and step, so that a training can be resumed
+anywhere.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +54,9 @@ class Pieces:
 
 
 def cut(length: int, start: int, sequence: int) -> list[tuple[int, int]]:
-    """Consecutive pieces of a document, at most `sequence` long, that hold all that is to be learned, the first with some of what comes before."""
+    """Consecutive pieces of a document, at most `sequence` long, that hold all that is to be learned, the first with
+    some of what comes before.
+    """
     if length <= sequence:
         return [(0, length)]
     first = 0 if start < sequence * 3 // 4 else start - sequence // 4
@@ -127,7 +131,9 @@ class Schedule:
 
 
 def shuffled(rows: Pieces, order: Order, epoch: int) -> Batches:
-    """The batches of an epoch: pieces in a random order, those of similar length together, no batch above its tokens."""
+    """The batches of an epoch: pieces in a random order, those of similar length together, no batch above its
+    tokens.
+    """
     rng = np.random.default_rng([order.seed, epoch])
     weight = np.array(order.weight)[rows.source]
     times = weight.astype(np.int64) + (rng.random(len(rows)) < weight % 1)

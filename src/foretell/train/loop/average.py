@@ -5,7 +5,9 @@ from torch import nn
 
 
 class Average:
-    """Exponential moving average of the parameters that are trained; early on its decay is smaller, so that it forgets the beginning."""
+    """Exponential moving average of the parameters that are trained; early on its decay is smaller, so that it forgets
+    the beginning.
+    """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._module, self._decay = module, decay

@@ -68,7 +68,8 @@ def _before(origin: Path | None) -> list[str]:
 def _gain(trainer: Trainer) -> str:
     settings = trainer.task.settings
     return (
-        f"**{trainer.best:.3f}** on {len(trainer.task.prompts)} held-out prompts, {settings.measure_tokens} greedy tokens each, "
+        f"**{trainer.best:.3f}** on {len(trainer.task.prompts)} held-out prompts, {settings.measure_tokens} greedy "
+        f"tokens each, "
         f"the target's own token included (best of the course, step {trainer.best_step:,})"
     )
 
@@ -83,7 +84,8 @@ def _data(data: Sequence[Dataset]) -> list[str]:
             "text": "plain text",
         }[known.kind]
         facts = [
-            f"`{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed {known.seed}."
+            f"`{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed "
+            f"{known.seed}."
         ]
         if known.kind != "text":
             share, temperature = f"{known.greedy_share:.0%}", f"{known.temperature:g}"

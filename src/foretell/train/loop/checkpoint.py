@@ -1,4 +1,6 @@
-"""Where a training stands, on disk: written beside the last one and moved into its place whole, so that a kill at any moment leaves a good one."""
+"""Where a training stands, on disk: written beside the last one and moved into its place whole, so that a kill at any
+moment leaves a good one.
+"""
 
 import errno
 import os
@@ -13,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from foretell.store import write_through
 from foretell.train.loop.curve import Row
 from foretell.train.loop.settings import Settings, flag
-from foretell.validation import read_model
+from foretell.utils.store import write_through
+from foretell.utils.validation import read_model
 
 FOLDER = "checkpoint"
 _STATE = "state.json"
@@ -25,7 +27,10 @@ Tensors = dict[str, Shaped[torch.Tensor, "*shape"]]
 
 
 class Stand(BaseModel):
-    """Everything about where a training stands that is not a tensor. Random draws are seeded by step, so the step stands for them."""
+    """Everything about where a training stands that is not a tensor.
+
+    Random draws are seeded by step, so the step stands for them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.engine import Engine, Request
-from foretell.method import AnyMethod
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod
 from foretell.model.runner import Runner
 from foretell.train.data.schedule import Text
 
@@ -26,7 +26,9 @@ class Measured:
 
 
 def prompts_of(texts: Sequence[Text], count: int) -> list[list[int]]:
-    """The prompts of as many texts, the first that are short enough to be read quickly; of plain text, how it begins."""
+    """The prompts of as many texts, the first that are short enough to be read quickly; of plain text, how it
+    begins.
+    """
     prompts = [t.tokens[: t.start or _OPENING].tolist() for t in texts]
     return sorted(prompts, key=lambda p: len(p) > _LONGEST)[:count]
 

@@ -51,7 +51,9 @@ class Settings(BaseModel):
     """Decay of the moving average of the weights; 0: none."""
     precision: str = "bf16"
     draft_vocab: int | None = Field(None, ge=0)
-    """Tokens that the speculator may draft, the most frequent of the data; 0: all; unsaid: those that `begin` drafts, or `DRAFT_VOCAB`."""
+    """Tokens that the speculator may draft, the most frequent of the data; 0: all; unsaid: those that `begin` drafts,
+    or `DRAFT_VOCAB`.
+    """
     save_minutes: float = Field(10.0, gt=0)
     measure_every: int = Field(1000, ge=0)
     """Steps between measurements of tokens per pass; 0: at the end only."""

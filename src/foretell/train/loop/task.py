@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Int
 
 from foretell.api import Model
-from foretell.datastore import fingerprint as tokenizer_of
-from foretell.draft.network import NETWORKS
-from foretell.draft.network.base import TargetCard
-from foretell.model.source import ends_of
-from foretell.names import unknown
+from foretell.model.load.checkpoint import ends_of
+from foretell.retrieval.datastore import fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
+from foretell.speculator.network import NETWORKS
+from foretell.speculator.network.base import TargetCard
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import Cached, Features, Shelf, Streamed
 from foretell.train.data.schedule import Order, Pieces, Schedule, pieces
@@ -23,6 +22,7 @@ from foretell.train.loop.measure import prompts_of
 from foretell.train.loop.settings import DRAFT_VOCAB, Settings
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Recipe, Setup, plain_decoder
+from foretell.utils.names import unknown
 
 PRECISIONS = ("bf16", "no")
 SCHEDULES = ("cosine", "constant")
@@ -80,7 +80,8 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
     """Read the data and build the recipe.
 
     Raises:
-        ValueError: data of another tokenizer or too little of it, options that the recipe does not have, a beginning that does not fit.
+        ValueError: data of another tokenizer or too little of it, options that the recipe does not have, a beginning
+            that does not fit.
     """
     if settings.sequence > model.config.context:
         raise ValueError(f"--sequence {settings.sequence}: {model.name} reads at most {model.config.context} tokens")
@@ -93,7 +94,8 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
     order = Order(settings.seed, settings.batch_tokens, settings.accumulate, tuple(p.weight for p in settings.data))
     if int(rows.length.sum()) < settings.batch_tokens:
         raise ValueError(
-            f"too little data: {len(rows)} texts with {int(rows.length.sum())} tokens beside those held back for measuring, "
+            f"too little data: {len(rows)} texts with {int(rows.length.sum())} tokens beside those held back for "
+            f"measuring, "
             f"and a batch takes {settings.batch_tokens}; make more with foretell data generate, or lower --batch-tokens"
         )
     schedule = Schedule(rows, order)
@@ -158,7 +160,8 @@ def check_data(data: Dataset, model: Model) -> None:
     if known.fingerprint and known.fingerprint != model.source.fingerprint():
         raise ValueError(
             f"{data.folder}: {known.model} (fingerprint {known.fingerprint}) wrote these answers, and the target is "
-            f"{model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model {model.name}"
+            f"{model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model "
+            f"{model.name}"
         )
 
 
@@ -167,7 +170,7 @@ def _setup(
 ) -> Setup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    ends = model.source.ends(dtype) if decoder is None else ends_of(decoder)
+    ends = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if origin is not None and settings.draft_vocab is None:
         kept = load_own(origin, ends).token_of
@@ -209,7 +212,7 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
             f"--from {folder}: trained for {found.card.name} (fingerprint {theirs}), and the target is "
             f"{setup.card.name} (fingerprint {ours})"
         )
-    before, now = found.taps, recipe.network.taps
+    before, now = found.hidden_layers, recipe.network.hidden_layers
     if now[: len(before)] != before:
         raise ValueError(
             f"--from {folder}: it reads layers {list(before)} of the target, and {list(now)} with these settings; "
@@ -221,13 +224,15 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
         given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in mine.items() if n == "token_of"}
     elif not _equal(found.token_of, recipe.network.token_of):
         raise ValueError(
-            f"--from {folder}: it has an output matrix of its own, for {len(found.head):,} tokens; leave --draft-vocab away to go on with these"
+            f"--from {folder}: it has an output matrix of its own, for {len(found.head):,} tokens; leave --draft-vocab "
+            f"away to go on with these"
         )
     for name in sorted(set(mine) | set(given)):
         shapes = [list(s[name].shape) if name in s else "missing" for s in (given, mine)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"--from {folder}: its {name} is {shapes[0]}, and {shapes[1]} with these settings; give the --set it was trained with"
+                f"--from {folder}: its {name} is {shapes[0]}, and {shapes[1]} with these settings; give the --set it "
+                f"was trained with"
             )
     recipe.network.load_state_dict(given)
 
@@ -242,21 +247,22 @@ def features(task: Task) -> Features:
     Raises:
         ValueError: `--features cache` was asked for, and they do not fit.
     """
-    settings, taps = task.settings, tuple(task.recipe.taps)
-    streamed = Streamed(lambda: task.setup.decoder, taps)
-    if settings.features == "stream" or not taps:
+    settings, hidden_layers = task.settings, tuple(task.recipe.hidden_layers)
+    streamed = Streamed(lambda: task.setup.decoder, hidden_layers)
+    if settings.features == "stream" or not hidden_layers:
         return streamed
     hidden = task.model.config.hidden
-    need = sum(d.tokens for d in task.data) * hidden * 2 * len(taps)
+    need = sum(d.tokens for d in task.data) * hidden * 2 * len(hidden_layers)
     room = int(settings.cache_gib * 2**30)
     if settings.features == "cache" and need > room:
         raise ValueError(
-            f"--features cache: the states of this data take {need / 2**30:.1f} GiB, more than --cache-gib {settings.cache_gib:g}; "
+            f"--features cache: the states of this data take {need / 2**30:.1f} GiB, more than --cache-gib "
+            f"{settings.cache_gib:g}; "
             "raise it, or leave --features away and what fits is kept"
         )
     shelves = []
     for one in task.data:
         lengths = [len(document.tokens) for document in one]
         share = int(room * one.tokens / sum(d.tokens for d in task.data))
-        shelves.append(Shelf(one.folder / "features", task.fingerprint, taps, lengths, hidden, share))
+        shelves.append(Shelf(one.folder / "features", task.fingerprint, hidden_layers, lengths, hidden, share))
     return Cached(streamed, shelves, task.model.config, task.setup.ends.embedding.dtype)

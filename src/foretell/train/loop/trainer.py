@@ -51,9 +51,12 @@ class Watcher:
 
 
 class Trainer:
-    """A training: the task, and where it stands. Everything about a step follows from settings and its number, so that it can be resumed.
+    """A training: the task, and where it stands.
 
-    `accelerator` carries it over the processes it runs in; each sees its part of every batch, weighted by the tokens to be learned in it.
+    Everything about a step follows from settings and its number, so that it can be resumed.
+
+    `accelerator` carries it over the processes it runs in; each sees its part of every batch, weighted by the tokens to
+    be learned in it.
     """
 
     def __init__(self, task: Task, accelerator: "Accelerator", features: Features, watcher: Watcher) -> None:
@@ -76,8 +79,8 @@ class Trainer:
         """Train to the end, from the checkpoint if there is one.
 
         Raises:
-            ValueError: the checkpoint is of another training or damaged, the loss is no number, or no space is left for a checkpoint.
-            KeyboardInterrupt: it was asked to stop, and has written a checkpoint.
+            ValueError: the checkpoint is of another training or damaged, the loss is no number, or no space is left for
+                a checkpoint. KeyboardInterrupt: it was asked to stop, and has written a checkpoint.
         """
         self._resume()
         self._watcher.begun(self.step, self.task.steps, self._on.num_processes)
@@ -127,7 +130,8 @@ class Trainer:
         for i, rows in enumerate(batches):
             mine = rows[on.process_index :: on.num_processes]
             share = float(learned[mine].sum()) / whole
-            # A batch of fewer texts than processes: whoever has none repeats one without weight, because all take part in every exchange.
+            # A batch of fewer texts than processes: whoever has none repeats one without weight, because all take part
+            # in every exchange.
             batch = self._batch(mine if len(mine) else rows[:1])
             with nullcontext() if i == len(batches) - 1 else self._spread.apart():
                 loss = self._backward(batch, share)
@@ -202,7 +206,9 @@ class Trainer:
         return self.step == self.task.steps or (every > 0 and self.step % every == 0)
 
     def _measure(self) -> float:
-        """Tokens per pass of the weights as they are now (their average, where there is one); the best ones become the result."""
+        """Tokens per pass of the weights as they are now (their average, where there is one); the best ones become the
+        result.
+        """
         task = self.task
         with self._averaged():
             state = self._spread.whole()
@@ -303,7 +309,9 @@ class Trainer:
             raise self._store.damaged(f"recipe/{error}") from error
 
     def _held(self) -> Tensors:
-        """What a checkpoint keeps of the module, as it lies in memory: weights, buffers that are saved with them, and the moving average."""
+        """What a checkpoint keeps of the module, as it lies in memory: weights, buffers that are saved with them, and
+        the moving average.
+        """
         kept = self.task.shadow.trained.state_dict()
         out: Tensors = {"weight/" + n: local(p.detach()) for n, p in self._parameters().items()}
         out |= {"buffer/" + n: b for n, b in _plain(self._module.named_buffers()).items() if n in kept}
@@ -336,7 +344,9 @@ def _optimizer(task: Task) -> torch.optim.Optimizer:
 
 
 def _factor(settings: Settings, step: int, steps: int) -> float:
-    """Share of the learning rate that a step takes: a linear warm-up, then half a cosine down to a tenth (or no change)."""
+    """Share of the learning rate that a step takes: a linear warm-up, then half a cosine down to a tenth (or no
+    change).
+    """
     warm = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
     if settings.schedule == "constant":
         return warm

@@ -1,4 +1,5 @@
-"""Sampled softmax: a loss over the tokens that matter in a batch and a few of the others, instead of all that can be drafted.
+"""Sampled softmax: a loss over the tokens that matter in a batch and a few of the others, instead of all that can be
+drafted.
 
 The output matrix and its softmax are most of what training a small speculator costs (Jean et al., arXiv 1412.2007).
 """
@@ -8,24 +9,26 @@ import math
 import torch
 from jaxtyping import Float, Int
 
-from foretell.draft.network.base import Candidates
+from foretell.speculator.network.base import Candidates
 
 _RANDOM = 4
 """One candidate in so many is drawn at random."""
 
 
 def candidates(
-    law: Float[torch.Tensor, "k w"], count: int, certain: Int[torch.Tensor, " m"] | None = None
+    distribution: Float[torch.Tensor, "k w"], count: int, certain: Int[torch.Tensor, " m"] | None = None
 ) -> Candidates | None:
-    """`count` of the drafted tokens: those with the most mass under the target's distributions `law`, the rest drawn from torch's own generator.
+    """`count` of the drafted tokens: those with the most mass under the target's distributions `distribution`, the rest
+    drawn from torch's own generator.
 
-    `certain`: tokens, by their number among the drafted ones, that must be there; the count grows to twice as many where it is less. Tokens drawn
-    stand for all that are left out: their logits are raised by the logarithm of how many each stands for, which keeps the sum over the vocabulary
-    right on average. None: `count` is 0, or leaves nothing out.
+    `certain`: tokens, by their number among the drafted ones, that must be there; the count grows to twice as many
+    where it is less. Tokens drawn stand for all that are left out: their logits are raised by the logarithm of how many
+    each stands for, which keeps the sum over the vocabulary right on average. None: `count` is 0, or leaves nothing
+    out.
     """
     if count == 0:
         return None
-    mass = law.sum(0)
+    mass = distribution.sum(0)
     if certain is not None:
         mass[certain] = torch.inf
         count = max(count, 2 * len(certain))

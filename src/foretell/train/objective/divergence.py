@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 
-from foretell.divergence import Divergence, total_variation
+from foretell.distributions.divergence import Divergence, total_variation
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ def distil(
     divergence: Divergence,
     weight: Float[torch.Tensor, " k"] | None = None,
 ) -> Distilled:
-    """The weighted mean of a divergence over `k` positions (DistillSpec, arXiv 2310.08461); zero, with a gradient, where there is none.
+    """The weighted mean of a divergence over `k` positions (DistillSpec, arXiv 2310.08461); zero, with a gradient,
+    where there is none.
 
     `target` and `draft` hold logits. `weight`: what each position counts; None: the same.
     """

@@ -33,8 +33,9 @@ def targets(
 ) -> Targets:
     """Positions at which at least one head has something to learn, and what.
 
-    The state at position `t` produced token `t + 1`, so head `i` (from 0) guesses token `t + 2 + i`. `number`: every token's place among the
-    drafted ones, -1 for the others (None: all are drafted). `most`: as many of the positions, drawn at random, are enough.
+    The state at position `t` produced token `t + 1`, so head `i` (from 0) guesses token `t + 2 + i`. `number`: every
+    token's place among the drafted ones, -1 for the others (None: all are drafted). `most`: as many of the positions,
+    drawn at random, are enough.
     """
     s = token.shape[1]
     padded = F.pad(token, (0, heads + 1))
@@ -52,7 +53,9 @@ def targets(
 
 
 def weights(heads: int, decay: float = 0.8) -> list[float]:
-    """Medusa's weight of every head's loss: decay to the power of the head's number, from 1 on (arXiv 2401.10774, 2.2.1)."""
+    """Medusa's weight of every head's loss: decay to the power of the head's number, from 1 on (arXiv 2401.10774,
+    2.2.1).
+    """
     return [decay ** (i + 1) for i in range(heads)]
 
 
@@ -67,17 +70,21 @@ def cross_entropies(
 
 
 def soft_cross_entropies(
-    logits: Float[torch.Tensor, "n k w"], law: Float[torch.Tensor, "n k w"], learned: Bool[torch.Tensor, "n k"]
+    logits: Float[torch.Tensor, "n k w"], distribution: Float[torch.Tensor, "n k w"], learned: Bool[torch.Tensor, "n k"]
 ) -> Float[torch.Tensor, " k"]:
-    """Mean cross-entropy of each head against the distribution that the target had at its position, over the positions to be learned."""
-    losses = -(law * F.log_softmax(logits.float(), -1)).sum(-1)
+    """Mean cross-entropy of each head against the distribution that the target had at its position, over the positions
+    to be learned.
+    """
+    losses = -(distribution * F.log_softmax(logits.float(), -1)).sum(-1)
     return (losses * learned).sum(0) / learned.sum(0).clamp_min(1)
 
 
 class Told:
-    """What the target said of the tokens that heads are to guess: a distribution per place, computed once for all heads that look there.
+    """What the target said of the tokens that heads are to guess: a distribution per place, computed once for all heads
+    that look there.
 
-    `head`: scores the drafted tokens. `count`: candidates to look at, with all tokens to be guessed among them; 0: all drafted tokens.
+    `head`: scores the drafted tokens. `count`: candidates to look at, with all tokens to be guessed among them; 0: all
+    drafted tokens.
     """
 
     @torch.no_grad()
@@ -97,7 +104,7 @@ class Told:
         self._laws = torch.softmax(logits if self.among is None else self.among.of(logits), -1)
 
     @property
-    def laws(self) -> Float[torch.Tensor, "n k c"]:
+    def distributions(self) -> Float[torch.Tensor, "n k c"]:
         """Its distribution for every head."""
         return self._laws[self._which]
 

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float, Int
 def cut_points(
     answer: Bool[torch.Tensor, "b s"], count: int, drawn: Float[torch.Tensor, "b s"]
 ) -> Int[torch.Tensor, "b g"]:
-    """Per text up to `count` different places after which to look ahead, the highest of `drawn` among those whose token two places on is an answer's.
+    """Per text up to `count` different places after which to look ahead, the highest of `drawn` among those whose token
+    two places on is an answer's.
 
     Where a text has fewer, the others are places that teach nothing: what follows two places on is not to be learned.
     """
@@ -23,10 +24,11 @@ def answers_ahead(
     ahead: int,
     number: Int[torch.Tensor, " v"] | None = None,
 ) -> Int[torch.Tensor, "b g l"]:
-    """What vector `i` (from 0) of each group is to say: the token at `cut + 2 + i` (PaSS, arXiv 2311.13581); -1: nothing.
+    """What vector `i` (from 0) of each group is to say: the token at `cut + 2 + i` (PaSS, arXiv 2311.13581); -1:
+    nothing.
 
-    A group learns nothing where its first token is no answer's. `number`: each token's place among the drafted ones, -1 for the others (None: all
-    are drafted).
+    A group learns nothing where its first token is no answer's. `number`: each token's place among the drafted ones, -1
+    for the others (None: all are drafted).
     """
     s = token.shape[1]
     place = cut[:, :, None] + 2 + torch.arange(ahead, device=cut.device)

@@ -6,11 +6,15 @@ from jaxtyping import Float
 
 
 def feature_distance(guess: Float[torch.Tensor, "k d"], feature: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, ""]:
-    """Smooth L1 (Girshick, arXiv 1504.08083) between guessed and true features, mean over numbers; 0 where there are none."""
+    """Smooth L1 (Girshick, arXiv 1504.08083) between guessed and true features, mean over numbers; 0 where there are
+    none.
+    """
     distance = F.smooth_l1_loss(guess.float(), feature.float(), reduction="sum")
     return distance / max(1, guess.numel())
 
 
 def noisy(features: Float[torch.Tensor, "*t d"], width: float) -> Float[torch.Tensor, "*t d"]:
-    """Features with uniform noise of `-width .. width`, so that a drafter gets used to its own errors (EAGLE, arXiv 2401.15077)."""
+    """Features with uniform noise of `-width .. width`, so that a drafter gets used to its own errors (EAGLE, arXiv
+    2401.15077).
+    """
     return features + (torch.rand_like(features) * 2 - 1) * width if width else features

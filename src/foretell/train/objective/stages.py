@@ -1,4 +1,6 @@
-"""Cross-entropy summed over the stages of a speculator, against the tokens that came, the target's distributions, or both."""
+"""Cross-entropy summed over the stages of a speculator, against the tokens that came, the target's distributions, or
+both.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
-from foretell.draft.network.base import Candidates
+from foretell.speculator.network.base import Candidates
 from foretell.train.objective.candidates import candidates
 
 Judge = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
@@ -19,8 +21,8 @@ Judge = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[tor
 class Lesson:
     """What the stages learn at the `k` chosen positions of a batch of `b` texts of `s` tokens.
 
-    Worked example, 4 stages, position t: the state is that of t, which produced token t+1; stage 0 reads token t+1 and is to say token t+2, which
-    the target says from its state at t+1; stage 3 reads t+4 and is to say t+5.
+    Worked example, 4 stages, position t: the state is that of t, which produced token t+1; stage 0 reads token t+1 and
+    is to say token t+2, which the target says from its state at t+1; stage 3 reads t+4 and is to say t+5.
     """
 
     at: Int[torch.Tensor, " k"]
@@ -35,7 +37,9 @@ class Lesson:
 def lesson(
     token: Int[torch.Tensor, "b s"], answer: Bool[torch.Tensor, "b s"], place: Int[torch.Tensor, " v"], stages: int
 ) -> Lesson:
-    """Positions at which some stage has something to learn: an answer's token that it can draft (`place[token]` is its number there, or -1)."""
+    """Positions at which some stage has something to learn: an answer's token that it can draft (`place[token]` is its
+    number there, or -1).
+    """
     b, s = token.shape
     cell = torch.arange(b * s, device=token.device).view(b, s)
     ahead = torch.arange(1, stages + 1, device=token.device)
@@ -60,7 +64,7 @@ class Teacher:
     temperature: float = 1.0
 
     @torch.no_grad()
-    def laws(self, cell: Int[torch.Tensor, " k"]) -> Float[torch.Tensor, "k w"]:
+    def distributions(self, cell: Int[torch.Tensor, " k"]) -> Float[torch.Tensor, "k w"]:
         """Its distributions of the token after these cells."""
         return torch.softmax(self.score(self.states[cell]) / self.temperature, -1)
 
@@ -86,27 +90,30 @@ def stage_losses(
     chunk: int = 1024,
     count: int = 0,
 ) -> StageLosses:
-    """The losses of all stages, computed `chunk` positions and one stage at a time, over `count` candidates each (0: all drafted tokens).
+    """The losses of all stages, computed `chunk` positions and one stage at a time, over `count` candidates each (0:
+    all drafted tokens).
 
-    `frozen`: `judge` has no weights to train, so gradients are taken at once and logits never kept; otherwise they are computed twice. The target's
-    distribution at a cell serves every stage that looks there.
+    `frozen`: `judge` has no weights to train, so gradients are taken at once and logits never kept; otherwise they are
+    computed twice. The target's distribution at a cell serves every stage that looks there.
     """
     n = len(readings)
     places = lesson.wanted.sum(0).clamp(min=1)
     sums, right = [list[torch.Tensor]() for _ in range(n)], [list[torch.Tensor]() for _ in range(n)]
     for start in range(0, max(len(lesson.at), 1), chunk):
         part = slice(start, start + chunk)
-        laws = _Laws(teacher, lesson.at[part], n, lesson.label[part], count) if teacher else None
-        among = laws.among if laws else None
+        distributions = _Laws(teacher, lesson.at[part], n, lesson.label[part], count) if teacher else None
+        among = distributions.among if distributions else None
         for stage in range(n):
             wanted, label = lesson.wanted[part, stage], lesson.label[part, stage]
             label = label if among is None else torch.searchsorted(among.column, label.contiguous())
-            law = laws.of_stage(stage) if laws else None
+            distribution = distributions.of_stage(stage) if distributions else None
 
-            def lost(reading: torch.Tensor, stage: int = stage, label: torch.Tensor = label, wanted: torch.Tensor = wanted,
-                     law: torch.Tensor | None = law, among: Candidates | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+            def lost(reading: torch.Tensor, stage: int = stage, label: torch.Tensor = label,
+            wanted: torch.Tensor = wanted,
+                     distribution: torch.Tensor | None = distribution,
+                     among: Candidates | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
                 logits = judge(reading, stage, among)
-                each = cross_entropy(logits, label, law, teacher.share if teacher else 0.0)
+                each = cross_entropy(logits, label, distribution, teacher.share if teacher else 0.0)
                 hits = (logits.detach().argmax(-1) == label) & wanted
                 return torch.where(wanted, each, 0.0).sum(), hits.sum()
 
@@ -120,18 +127,20 @@ def stage_losses(
 def cross_entropy(
     logits: Float[torch.Tensor, "k w"],
     label: Int[torch.Tensor, " k"],
-    law: Float[torch.Tensor, "k w"] | None = None,
+    distribution: Float[torch.Tensor, "k w"] | None = None,
     share: float = 1.0,
 ) -> Float[torch.Tensor, " k"]:
-    """In nats, against the mixture of `share` parts of `law` and the rest of the label alone."""
-    if law is None or share == 0:
+    """In nats, against the mixture of `share` parts of `distribution` and the rest of the label alone."""
+    if distribution is None or share == 0:
         return F.cross_entropy(logits, label, reduction="none")
-    soft = torch.logsumexp(logits, -1) - (law * logits).sum(-1)
+    soft = torch.logsumexp(logits, -1) - (distribution * logits).sum(-1)
     return soft if share == 1 else share * soft + (1 - share) * F.cross_entropy(logits, label, reduction="none")
 
 
 class _Laws:
-    """The target's distributions that a chunk needs, each computed once, over `count` candidates with all labels among them (0: over all)."""
+    """The target's distributions that a chunk needs, each computed once, over `count` candidates with all labels among
+    them (0: over all).
+    """
 
     def __init__(
         self, teacher: Teacher, at: Int[torch.Tensor, " k"], stages: int, label: Int[torch.Tensor, "k n"], count: int
@@ -139,7 +148,7 @@ class _Laws:
         last = len(teacher.states) - 1
         self._cell = (at[:, None] + torch.arange(1, stages + 1, device=at.device)).clamp(max=last)
         self._known = torch.unique(self._cell)
-        self._laws = teacher.laws(self._known)
+        self._laws = teacher.distributions(self._known)
         self.among = candidates(self._laws, count, torch.unique(label))
         if self.among is not None:
             kept = self._laws[:, self.among.column] * self.among.raised.exp()
@@ -167,7 +176,8 @@ class _AtOnce(torch.autograd.Function):
     """A loss whose gradient is taken on the way forward, so that nothing between it and its input is kept."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, reading: torch.Tensor, lost: Lost) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def forward(ctx: torch.autograd.function.FunctionCtx, reading: torch.Tensor, lost: Lost) -> tuple[torch.Tensor,
+    torch.Tensor]:  # fmt: skip
         with torch.enable_grad():
             inner = reading.detach().requires_grad_()
             loss, hits = lost(inner)

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 
 
 class TargetHead:
     """The target's output matrix, of which `drafted` rows count (None: all), with its bound on logits."""
 
-    def __init__(self, ends: Ends, drafted: Int[torch.Tensor, " w"] | None = None) -> None:
+    def __init__(self, ends: EmbeddingAndHead, drafted: Int[torch.Tensor, " w"] | None = None) -> None:
         self._rows = ends.head if drafted is None else ends.head[drafted.to(ends.head.device)]
         self._softcap = ends.softcap
 

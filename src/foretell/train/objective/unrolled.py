@@ -1,4 +1,6 @@
-"""EAGLE-3's objective: the target's distribution at every step of a draft, from what the drafter itself made before (arXiv 2503.01840)."""
+"""EAGLE-3's objective: the target's distribution at every step of a draft, from what the drafter itself made before
+(arXiv 2503.01840).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
-from foretell.draft.network.base import Candidates
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.network.base import Candidates
 from foretell.train.objective.candidates import candidates
 from foretell.train.objective.teacher import TargetHead
 
@@ -48,8 +50,8 @@ def agreement(guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k 
 class Labels:
     """The target's opinion wherever one is asked for.
 
-    `row[b, p]` is the row of `logits` that holds it after token `p` of a text (what it says about token `p + 1`), -1 where there is none: token
-    `p + 1` is not to be learned, or is not among the drafted ones.
+    `row[b, p]` is the row of `logits` that holds it after token `p` of a text (what it says about token `p + 1`), -1
+    where there is none: token `p + 1` is not to be learned, or is not among the drafted ones.
     """
 
     row: Int[torch.Tensor, "b t"]
@@ -60,7 +62,9 @@ class Labels:
     """Which of the drafted tokens `logits` are of; None: all."""
 
     def after(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
-        """The positions `j` that have a label `shift` positions later, and these labels in the order of the positions."""
+        """The positions `j` that have a label `shift` positions later, and these labels in the order of the
+        positions.
+        """
         row = F.pad(self.row[:, shift:], (0, min(shift, self.row.shape[1])), value=-1)
         where = row >= 0
         return where, self.logits[row[where]]
@@ -76,13 +80,14 @@ def labels(
     state: Float[torch.Tensor, "b s d"],
     token: Int[torch.Tensor, "b s"],
     answer: Bool[torch.Tensor, "b s"],
-    ends: Ends,
+    ends: EmbeddingAndHead,
     drafted: Int[torch.Tensor, " w"] | None,
 ) -> Labels:
-    """The target's logits over the drafted tokens (None: all), from the states that its head sees, wherever the text goes on with such a token.
+    """The target's logits over the drafted tokens (None: all), from the states that its head sees, wherever the text
+    goes on with such a token.
 
-    The paper asks whether the target's best token can be drafted; for texts of the target's own that is nearly the same, and spares an output over
-    the whole vocabulary that would cost more than the drafter.
+    The paper asks whether the target's best token can be drafted; for texts of the target's own that is nearly the
+    same, and spares an output over the whole vocabulary that would cost more than the drafter.
     """
     wanted = answer[:, 1:].clone()
     if drafted is not None:

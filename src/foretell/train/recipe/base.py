@@ -12,19 +12,19 @@ from jaxtyping import Float, Int, Shaped
 from pydantic import BaseModel
 from torch import nn
 
-from foretell.draft.network.base import Speculator, SpeculatorConfig, TargetCard
-from foretell.method import AnyMethod
+from foretell.engine.method import AnyMethod
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
-from foretell.model.ends import Ends
+from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.graph import GraphedDecoder
+from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import Network, Runner
-from foretell.model.source import Source
-from foretell.names import unknown
 from foretell.speculator.checkpoint import save
-from foretell.text import TextCodec
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch import Batch
-from foretell.validation import validate
+from foretell.utils.names import unknown
+from foretell.utils.validation import validate
 
 Options = TypeVar("Options", bound=BaseModel)
 MAX_WIDTH = 1 << 20
@@ -40,7 +40,9 @@ TREE = 12
 
 
 def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
-    """The decoder in plain torch that a network runs, if it is one of this dtype; None: CPU kernels run it, or it has another dtype."""
+    """The decoder in plain torch that a network runs, if it is one of this dtype; None: CPU kernels run it, or it has
+    another dtype.
+    """
     decoder = network.decoder if isinstance(network, GraphedDecoder) else network
     return decoder if isinstance(decoder, Decoder) and decoder.embedding.dtype == dtype else None
 
@@ -52,12 +54,15 @@ class Setup:
     card: TargetCard
     config: ModelConfig
     """Of the target."""
-    ends: Ends
+    ends: EmbeddingAndHead
     """Of the target, in the dtype that it trains with (bfloat16 or float32)."""
-    source: Source | None = None
+    source: Checkpoint | None = None
     """The target's checkpoint, for copies that training changes; None in some tests."""
     kept: Int[torch.Tensor, " n"] | None = None
-    """Tokens to draft (ascending), the most frequent ones of the training answers; None: all. For `config.draft_vocab` and `choose`."""
+    """Tokens to draft (ascending), the most frequent ones of the training answers; None: all.
+
+    For `config.draft_vocab` and `choose`.
+    """
     seed: int = 0
     options: Mapping[str, str] = field(default_factory=dict)
     """Sizes and weights as the user wrote them: `--set inner=1024` is `{"inner": "1024"}`."""
@@ -68,7 +73,9 @@ class Setup:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The target in plain torch, in the dtype of `ends`: one for all who read with it, loaded at first use. It must not be changed.
+        """The target in plain torch, in the dtype of `ends`: one for all who read with it, loaded at first use.
+
+        It must not be changed.
 
         Raises:
             ValueError: its checkpoint is not at hand.
@@ -137,7 +144,9 @@ class Recipe(ABC):
 
     @property
     def trained(self) -> nn.Module:
-        """The module that the trainer wraps, whose parameters it optimises and checkpoints: the network, or something around it."""
+        """The module that the trainer wraps, whose parameters it optimises and checkpoints: the network, or something
+        around it.
+        """
         return self.network
 
     def save(self, folder: Path) -> None:
@@ -145,17 +154,22 @@ class Recipe(ABC):
         save(folder, self.network, self.config)
 
     def runner(self) -> Runner | None:
-        """The target that it is measured on, bound to a fresh cache, where the recipe changes it; None: the target as it is."""
+        """The target that it is measured on, bound to a fresh cache, where the recipe changes it; None: the target as
+        it is.
+        """
         return None
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def hidden_layers(self) -> tuple[int, ...]:
         """Hidden states of the target that batches must bring."""
-        return self.network.taps
+        return self.network.hidden_layers
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """The loss of a batch. `network` is `self.trained` as the trainer wrapped it (data parallel, sharded): call nothing but its `forward`."""
+        """The loss of a batch.
+
+        `network` is `self.trained` as the trainer wrapped it (data parallel, sharded): call nothing but its `forward`.
+        """
 
     @abstractmethod
     def method(self, network: Speculator) -> AnyMethod:
@@ -166,7 +180,9 @@ class Recipe(ABC):
         return [{"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}]
 
     def state(self) -> State:
-        """What the next batches depend on beside weights, buffers, optimizer and the number of the step: training checkpoints keep it."""
+        """What the next batches depend on beside weights, buffers, optimizer and the number of the step: training
+        checkpoints keep it.
+        """
         return {}
 
     def load_state(self, state: State) -> None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 
-from foretell.draft.network.blockwise import Blockwise, BlockwiseConfig
+from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, Setup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 

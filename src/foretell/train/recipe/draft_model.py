@@ -1,4 +1,6 @@
-"""Distilled draft models: some of the target's blocks, trained to give the target's distribution (DistillSpec, arXiv 2310.08461)."""
+"""Distilled draft models: some of the target's blocks, trained to give the target's distribution (DistillSpec, arXiv
+2310.08461).
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from foretell.accept import Match
 from foretell.catalogue.options import ChainOptions
-from foretell.divergence import divergences
+from foretell.distributions.divergence import divergences
 from foretell.draft import DraftModel
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
-from foretell.method import AnyMethod, Method
+from foretell.engine.method import AnyMethod, Method
 from foretell.model.influence import influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
 from foretell.train.data.batch import Batch
 from foretell.train.data.rewrite import Rewriter, Writer
 from foretell.train.objective.candidates import candidates
@@ -38,7 +40,9 @@ class Options(BaseModel):
     layers: int = Field(3, ge=1)
     """Blocks that it keeps of the target's."""
     blocks: str = "even"
-    """Which: `even` (first, last and evenly between), `influence` (first, last and what changes the residual stream most), or numbers: `0,14,29`."""
+    """Which: `even` (first, last and evenly between), `influence` (first, last and what changes the residual stream
+    most), or numbers: `0,14,29`.
+    """
     loss: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++"] = "forward_kl"
     beta: float = Field(0.5, gt=0, lt=1)
     """Of `jsd`: the target's share in the mixture."""
@@ -53,17 +57,24 @@ class Options(BaseModel):
     refresh: int = Field(8, ge=1)
     """Batches after which the writing draft takes over the trained weights."""
     earlier: str = ""
-    """Directories of drafts trained before, separated by commas: only what none of them finds is learned (SpecInfer's boost-tuning)."""
+    """Directories of drafts trained before, separated by commas: only what none of them finds is learned (SpecInfer's
+    boost-tuning).
+    """
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are drafted."""
+    """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are
+    drafted.
+    """
     unit: Literal["position", "text"] = "position"
-    """What boost-tuning leaves out: positions that an earlier draft masters, or (as published) whole texts all of whose positions they master."""
+    """What boost-tuning leaves out: positions that an earlier draft masters, or (as published) whole texts all of whose
+    positions they master.
+    """
 
 
 class DraftModelRecipe(Recipe):
     """Distils the target into a few of its blocks, at the positions that answers stand at.
 
-    Positions whose answer is no drafted token do not count: in the mean, each then weighs as much as the mass of the target that can be drafted.
+    Positions whose answer is no drafted token do not count: in the mean, each then weighs as much as the mass of the
+    target that can be drafted.
     """
 
     name = "draft_model"
@@ -165,7 +176,8 @@ class DraftModelRecipe(Recipe):
 def missed(
     earlier: nn.ModuleList, draft: DraftNetwork, batch: Batch, where: Bool[torch.Tensor, "b s"], unit: str
 ) -> Bool[torch.Tensor, "b s"]:
-    """Of the positions in `where`, those at which no earlier draft's best token is the target's (SpecInfer's boost-tuning, arXiv 2305.09781).
+    """Of the positions in `where`, those at which no earlier draft's best token is the target's (SpecInfer's
+    boost-tuning, arXiv 2305.09781).
 
     `unit` `text`: all those of a text as soon as one of them is missed, none of a text that is mastered.
     """
@@ -202,12 +214,16 @@ def _chosen(options: Options, setup: Setup) -> tuple[int, ...]:
 
 
 def spaced(count: int, layers: int) -> tuple[int, ...]:
-    """The first and the last of `layers` blocks, and the others at even distances between; a single one is the first."""
+    """The first and the last of `layers` blocks, and the others at even distances between; a single one is the
+    first.
+    """
     return tuple(round(i * (layers - 1) / max(count - 1, 1)) for i in range(count))
 
 
 def _influential(count: int, setup: Setup) -> tuple[int, ...]:
-    """First and last block, and between them those that turn the residual stream most over a text of frequent tokens."""
+    """First and last block, and between them those that turn the residual stream most over a text of frequent
+    tokens.
+    """
     assert setup.source is not None
     some = torch.arange(setup.config.vocab) if setup.kept is None else setup.kept
     generator = torch.Generator().manual_seed(setup.seed)
@@ -238,5 +254,11 @@ def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter
     if options.writer == "target":
         author = Writer(lambda: setup.network or setup.decoder)
     return Rewriter(
-        author, setup.decoder, network.taps, options.share, options.written, options.temperature, setup.config.eos
+        author,
+        setup.decoder,
+        network.hidden_layers,
+        options.share,
+        options.written,
+        options.temperature,
+        setup.config.eos,
     )

@@ -1,4 +1,6 @@
-"""EAGLE's layers: EAGLE-1's regression in feature space (EAGLE-2 uses the same weights), and EAGLE-3's training-time test."""
+"""EAGLE's layers: EAGLE-1's regression in feature space (EAGLE-2 uses the same weights), and EAGLE-3's training-time
+test.
+"""
 
 from abc import abstractmethod
 from dataclasses import replace
@@ -12,12 +14,12 @@ from torch import nn
 
 from foretell.catalogue.feature_level import eagle_method
 from foretell.catalogue.options import EagleTreeOptions
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.method import AnyMethod
-from foretell.model.config import Rope
+from foretell.engine.method import AnyMethod
+from foretell.model.config import RopeConfig
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import taps_of
+from foretell.train.data.features import hidden_layers_of
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup
@@ -39,14 +41,18 @@ class EagleOptions(BaseModel):
     hard: float = Field(0.0, ge=0, le=1)
     """Share of the label that is the target's best token, instead of its distribution."""
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are drafted."""
+    """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are
+    drafted.
+    """
 
 
 class Eagle1Options(EagleOptions):
     """Of EAGLE-1's regression."""
 
     steps: int = Field(1, ge=1, le=MAX_COUNT)
-    """How often the layer goes on from its own output; more than once is HASS's harmonised training (arXiv 2408.15766)."""
+    """How often the layer goes on from its own output; more than once is HASS's harmonised training (arXiv
+    2408.15766).
+    """
     noise: float = Field(0.1, ge=0)
     """Half the width of the uniform noise on the target's features."""
     classify: float = Field(0.1, ge=0)
@@ -58,7 +64,7 @@ class Eagle3Options(EagleOptions):
 
     steps: int = Field(5, ge=1, le=MAX_COUNT)
     """How often the layer goes on from its own output."""
-    taps: str = ""
+    hidden_layers: str = ""
     """Hidden states to fuse, separated by commas; unsaid: the paper's three, and what the target's head sees."""
     fc_norm: bool = True
     """A norm for each fused state: their scales differ a lot."""
@@ -80,9 +86,9 @@ class EagleRecipe(Recipe):
         start(network, setup.source.decoder(torch.float32, blocks) if setup.source else None, setup.seed)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def hidden_layers(self) -> tuple[int, ...]:
         """What the network reads, and what the target's head sees, for labels."""
-        head, own = self.network.card.layers + 1, self.network.taps
+        head, own = self.network.card.layers + 1, self.network.hidden_layers
         return own if head in own else (*own, head)
 
     @abstractmethod
@@ -100,7 +106,7 @@ class EagleRecipe(Recipe):
 
     def seen(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
         """What the target's head sees."""
-        return batch.features[self.taps.index(self.network.card.layers + 1)]
+        return batch.features[self.hidden_layers.index(self.network.card.layers + 1)]
 
     def method(self, network: Speculator) -> AnyMethod:
         """A whole dynamic tree, matched."""
@@ -121,14 +127,19 @@ class Eagle3Recipe(EagleRecipe):
     def of(cls, setup: Setup) -> Self:
         """A layer as the target's blocks are, on four of its states."""
         o, n = setup.parse(Eagle3Options), setup.card.layers
-        taps = taps_of(o.taps, n + 1, "--set taps") or (min(2, n), n // 2, max(n - 3, 0), n + 1)
-        more = {"taps": taps, "fc_norm": o.fc_norm, "norm_before_residual": o.norm_before_residual}
+        hidden_layers = hidden_layers_of(o.hidden_layers, n + 1, "--set hidden_layers") or (
+            min(2, n),
+            n // 2,
+            max(n - 3, 0),
+            n + 1,
+        )
+        more = {"hidden_layers": hidden_layers, "fc_norm": o.fc_norm, "norm_before_residual": o.norm_before_residual}
         return cls(setup, Eagle3(sizes_of(setup, "eagle3", o, more), setup.ends), o)
 
     def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
         """The cross-entropy of every step, those of later steps weighted less."""
         asked = [known.after(1 + i) for i in range(self._steps)]
-        features = batch.features[: len(self.network.taps)]
+        features = batch.features[: len(self.network.hidden_layers)]
         guesses = network(batch.token, features, [where for where, _ in asked], known.among)
         pairs = [(guess.logits, target) for guess, (_, target) in zip(guesses, asked, strict=True)]
         figures = {f"step {i + 1} top 1": agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
@@ -183,7 +194,7 @@ def sizes_of(setup: Setup, kind: str, options: EagleOptions, more: dict[str, Any
         "context": c.context,
         "layers": options.layers,
         "norm_eps": c.norm_eps,
-        "rope": c.rope or Rope(),
+        "rope": c.rope or RopeConfig(),
     }
     return EagleConfig.model_validate(values | more)
 

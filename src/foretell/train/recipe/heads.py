@@ -1,4 +1,6 @@
-"""What the recipes of Medusa's and of blockwise heads share: positions, tokens to guess, figures, and the tree that is earned on the way."""
+"""What the recipes of Medusa's and of blockwise heads share: positions, tokens to guess, figures, and the tree that is
+earned on the way.
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,12 +15,12 @@ from torch import nn
 
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options import MedusaOptions
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.heads import HeadsConfig, HeadsNetwork
-from foretell.method import AnyMethod
+from foretell.engine.method import AnyMethod
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
 from foretell.train.objective.teacher import TargetHead
@@ -40,7 +42,9 @@ class HeadsOptions(BaseModel):
     learn: Literal["hard", "soft"] = "hard"
     """From the tokens of the text, or from the target's distributions over them (distillation)."""
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
+    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0:
+    all that are drafted.
+    """
     tune: Literal["no", "text", "self"] = "no"
     """Change the target too: to say the tokens of the text, or to keep its own distributions (self-distillation)."""
     rank: int = Field(32, ge=1, le=MAX_WIDTH)
@@ -50,7 +54,9 @@ class HeadsOptions(BaseModel):
 
 
 class HeadsRecipe(Recipe):
-    """Trains heads at some positions of every batch, from tokens or (`soft`) from the target's own distributions over them."""
+    """Trains heads at some positions of every batch, from tokens or (`soft`) from the target's own distributions over
+    them.
+    """
 
     network: HeadsNetwork
     config: HeadsConfig
@@ -113,8 +119,8 @@ class HeadsRecipe(Recipe):
         learned = batch.answer[row, place + 1]
         if self._options.tune == "self":
             with torch.no_grad():
-                law = torch.softmax(self._target_head(h[row, place]), -1)
-            each = (torch.xlogy(law, law) - law * F.log_softmax(own.float(), -1)).sum(-1)
+                distribution = torch.softmax(self._target_head(h[row, place]), -1)
+            each = (torch.xlogy(distribution, distribution) - distribution * F.log_softmax(own.float(), -1)).sum(-1)
         else:
             each = F.cross_entropy(own.float(), batch.token[row, place + 1], reduction="none")
         language = (each * learned).sum() / learned.sum().clamp_min(1)
@@ -153,7 +159,7 @@ class HeadsRecipe(Recipe):
         if told is None or self._options.learn == "hard":
             losses = cross_entropies(logits, token)
         else:
-            losses = soft_cross_entropies(logits, told.laws, token >= 0)
+            losses = soft_cross_entropies(logits, told.distributions, token >= 0)
         figures = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
         found = ranks(logits.detach(), token)
         self._watch(found, wanted)
@@ -164,7 +170,9 @@ class HeadsRecipe(Recipe):
         return Loss(self.total(losses), figures)
 
     def _watch(self, found: Int[torch.Tensor, "n k"], wanted: Targets) -> None:
-        """Count which paths came true, and note the best tree now and then: it is measured, saved and averaged with the weights."""
+        """Count which paths came true, and note the best tree now and then: it is measured, saved and averaged with the
+        weights.
+        """
         self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
         self._batches += 1
         if self._batches % _NOTED == 0:

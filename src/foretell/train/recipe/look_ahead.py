@@ -8,11 +8,11 @@ from torch import nn
 
 from foretell.catalogue.options import PassOptions
 from foretell.catalogue.parallel_decoding import parallel_method
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
-from foretell.method import AnyMethod
-from foretell.model.branches import run_branches
+from foretell.engine.method import AnyMethod
 from foretell.model.decoder import Decoder
+from foretell.model.training.probe_forward import probe_forward
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import cross_entropies, ranks, weights
 from foretell.train.objective.look_ahead import answers_ahead, cut_points
@@ -35,7 +35,9 @@ class LookAheadOptions(BaseModel):
 
 
 class LookAheadRecipe(Recipe):
-    """Cross-entropy at the vectors after drawn places of every text; the target, which is run forward and backward, stays as it is."""
+    """Cross-entropy at the vectors after drawn places of every text; the target, which is run forward and backward,
+    stays as it is.
+    """
 
     name = "pass"
     network: LookAheadEmbeddings
@@ -62,7 +64,7 @@ class LookAheadRecipe(Recipe):
         return cls(network, config, setup, options)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def hidden_layers(self) -> tuple[int, ...]:
         """None: the target is run here."""
         return ()
 
@@ -72,7 +74,7 @@ class LookAheadRecipe(Recipe):
         cut = cut_points(batch.answer, self._options.cuts, drawn)
         number = None if self._number is None else self._number.to(batch.token.device)
         wanted = answers_ahead(batch.token, batch.answer, cut, self._options.ahead, number).flatten(0, 1)
-        states = run_branches(self._target, batch.token, cut, network()).flatten(0, 1)
+        states = probe_forward(self._target, batch.token, cut, network()).flatten(0, 1)
         logits = self.network.score(states)
         losses, found = cross_entropies(logits, wanted), ranks(logits.detach(), wanted)
         figures = dict[str, float]()

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 
-from foretell.draft.network.medusa import Medusa, MedusaConfig
+from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.train.objective.heads import weights
 from foretell.train.recipe.base import MAX_COUNT, Setup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
@@ -26,7 +26,9 @@ class MedusaOptions(HeadsOptions):
 
 
 class MedusaRecipe(HeadsRecipe):
-    """The sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774, 2.2.1)."""
+    """The sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774,
+    2.2.1).
+    """
 
     name = "medusa"
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from foretell.catalogue.feature_level import stages_method
 from foretell.catalogue.options import MLPSpeculatorOptions as DraftingOptions
-from foretell.draft.network.base import Speculator
-from foretell.draft.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from foretell.method import AnyMethod
+from foretell.engine.method import AnyMethod
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import taps_of
+from foretell.train.data.features import hidden_layers_of
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
 from foretell.train.objective.teacher import TargetHead
 from foretell.train.recipe.base import MAX_WIDTH, TREE, Loss, Recipe, Setup
@@ -33,24 +33,30 @@ class MLPSpeculatorOptions(BaseModel):
     scale_input: bool = False
     own_head: bool = False
     """Train an output matrix, from the target's: large, and better on large models."""
-    more_taps: str = ""
-    """Further layers of the target to read, with commas between: better drafts, but no published format has a place for them."""
+    more_hidden_layers: str = ""
+    """Further layers of the target to read, with commas between: better drafts, but no published format has a place for
+    them.
+    """
     decay: float = Field(1.0, gt=0, le=1)
     """Weight of a stage's loss relative to that of the stage before; 1 is the released training."""
     soft: float = Field(0.9, ge=0, le=1)
-    """Share of the loss that is learned from the target's distributions; the rest is learned from the tokens that came."""
+    """Share of the loss that is learned from the target's distributions; the rest is learned from the tokens that
+    came.
+    """
     temperature: float = Field(1.0, gt=0)
     """Of the target's distributions."""
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0: all that are drafted."""
+    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0:
+    all that are drafted.
+    """
 
 
 class MLPSpeculatorRecipe(Recipe):
     """Cross-entropy summed over the stages, each given the true tokens before it (Wertheimer et al., arXiv 2404.19124).
 
-    The paper trains in two parts: long sequences of plain text in small batches; then, from 10 % of the learning rate on, short texts of the target
-    in large batches; 5 steps to 2. That is two trainings here, the second with `--from` the first. Learning from the target's distributions (`soft`)
-    is ours.
+    The paper trains in two parts: long sequences of plain text in small batches; then, from 10 % of the learning rate
+    on, short texts of the target in large batches; 5 steps to 2. That is two trainings here, the second with `--from`
+    the first. Learning from the target's distributions (`soft`) is ours.
     """
 
     name = "mlp_speculator"
@@ -75,7 +81,7 @@ class MLPSpeculatorRecipe(Recipe):
             inner=o.inner,
             tied=o.tied,
             scale_input=o.scale_input,
-            more_taps=taps_of(o.more_taps, setup.card.layers, "--set more_taps"),
+            more_hidden_layers=hidden_layers_of(o.more_hidden_layers, setup.card.layers, "--set more_taps"),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)

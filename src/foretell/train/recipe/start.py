@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from foretell.draft.network.eagle import Eagle1, Eagle3, EagleNetwork
-from foretell.draft.network.layer import FusingLayer, Layer
-from foretell.model.decoder import Block, Decoder, FeedForward
+from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
+from foretell.speculator.network.layer import FusingLayer, Layer
 
 SMALL = 0.2
 """What matrices that write to the residual stream are scaled by, so that the identity dominates at first."""
@@ -13,7 +13,9 @@ SMALL = 0.2
 
 @torch.no_grad()
 def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
-    """Give a fresh network its first weights: small noise, the identity where features pass, and blocks of the target where the sizes agree."""
+    """Give a fresh network its first weights: small noise, the identity where features pass, and blocks of the target
+    where the sizes agree.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if isinstance(module, nn.Linear):
@@ -22,7 +24,7 @@ def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
                 module.bias.zero_()
     pass_through(network)
     if decoder is not None and decoder.config.hidden == network.card.hidden:
-        blocks = [b for b in decoder.blocks if isinstance(b, Block)]
+        blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
         for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
             assert isinstance(layer, Layer | FusingLayer)
             inherit(layer, block)
@@ -37,7 +39,7 @@ def pass_through(network: EagleNetwork) -> None:
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
-def inherit(layer: Layer | FusingLayer, block: Block) -> None:
+def inherit(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
     """Take over a block of the target, as far as it is dense and has the same sizes."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
@@ -56,5 +58,5 @@ def inherit(layer: Layer | FusingLayer, block: Block) -> None:
 def finish(network: Eagle3, decoder: Decoder) -> None:
     """Norm the output as the target does; a state that its head has seen was scaled by that norm already."""
     weight = decoder.norm.weight
-    seen = network.taps[-1] == network.card.layers + 1
+    seen = network.hidden_layers[-1] == network.card.layers + 1
     network.norm.weight.copy_(weight.square().mean().sqrt() if seen else weight)

@@ -1,4 +1,6 @@
-"""A target that learns together with its heads: low-rank changes to its matrices, which can be added to them afterwards."""
+"""A target that learns together with its heads: low-rank changes to its matrices, which can be added to them
+afterwards.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +11,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.draft.network.base import Candidates
-from foretell.draft.network.heads import HeadsNetwork
-from foretell.model.decoder import Block, Decoder, FeedForward
+from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
-from foretell.model.sequence import run_blocks
+from foretell.model.training.full_forward import full_forward
+from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.heads import HeadsNetwork
 
 
 class LowRank(nn.Module):
-    """`weight x + 2 up down x` (LoRA, Hu et al., arXiv 2106.09685); `up` starts at zero, so nothing changes at first."""
+    """`weight x + 2 up down x` (LoRA, Hu et al., arXiv 2106.09685); `up` starts at zero, so nothing changes at
+    first.
+    """
 
     def __init__(self, linear: Linear, rank: int) -> None:
         super().__init__()
@@ -36,7 +40,9 @@ class LowRank(nn.Module):
 
 
 class Tuned(nn.Module):
-    """Heads and the changes to their target, which is itself no part of the module: what is trained, averaged and checkpointed stays small."""
+    """Heads and the changes to their target, which is itself no part of the module: what is trained, averaged and
+    checkpointed stays small.
+    """
 
     def __init__(self, network: HeadsNetwork, decoder: Decoder, rank: int) -> None:
         super().__init__()
@@ -54,7 +60,8 @@ class Tuned(nn.Module):
         joint: bool,
         among: Candidates | None = None,
     ) -> tuple[Float[torch.Tensor, "n k w"], Float[torch.Tensor, "_ v"]]:
-        """Logits of the heads at some positions (over candidates, if these are given), and the tuned target's own at a `few` of these.
+        """Logits of the heads at some positions (over candidates, if these are given), and the tuned target's own at a
+        `few` of these.
 
         Not `joint`: from `h`, the states of the target as it was, and none of its own.
         """
@@ -64,7 +71,7 @@ class Tuned(nn.Module):
             return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.card.vocab)
         decoder = self._decoder[0]
         with self._applied(decoder):
-            x = run_blocks(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
+            x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
         states = decoder.final(x[row, place])
         return self.network(states, among), decoder.logits(states[few])
 
@@ -101,7 +108,7 @@ def _add(change: nn.Module, linear: nn.Module, inputs: tuple[torch.Tensor], outp
 def _linears(decoder: Decoder) -> Iterator[Linear]:
     """Every matrix of the blocks."""
     for block in decoder.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         if not isinstance(block.mlp, FeedForward):
             raise ValueError("a target with experts cannot be tuned here; train its heads alone")
         yield from (block.qkv, block.output, block.mlp.gate_up, block.mlp.down)

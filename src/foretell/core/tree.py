@@ -1,0 +1,301 @@
+"""The token tree: several drafted continuations of one text, sharing their prefixes, read by the target in a single
+pass.
+
+The structure (tokens, parents, flags) is host data and lives in numpy; distributions are device data and live in torch.
+Batched: row `i` of every array belongs to the `i`-th text of the step.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Drafted tokens of `b` texts, `n` nodes each.
+
+    Nodes `0 .. prefix_length-1` of a row are tokens already decided but not yet read by the target (a prompt chunk, or
+    just the last token): a chain whose end is the *root* of the drafts. Every other node is a guess; `parent[i] < i`
+    always. Worked example, trunk 1::
+
+        index   0     1     2     3         the ──┬─ cat ── sat
+        token   the   cat   dog   sat             └─ dog
+        parent  -1    0     0     1
+        depth   0     1     1     2
+    """
+
+    token: Int[np.ndarray, "b n"]
+    parent: Int[np.ndarray, "b n"]
+    valid: Bool[np.ndarray, "b n"]
+    """False: padding or a probe; such a node is never accepted."""
+    probe: Bool[np.ndarray, "b n"]
+    """True: read by the target for the drafter's own sake."""
+    q_index: Int[np.ndarray, "b n"]
+    """Row of `q` that the node was sampled from; -1: picked deterministically, so its distribution is a point mass."""
+    prefix_length: Int[np.ndarray, " b"]
+    distinct: Bool[np.ndarray, " b"]
+    """Whether the drawn siblings of a text were drawn without replacement."""
+    q: Float[torch.Tensor, "b m v"] | None = None
+    """Distributions the drawn nodes were sampled from, after temperature, truncation and penalties."""
+    unscored: Bool[np.ndarray, "b n"] | None = None
+    """Probes whose scores nobody needs; None: there are none."""
+    probe_embeddings: Float[torch.Tensor, "e d"] | None = None
+    """What the first block sees for the token ids from the vocabulary's size on, which probes may carry; None: all ids
+    are tokens.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Number of texts."""
+        return len(self.token)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes per text, padding included."""
+        return int(self.token.shape[1])
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every trunk is the last token alone: the target has read all that came before."""
+        return set(self.prefix_length.tolist()) == {1}
+
+    @cached_property
+    def active(self) -> Bool[np.ndarray, "b n"]:
+        """Nodes that the target reads."""
+        return self.valid | self.probe
+
+    @cached_property
+    def scored(self) -> Bool[np.ndarray, "b n"]:
+        """Nodes whose scores somebody may need."""
+        return self.active if self.unscored is None else self.active & ~self.unscored
+
+    @cached_property
+    def depth(self) -> Int[np.ndarray, "b n"]:
+        """Distance of every node from node 0; of padding, 0."""
+        rows = list[list[int]]()
+        for parents in self.parent.tolist():
+            depth = [0]
+            for parent in parents[1:]:
+                depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            rows.append(depth)
+        return np.array(rows)
+
+    def ancestors(self, row: int, node: int) -> list[int]:
+        """Path from node 0 down to `node`, both included."""
+        parent, path = self.parent[row], []
+        while node >= 0:
+            path.append(node)
+            node = int(parent[node])
+        return path[::-1]
+
+    def children(self, row: int) -> dict[int, list[int]]:
+        """Live children of every node of a row that has any, in drawing order."""
+        found: dict[int, list[int]] = {}
+        parent, live = self.parent[row].tolist(), self.valid[row].tolist()
+        for node in range(int(self.prefix_length[row]), self.nodes):
+            if live[node]:
+                found.setdefault(parent[node], []).append(node)
+        return found
+
+    def find_path(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """Nodes below the root that spell `tokens`, as far as the tree has them."""
+        children, node, path = self.children(row), int(self.prefix_length[row]) - 1, list[int]()
+        for token in tokens:
+            step = next((c for c in children.get(node, ()) if self.token[row, c] == token), None)
+            if step is None:
+                break
+            path.append(step)
+            node = step
+        return path
+
+    def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
+        """The tree without drafts deeper than `max_depth[i]` below the root of row `i`."""
+        if self.nodes == 1:
+            return self
+        below = self.depth - (self.prefix_length - 1)[:, None]
+        if (below <= max_depth[:, None]).all():
+            return self
+        return replace(self, valid=self.valid & (below <= max_depth[:, None]))
+
+    def with_probes(
+        self,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        scored: Sequence[Collection[int]] | None = None,
+    ) -> "TokenTree":
+        """The tree and nodes that the target reads and never accepts, from index `nodes` on, padded to the longest row.
+
+        `parents` are indices in the new tree; a probe may hang below the root, a draft or an earlier probe. `scored`:
+        indices in the new tree of the probes whose scores are needed (None: of all).
+        """
+        first, most = self.nodes, max(len(t) for t in tokens)
+        if most == 0:
+            return self
+        out = concatenate_trees([self, _blank(0, first + most)])
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            end = first + len(token)
+            out.token[row, first:end] = token
+            out.parent[row, first:end] = parent
+            out.probe[row, first:end] = True
+        if scored is None:
+            return out
+        silent = np.zeros_like(out.probe) if out.unscored is None else out.unscored.copy()
+        for row, (token, wanted) in enumerate(zip(tokens, scored, strict=True)):
+            silent[row, first : first + len(token)] = [node not in wanted for node in range(first, first + len(token))]
+        return replace(out, unscored=silent)
+
+    def select(self, rows: Int[np.ndarray, " b"]) -> "TokenTree":
+        """The trees of these rows, in this order."""
+        return replace(
+            self,
+            token=self.token[rows],
+            parent=self.parent[rows],
+            valid=self.valid[rows],
+            probe=self.probe[rows],
+            q_index=self.q_index[rows],
+            prefix_length=self.prefix_length[rows],
+            distinct=self.distinct[rows],
+            q=None if self.q is None else self.q[torch.from_numpy(rows).to(self.q.device)],
+            unscored=None if self.unscored is None else self.unscored[rows],
+        )
+
+    def with_prefix(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
+        """The tree hung below all decided but unread tokens; `unread[i]` ends with the present root of row `i`."""
+        sizes = np.array([len(u) for u in unread], dtype=np.int64)
+        if (sizes == self.prefix_length).all():
+            return self
+        n = int(sizes.max()) + self.nodes - 1
+        out = _blank(self.rows, n)
+        silent = None if self.unscored is None else np.zeros_like(out.probe)
+        for row, decided in enumerate(unread):
+            k, end = len(decided), len(decided) + self.nodes - 1
+            out.token[row, :k] = decided
+            out.parent[row, :k] = np.arange(-1, k - 1)
+            out.valid[row, :k] = True
+            out.token[row, k:end] = self.token[row, 1:]
+            out.parent[row, k:end] = self.parent[row, 1:] + k - 1
+            out.valid[row, k:end] = self.valid[row, 1:]
+            out.probe[row, k:end] = self.probe[row, 1:]
+            out.q_index[row, k:end] = self.q_index[row, 1:]
+            if silent is not None and self.unscored is not None:
+                silent[row, k:end] = self.unscored[row, 1:]
+        return replace(
+            out,
+            prefix_length=sizes,
+            q=self.q,
+            distinct=self.distinct,
+            unscored=silent,
+            probe_embeddings=self.probe_embeddings,
+        )
+
+
+def _blank(rows: int, nodes: int) -> TokenTree:
+    return TokenTree(
+        token=np.zeros((rows, nodes), np.int64),
+        parent=np.full((rows, nodes), -1, np.int64),
+        valid=np.zeros((rows, nodes), bool),
+        probe=np.zeros((rows, nodes), bool),
+        q_index=np.full((rows, nodes), -1, np.int64),
+        prefix_length=np.ones(rows, np.int64),
+        distinct=np.zeros(rows, bool),
+    )
+
+
+def root_tree(tokens: Sequence[int]) -> TokenTree:
+    """Trees of a root only, one per text: what plain decoding verifies."""
+    out = _blank(len(tokens), 1)
+    out.token[:, 0] = tokens
+    out.valid[:, 0] = True
+    return out
+
+
+def tree_from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> TokenTree:
+    """Trees of picked nodes from ragged lists; entry 0 of each is the root with parent -1. Padded to the longest."""
+    out = _blank(len(tokens), max(len(t) for t in tokens))
+    for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        out.token[row, : len(token)] = token
+        out.parent[row, : len(token)] = parent
+        out.valid[row, : len(token)] = True
+    return out
+
+
+def tree_from_parents(
+    roots: Sequence[int],
+    which: Int[np.ndarray, " a"],
+    token: Int[np.ndarray, "a m"],
+    parent: Int[np.ndarray, "a m"],
+    count: Int[np.ndarray, " a"],
+) -> TokenTree:
+    """Trees of `count` picked nodes below some of the roots; the others stand alone.
+
+    `parent` 0 is the root, 1 the first node.
+    """
+    tokens, parents = [[token] for token in roots], [[-1] for _ in roots]
+    for i, n, nodes, above in zip(which.tolist(), count.tolist(), token, parent, strict=True):
+        tokens[i] += nodes[:n].tolist()
+        parents[i] += above[:n].tolist()
+    return tree_from_lists(tokens, parents)
+
+
+def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:
+    """Both trees of picked nodes below the same roots in one: what both guess stands there once, children of `first`
+    before those of `second`.
+    """
+    tokens, parents = list[list[int]](), list[list[int]]()
+    for row in range(first.rows):
+        token, parent, known = [int(first.token[row, 0])], [-1], dict[tuple[int, int], int]()
+        for tree in (first, second):
+            place = {0: 0}
+            for node in np.nonzero(tree.valid[row])[0][1:].tolist():
+                key = place[int(tree.parent[row, node])], int(tree.token[row, node])
+                if key not in known:
+                    known[key] = len(token)
+                    parent.append(key[0])
+                    token.append(key[1])
+                place[node] = known[key]
+        tokens.append(token)
+        parents.append(parent)
+    return tree_from_lists(tokens, parents)
+
+
+def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
+    """Stack trees of different texts into one batch, padding to the widest.
+
+    Raises:
+        ValueError: two trees have different `inputs`.
+    """
+    if len(trees) == 1:
+        return trees[0]
+    n = max(t.nodes for t in trees)
+    qs = [t.q for t in trees if t.q is not None]
+    q = None
+    if qs:
+        m = max(x.shape[1] for x in qs)
+        q = torch.zeros(sum(t.rows for t in trees), m, qs[0].shape[2], dtype=qs[0].dtype, device=qs[0].device)
+    out, at = _blank(sum(t.rows for t in trees), n), 0
+    for t in trees:
+        rows = slice(at, at + t.rows)
+        for name in ("token", "parent", "valid", "probe", "q_index"):
+            getattr(out, name)[rows, : t.nodes] = getattr(t, name)
+        out.prefix_length[rows], out.distinct[rows] = t.prefix_length, t.distinct
+        if q is not None and t.q is not None:
+            q[rows, : t.q.shape[1]] = t.q
+        at += t.rows
+    silent = None
+    if any(t.unscored is not None for t in trees):
+        padded = [np.pad(_silent(t), ((0, 0), (0, n - t.nodes))) for t in trees]
+        silent = np.concatenate(padded)
+    inputs = next((t.probe_embeddings for t in trees if t.probe_embeddings is not None), None)
+    if any(t.probe_embeddings is not None and t.probe_embeddings is not inputs for t in trees):
+        raise ValueError(
+            "trees with inputs of their own cannot be read together: their token ids would mean two things"
+        )
+    return replace(out, q=q, unscored=silent, probe_embeddings=inputs)
+
+
+def _silent(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
+    return np.zeros_like(tree.probe) if tree.unscored is None else tree.unscored

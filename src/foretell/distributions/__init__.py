@@ -1,0 +1,1 @@
+"""Next-token distributions: processed by sampling parameters, their divergences, and their most probable tokens."""

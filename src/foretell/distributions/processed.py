@@ -1,0 +1,98 @@
+"""Processed next-token distributions at the nodes of a tree, computed when an acceptor or a shape asks for one."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.core.context import Context, StepResult
+from foretell.core.sampling import SamplingParams, apply_penalties, sample_from, truncate_distribution
+from foretell.core.tree import TokenTree
+from foretell.distributions.topk import argmax
+
+_DEPTHS = 1 << 10
+"""Streams of random numbers per use: one for every depth, so that a position drafted again in a later step draws
+afresh.
+"""
+
+
+class ProcessedDistributions:
+    """Distributions of what follows each scored node of `tree`, after every sampling parameter of the node's request.
+
+    `logits[at[i, j]]` are the scores at node `j` of text `i`, from the target or from a draft model. Random numbers
+    depend on the request's seed, the position that the node predicts, and the stream: 0 is the target's own draw, the
+    same with and without speculation.
+    """
+
+    def __init__(
+        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], at: Int[np.ndarray, "b n"]
+    ) -> None:
+        self._context, self._tree, self._logits, self._at = context, tree, logits, at
+        self._best: list[int] | None = None
+
+    def sampling_params(self, row: int) -> SamplingParams:
+        """Parameters of text `row`."""
+        return self._context.sampling_params[row]
+
+    def uniform(self, row: int, node: int, stream: int) -> float:
+        """A number in [0, 1) for use `stream` (1 or more) at this node."""
+        depth = self._below(row, node)
+        return self._context.rngs[row].uniform(self._context.sequences[row].length + depth, stream * _DEPTHS + depth)
+
+    def sample(self, row: int, node: int) -> int:
+        """The target's own token after this node: equal for equal seed and position, whatever was drafted."""
+        if self.sampling_params(row).temperature == 0:
+            return self.argmax(row, node)
+        position = self._context.sequences[row].length + self._below(row, node)
+        return sample_from(self.probabilities(row, node), self._context.rngs[row].uniform(position))
+
+    def argmax(self, row: int, node: int) -> int:
+        """The most probable token after this node."""
+        k = int(self._at[row, node])
+        if not self.sampling_params(row).uses_raw_logits:
+            return int(self._processed(row, node).argmax())
+        if self._best is None:
+            self._best = argmax(self._logits).tolist()
+        return self._best[k]
+
+    def probabilities(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """The distribution after this node, float64; one-hot at temperature 0."""
+        sampling = self.sampling_params(row)
+        if sampling.temperature == 0:
+            one_hot = torch.zeros(self._logits.shape[-1], dtype=torch.float64, device=self._logits.device)
+            one_hot[self.argmax(row, node)] = 1
+            return one_hot
+        return truncate_distribution(
+            torch.softmax(self._processed(row, node).double() / sampling.temperature, -1), sampling
+        )
+
+    def softmax_at(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """As `probabilities`, but at temperature 0 the softmax whose peak greedy decoding takes."""
+        if self.sampling_params(row).temperature > 0:
+            return self.probabilities(row, node)
+        return torch.softmax(self._processed(row, node).double(), -1)
+
+    def confidence(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """The model's own softmax after this node, before any sampling parameter: what drafters rank and stop by."""
+        return torch.softmax(self._logits[self._at[row, node]], -1)
+
+    def _processed(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        logits, sampling = self._logits[self._at[row, node]], self.sampling_params(row)
+        if sampling.uses_raw_logits:
+            return logits
+        text = self._context.sequences[row]
+        drafted = self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]
+        history = np.concatenate([text.tokens, self._tree.token[row, drafted]])
+        return apply_penalties(logits, history, text.prompt_length, sampling)
+
+    def _below(self, row: int, node: int) -> int:
+        return int(self._tree.depth[row, node] - self._tree.prefix_length[row]) + 1
+
+
+def target_distributions(step: StepResult) -> ProcessedDistributions:
+    """The target's distributions at the nodes of a finished step, as its acceptor saw them: before the texts grew."""
+    texts = tuple(t.prefix(t.length - len(d)) for t, d in zip(step.context.sequences, step.new_tokens, strict=True))
+    return ProcessedDistributions(
+        replace(step.context, sequences=texts), step.tree, step.output.logits, step.output.logit_index
+    )

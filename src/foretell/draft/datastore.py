@@ -1,0 +1,151 @@
+"""Retrieval from a corpus: what followed the longest ending of the text, wherever the datastore holds it."""
+
+import heapq
+from itertools import count
+
+import numpy as np
+from jaxtyping import Int
+
+from foretell.core.context import Context, StepResult
+from foretell.draft.acceptance import AcceptanceEstimator
+from foretell.draft.base import Continuation, Retriever
+from foretell.retrieval.datastore import Datastore
+
+_KINDS = 8
+"""Kinds of matches by how often they occur (1, 2..3, 4..7, …), for each of three spans of match length."""
+_PRIOR = (
+    0.45,
+    0.55,
+    0.6,
+    0.65,
+    0.7,
+    0.75,
+    0.8,
+    0.85,
+    0.6,
+    0.7,
+    0.75,
+    0.8,
+    0.84,
+    0.87,
+    0.9,
+    0.92,
+    0.8,
+    0.85,
+    0.88,
+    0.9,
+    0.92,
+    0.93,
+    0.94,
+    0.95,
+)
+
+Counts = dict[tuple[int, ...], int]
+
+
+class DatastoreRetriever(Retriever):
+    """Trie of the most frequent continuations in a datastore (He et al., REST, arXiv 2311.08252).
+
+    The ending of the text is matched with `longest` down to `shortest` tokens; the first size that occurs `least_hits`
+    times or more gives up to `hits` occurrences, and the next `copy` tokens of each are counted. A prefix's chance is
+    its share of the occurrences, times the measured rate at which the text goes on as any of them did. Counts are no
+    distribution that tokens were drawn from: drafts are picked, so that every acceptor stays exact.
+
+    Raises:
+        ValueError: a size out of range, or longer than the datastore is sorted for.
+    """
+
+    label = "frequent continuations in a datastore"
+
+    def __init__(
+        self,
+        store: Datastore,
+        longest: int = 16,
+        shortest: int = 2,
+        copy: int = 10,
+        hits: int = 1000,
+        least_hits: int = 1,
+    ) -> None:
+        if not 1 <= shortest <= longest <= store.depth:
+            raise ValueError(
+                f"matches need 1 <= shortest <= longest <= {store.depth} (the datastore's depth), found {shortest} and "
+                f"{longest}"
+            )
+        if min(copy, hits, least_hits) < 1:
+            raise ValueError(f"copy, hits and least_hits must be at least 1, found {copy}, {hits} and {least_hits}")
+        self.store, self.longest, self.shortest = store, longest, shortest
+        self.copy, self.hits, self.least_hits = copy, hits, least_hits
+        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._offered: dict[int, tuple[int, Counts]] = {}
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        """The `budget` most frequent prefixes of what followed, as the paths to their ends."""
+        out = []
+        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
+            copy = min(self.copy, budget, max_depth)
+            ending = text.tokens[-self.longest :].tolist()
+            size, first, last = (
+                self.store.longest(ending, self.longest, self.shortest, self.least_hits) if copy > 0 else (0, 0, 0)
+            )
+            found = self.store.following(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
+            counts = frequent(found, budget)
+            kind = _KINDS * (0 if size <= 3 else 1 if size <= 6 else 2) + min(len(found).bit_length() - 1, _KINDS - 1)
+            odds = self._odds.setdefault(row, AcceptanceEstimator(_PRIOR))
+            self._offered[row] = kind, counts
+            out.append(_paths(counts, len(found), odds.rate(kind) if counts else 0.0))
+        return out
+
+    def observe(self, step: StepResult) -> None:
+        """Learn how often the text went on as an occurrence did."""
+        for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
+            kind, counts = self._offered.pop(row, (0, {}))
+            inner, prefix = {p[:-1] for p in counts}, tuple[int, ...]()
+            for token in decided:
+                if prefix not in inner:
+                    break
+                prefix = (*prefix, token)
+                self._odds[row].learn(kind, prefix in counts)
+
+    def release(self, row: int) -> None:
+        """Forget a row."""
+        self._odds.pop(row, None)
+        self._offered.pop(row, None)
+
+
+def frequent(found: Int[np.ndarray, "h c"], most: int) -> Counts:
+    """The `most` prefixes that the rows begin with most often, with their counts; rows end at -1.
+
+    Ties go to the shorter prefix, so that a prefix never stands without its own beginnings.
+    """
+    out, order = Counts(), count()
+    heap: list[tuple[int, int, int, tuple[int, ...], Int[np.ndarray, " g"]]] = [(0, 0, 0, (), np.arange(len(found)))]
+    while heap and len(out) < most:
+        times, depth, _, prefix, rows = heapq.heappop(heap)
+        if prefix:
+            out[prefix] = -times
+        if depth < found.shape[1]:
+            for token, group in _split(found[rows, depth], rows, most):
+                heapq.heappush(heap, (-len(group), depth + 1, next(order), (*prefix, token), group))
+    return out
+
+
+def _split(
+    column: Int[np.ndarray, " g"], rows: Int[np.ndarray, " g"], most: int
+) -> list[tuple[int, Int[np.ndarray, " _"]]]:
+    """Rows by their token, the `most` largest groups; rows that have ended are left out."""
+    if len(rows) == 1:
+        return [(int(column[0]), rows)] if column[0] >= 0 else []
+    by = np.argsort(column, kind="stable")
+    tokens, starts, sizes = np.unique(column[by], return_index=True, return_counts=True)
+    largest = np.argsort(-sizes, kind="stable")[: most + 1].tolist()
+    return [(int(tokens[g]), rows[by[starts[g] : starts[g] + sizes[g]]]) for g in largest if tokens[g] >= 0]
+
+
+def _paths(counts: Counts, hits: int, rate: float) -> list[Continuation]:
+    """The longest of the prefixes, each with the chances of all its beginnings."""
+    inner = {p[:-1] for p in counts}
+    return [
+        Continuation(p, tuple(counts[p[: i + 1]] / hits * rate ** (i + 1) for i in range(len(p))))
+        for p in counts
+        if p not in inner
+    ]

@@ -1,0 +1,132 @@
+"""Reads GGUF files: metadata in one quick pass (the `gguf` package's own reader takes seconds over a large vocabulary),
+tensors by `gguf.quants`.
+"""
+
+import mmap
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in the file and how it is stored; `shape` as torch has it, outermost first."""
+
+    shape: tuple[int, ...]
+    kind: int
+    """A `GGMLQuantizationType`."""
+    offset: int
+
+
+class _Cursor:
+    """Reads little-endian values one after another."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def scalar(self, code: str) -> Any:
+        value = struct.unpack_from("<" + code, self.data, self.at)[0]
+        self.at += struct.calcsize(code)
+        return value
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        if self.at + size > len(self.data):
+            raise struct.error("string past the end")
+        raw = self.data[self.at : self.at + size]
+        self.at += size
+        return raw.decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            inner, size = self.scalar("I"), self.scalar("Q")
+            if inner in _SCALARS:
+                values = struct.unpack_from(f"<{size}{_SCALARS[inner]}", self.data, self.at)
+                self.at += struct.calcsize(f"<{size}{_SCALARS[inner]}")
+                return list(values)
+            return [self.value(inner) for _ in range(size)]
+        return self.scalar(_SCALARS[kind])
+
+
+class GGUF:
+    """A GGUF file (versions 2 and 3): `meta` by key, tensors by name.
+
+    Raises:
+        ValueError: not a GGUF file, truncated, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24:
+                raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = _Cursor(self._data)
+        if self._data[:4] != b"GGUF":
+            raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
+        try:
+            self.meta, self.tensors = self._read(cursor)
+        except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
+            raise ValueError(
+                f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again"
+            ) from error
+
+    def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, Entry]]:
+        cursor.at = 4
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not supported")
+        tensors, keys = cursor.scalar("Q"), cursor.scalar("Q")
+        meta = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(keys)}
+        found = {}
+        for _ in range(tensors):
+            name = cursor.string()
+            shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
+            found[name] = Entry(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
+        align = int(meta.get("general.alignment", 32))
+        base = -(-cursor.at // align) * align
+        entries = {n: Entry(e.shape, e.kind, base + e.offset) for n, e in found.items()}
+        for name, e in entries.items():
+            if e.offset + self._bytes(e) > len(self._data):
+                raise ValueError(f"tensor {name} reaches past the end of the file")
+        return meta, entries
+
+    @staticmethod
+    def _bytes(e: Entry) -> int:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.kind)]
+        return int(prod(e.shape) // per_block * block_bytes)
+
+    def release(self) -> None:
+        """Give the pages of the file that are in memory back to the system; they are read again when needed."""
+        if sys.platform == "linux":
+            self._data.madvise(mmap.MADV_DONTNEED)
+
+    def load(self, name: str) -> Float[torch.Tensor, "*shape"]:
+        """One tensor, dequantised to float32."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        e = self.tensors[name]
+        raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
+        if e.kind == GGMLQuantizationType.F32:
+            return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
+        if e.kind == GGMLQuantizationType.F16:
+            return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
+        rows = prod(e.shape[:-1])
+        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.kind)).reshape(e.shape))

@@ -1,0 +1,251 @@
+"""Any causal language model of transformers behind the runner's interface: the slow path of unknown architectures, and
+the decoder's oracle.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.model.backend import Backend
+from foretell.model.config import ModelConfig, end_tokens
+from foretell.model.linear import widen
+from foretell.model.runner import Runner
+from foretell.utils.validation import Fields
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            "this model's architecture runs through transformers, which is missing: pip install foretell[hf]"
+        ) from error
+    return transformers
+
+
+@dataclass
+class _Row:
+    """One text's cache (a `DynamicCache`): kept tokens, then the nodes of the present tree in the order in which they
+    were read.
+    """
+
+    cache: Any
+    length: int = 0
+    nodes: list[int] = field(default_factory=list)
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Keep these nodes after the kept tokens, in order, and forget the others."""
+        place = {node: self.length + i for i, node in enumerate(self.nodes)}
+        self._select([*range(self.length), *(place[node] for node in path)])
+
+    def crop(self, length: int) -> None:
+        """Forget everything from `length` on."""
+        self._select(range(min(length, self.length)))
+
+    def _select(self, slots: Sequence[int]) -> None:
+        if list(slots) != list(range(self.length + len(self.nodes))):
+            for layer in self.cache.layers:
+                if layer.is_initialized:
+                    index = torch.tensor(list(slots), dtype=torch.long, device=layer.keys.device)
+                    layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
+        self.length, self.nodes = len(slots), []
+
+
+class HFRunner(Runner):
+    """Runs a `PreTrainedModel` with a language-model head, one text at a time: trees by 4-D masks and position ids.
+
+    Raises:
+        ValueError: the model cannot read trees: it takes no position ids, keeps a state instead of keys and values, or
+            has sliding windows.
+    """
+
+    def __init__(self, model: Any) -> None:
+        name, config = type(model).__name__, model.config.get_text_config()
+        inputs = inspect.signature(model.forward).parameters
+        windowed = "sliding_attention" in (config.to_dict().get("layer_types") or ())
+        if not {"position_ids", "past_key_values"} <= set(inputs) or model._is_stateful or windowed:
+            raise ValueError(
+                f"{name} cannot read token trees: it needs position ids, and attention over all keys and values"
+            )
+        self.model = model.eval()
+        self.config = describe(model)
+        self.vocab, self.context = self.config.vocab, self.config.context
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def backend(self) -> Backend:
+        """Transformers, in the model's dtype."""
+        return Backend("transformers", self.model.device.type, str(self.model.dtype).removeprefix("torch."))
+
+    def length(self, row: int) -> int:
+        """How many tokens of a row have been read and kept."""
+        return self._rows[row].length if row in self._rows else 0
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        *,
+        active: Bool[np.ndarray, "b n"] | None = None,
+        scored: Bool[np.ndarray, "b n"] | None = None,
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
+        """Read nodes of a tree; see `Runner.forward`.
+
+        Raises:
+            ValueError: the last block's output before the final norm is tapped, which transformers does not report; or
+                inputs that are no tokens.
+        """
+        if self.config.layers in hidden_layers:
+            raise ValueError(
+                "transformers does not report the last block's output before the final norm: tap another layer"
+            )
+        if tree.probe_embeddings is not None:
+            raise ValueError(
+                "this method feeds the target vectors of its own, which needs the own decoder: use another method"
+            )
+        active = tree.active if active is None else active
+        wanted = active if scored is None else active & scored
+        outputs = [
+            self._read(self._row(row), tree, i, np.nonzero(active[i])[0].tolist(), bool(hidden_layers))
+            for i, row in enumerate(rows)
+            if active[i].any()
+        ]
+        logits = torch.cat([o.logits[0] for o in outputs])
+        features = tuple(
+            torch.cat([o.hidden_states[min(t, self.config.layers)][0] for o in outputs]) for t in hidden_layers
+        )
+        chosen = torch.from_numpy(wanted[active]).to(logits.device)
+        return ModelOutput(widen(logits[chosen]), _numbered(wanted), features, _numbered(active))
+
+    def _row(self, row: int) -> _Row:
+        if row not in self._rows:
+            self._rows[row] = _Row(_transformers().DynamicCache())
+        return self._rows[row]
+
+    def _read(self, row: _Row, tree: TokenTree, i: int, nodes: list[int], features: bool) -> Any:
+        """One pass over nodes of text `i`. A node that was read before means that a new tree begins."""
+        if not set(nodes).isdisjoint(row.nodes):
+            row.crop(row.length)
+        row.nodes += nodes
+        place = {node: row.length + j for j, node in enumerate(row.nodes)}
+        dtype, device = self.model.dtype, self.model.device
+        mask = torch.full((len(nodes), row.length + len(row.nodes)), torch.finfo(dtype).min, dtype=dtype)
+        mask[:, : row.length] = 0
+        for j, node in enumerate(nodes):
+            mask[j, [place[a] for a in tree.ancestors(i, node)]] = 0
+        return self.model(
+            input_ids=torch.from_numpy(tree.token[i, nodes])[None].to(device),
+            position_ids=torch.from_numpy(row.length + tree.depth[i, nodes])[None].to(device),
+            attention_mask=mask[None, None].to(device),
+            past_key_values=row.cache,
+            use_cache=True,
+            output_hidden_states=features,
+        )
+
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the last tree as the row's next tokens."""
+        self._row(row).keep(path)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on."""
+        if row in self._rows:
+            self._rows[row].crop(length)
+
+
+def _numbered(which: Bool[np.ndarray, "b n"]) -> np.ndarray:
+    """Consecutive numbers where `which` is true, -1 elsewhere."""
+    return np.where(which, np.cumsum(which.ravel()).reshape(which.shape) - 1, -1)
+
+
+def describe(model: Any) -> ModelConfig:
+    """The sizes of a model of transformers, under the names of this package."""
+    config = model.config.get_text_config()
+    said = config.to_dict()
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    return ModelConfig(
+        architecture=str(config.model_type),
+        vocab=int(config.vocab_size),
+        hidden=hidden,
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(said.get("num_key_value_heads") or heads),
+        head_dim=int(said.get("head_dim") or hidden // heads),
+        ffn=int(said.get("intermediate_size") or said.get("ffn_dim") or said.get("n_inner") or 4 * hidden),
+        context=int(config.max_position_embeddings),
+        rope=None,
+        eos=end_tokens(Fields(said, "config.json")),
+    )
+
+
+def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal language model in a directory, as transformers builds it, proven to read token trees.
+
+    Raises:
+        ValueError: transformers is missing or cannot build the model, there is no safetensors file, a weight is
+            missing,
+            or trees come out wrong.
+    """
+    transformers = _transformers()
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
+        raise cannot_load(path, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{path}: the checkpoint has no {missing[0]}{more}, which transformers would fill with random numbers; is "
+            f"it complete?"
+        )
+    try:
+        _prove(HFRunner(model.to(device)))
+    except ValueError:
+        raise
+    except Exception as error:  # As above.
+        raise cannot_load(path, error) from error
+    return model
+
+
+def cannot_load(path: Path, error: Exception) -> ValueError:
+    """The error to raise where transformers failed to build the model in a directory."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"{path}: this model needs Python code that comes with it (auto_map in config.json), and foretell never "
+            f"runs "
+            "code from a checkpoint; use a model whose architecture transformers itself knows"
+        )
+    return ValueError(f"{path}: transformers cannot load this model ({_reason(error)})")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of the error's message, or the name of its class."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def _prove(runner: HFRunner) -> None:
+    """Read a root with two children, and one of them alone: a model that heeds masks and positions tells no
+    difference.
+    """
+    first, second, third = 0, 1 % runner.vocab, 2 % runner.vocab
+    together = runner.forward([0], tree_from_lists([[first, second, third]], [[-1, 0, 0]])).logits[2]
+    alone = runner.forward([1], tree_from_lists([[first, third]], [[-1, 0]])).logits[1]
+    if (together - alone).abs().max() > 0.05 * alone.abs().max():
+        raise ValueError(f"{type(runner.model).__name__} cannot read token trees: it does not heed attention masks")

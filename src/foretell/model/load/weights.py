@@ -1,0 +1,326 @@
+"""From checkpoints to a decoder: where each format keeps which matrix.
+
+Safetensors and GGUF only; nothing is unpickled.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+
+from foretell.model.config import ModelConfig, from_gguf
+from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
+from foretell.model.linear import Linear
+from foretell.model.load.gguf import GGUF
+from foretell.model.moe import ExpertFeedForward
+from foretell.utils.validation import read_json
+
+Tensor = torch.Tensor
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Names in safetensors of the types that weights are read from."""
+_QUANTIZED = re.compile(
+    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*|weight_(scale|packed|zero_point|shape|format).*"
+    r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
+)
+"""Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
+MLX.
+"""
+
+
+UNQUANTIZED = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
+"""What to do about a quantised checkpoint."""
+_HEAD = "lm_head.weight"
+_AGAIN = "download it again"
+
+
+class Weights(ABC):
+    """Tensors by their Hugging Face names, whatever file they come from."""
+
+    source: str
+
+    @abstractmethod
+    def find(self, name: str) -> Float[Tensor, "*shape"] | None:
+        """The tensor, or None if the checkpoint has none of this name."""
+
+    def need(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+        """The tensor, which must be there and have this shape.
+
+        Raises:
+            ValueError: it is missing or of another shape.
+        """
+        found = self.find(name)
+        if found is None:
+            raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
+        return self._checked(name, found, shape)
+
+    def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
+        """The output matrix of a model that is not tied; None: there is none, and the embedding serves.
+
+        Raises:
+            ValueError: it is of another shape, or missing in a format that always has it.
+        """
+        found = self.find(_HEAD)
+        return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
+
+    def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tuple(found.shape) != shape:
+            raise ValueError(
+                f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}"
+            )
+        return found
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let the system take back what it holds of the file in memory; a later `find` reads again."""
+
+
+class SafetensorsWeights(Weights):
+    """One `model.safetensors`, or shards with an index.
+
+    Raises:
+        ValueError: no safetensors there (a pickle is refused by name), or a damaged file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.source = str(path)
+        index = path / "model.safetensors.index.json"
+        single = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
+        files = _shards(index) if index.is_file() else single
+        if not files:
+            pickles = [p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]]
+            if pickles:
+                raise ValueError(
+                    f"{path}: only a pickle is here ({pickles[0]}), and unpickling can run code; "
+                    "convert it to safetensors with `save_pretrained` of transformers"
+                )
+            raise ValueError(f"{path}: no model.safetensors here")
+        self._files, self._path = files, path
+        self._where: dict[str, Callable[[str], Tensor]] = {}
+        self._open(fresh=True)
+
+    def _open(self, fresh: bool = False) -> None:
+        path = self._path
+        for name in self._files:
+            try:
+                handle = safe_open(path / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path / name}: missing or damaged safetensors file ({error}); download it again"
+                ) from error
+            for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
+                self._where[key] = handle.get_tensor
+                if fresh:
+                    dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
+                    refuse_quantized(path / name, key, dtype)
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor, or None if the checkpoint has none of this name."""
+        for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
+            if candidate in self._where:
+                return self._where[candidate](candidate)
+        return None
+
+    def head(self, vocab: int, hidden: int) -> Tensor:
+        """The output matrix, which must be there: transformers would draw it at random.
+
+        Raises:
+            ValueError: it is missing, or of another shape.
+        """
+        found: Tensor = self.need(_HEAD, vocab, hidden)
+        return found
+
+    def release(self) -> None:
+        """Close and reopen: a mapping ends with the last tensor that uses it."""
+        self._open()
+
+
+def _shards(index: Path) -> list[str]:
+    files = read_json(index, _AGAIN).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: weight_map should name a file for every tensor; {_AGAIN}")
+    outside = next((name for name in files.values() if Path(name).name != name), None)
+    if outside is not None:
+        raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
+    return sorted(set(files.values()))
+
+
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor that only a quantised checkpoint has, or weights that are no floats of 16 bits or more (`dtype`
+    as safetensors says it).
+
+    Raises:
+        ValueError: it is one.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {UNQUANTIZED}"
+        )
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+}
+_GGUF_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_GGUF_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_config(file: GGUF) -> ModelConfig:
+    """The configuration of the model in a GGUF file.
+
+    Raises:
+        ValueError: see `from_gguf`.
+    """
+    divisors = file.load("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
+    return from_gguf(file.meta, str(file.path), divisors, tied="output.weight" not in file.tensors)
+
+
+class GGUFWeights(Weights):
+    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order is turned back into halves."""
+
+    def __init__(self, file: GGUF, config: ModelConfig) -> None:
+        self.source, self._file, self._config = str(file.path), file, config
+        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor, or None if the checkpoint has none of this name."""
+        inner = _GGUF_NAMES.get(name)
+        if inner is None:
+            layer, _, rest = name.removeprefix("model.layers.").partition(".")
+            stem, _, kind = rest.rpartition(".")
+            if stem not in self._block:
+                return None
+            inner = f"blk.{layer}.{self._block[stem]}.{kind}"
+        if inner not in self._file.tensors:
+            return None
+        tensor: Tensor = self._file.load(inner)
+        if self._file.meta["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            pairs = tensor.view(-1, self._config.head_dim // 2, 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        return tensor
+
+    def release(self) -> None:
+        """Drop the file's pages."""
+        self._file.release()
+
+
+def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder of `config` with the checkpoint's weights, converted to `dtype` on `device`.
+
+    Raises:
+        ValueError: a tensor is missing or misshapen.
+    """
+    # A damaged count of layers is found before work is handed out for each of them.
+    weights.need(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
+    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+        shell = pool.submit(lambda: build_shell(config, weights, dtype, device))
+        blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
+    return Decoder(config, shell.result().embedding.data, blocks, shell.result().norm, shell.result().head)
+
+
+def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder with embedding, final norm and head, and no blocks."""
+    embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
+    norm = _norm(config, weights, "model.norm", config.hidden, device)
+    head = None if config.tied else weights.head(config.vocab, config.hidden)
+    return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
+
+
+def build_block(
+    config: ModelConfig, i: int, weights: Weights, dtype: torch.dtype, device: torch.device
+) -> DecoderBlock:
+    """One block of the checkpoint."""
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype)
+
+    return _block(config, i, weights, place)
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> RMSNorm:
+    return RMSNorm(weights.need(name + ".weight", width).to(device), config.norm_eps, config.norm_offset)
+
+
+def _block(config: ModelConfig, i: int, weights: Weights, place: Callable[[Tensor], Tensor]) -> DecoderBlock:
+    c, at = config, f"model.layers.{i}."
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+    def matrix(name: str, out: int, into: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        return weights.need(f"{at}{name}.weight", out, into), weights.need(f"{at}{name}.bias", out) if bias else None
+
+    def stack(*parts: tuple[Tensor, Tensor | None]) -> Linear:
+        biases = [b for _, b in parts if b is not None]
+        return Linear(place(torch.cat([w for w, _ in parts])), place(torch.cat(biases)) if biases else None)
+
+    def norm(name: str, width: int) -> RMSNorm:
+        return _norm(c, weights, at + name, width, place(torch.empty(0)).device)
+
+    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    mlp: FeedForward | ExpertFeedForward
+    if c.experts is not None and i in c.experts.layers:
+        mlp = _experts(c, at, weights, place)
+    else:
+        mlp = FeedForward(
+            stack(*(matrix(f"mlp.{n}", c.ffn, c.hidden, c.mlp_bias) for n in ("gate_proj", "up_proj"))),
+            stack(matrix("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)),
+            c.activation,
+        )
+    return DecoderBlock(
+        attention_norm=norm("input_layernorm", c.hidden),
+        qkv=stack(*(matrix(f"self_attn.{n}", width, c.hidden, c.qkv_bias) for n, width in attention.items())),
+        output=stack(matrix("self_attn.o_proj", c.hidden, q, c.output_bias)),
+        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
+        mlp=mlp,
+        q_norm=norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
+        post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
+    )
+
+
+def _experts(config: ModelConfig, at: str, weights: Weights, place: Callable[[Tensor], Tensor]) -> ExpertFeedForward:
+    c, experts = config, config.experts
+    assert experts is not None
+    if c.architecture == "mixtral":
+        at, names = at + "block_sparse_moe.", ("w1", "w3", "w2")
+    else:
+        at, names = at + "mlp.", ("gate_proj", "up_proj", "down_proj")
+
+    def gated(prefix: str, width: int) -> tuple[Tensor, Tensor]:
+        gate, up = (weights.need(f"{prefix}{n}.weight", width, c.hidden) for n in names[:2])
+        return place(torch.cat([gate, up])), place(weights.need(f"{prefix}{names[2]}.weight", c.hidden, width))
+
+    each = [gated(f"{at}experts.{j}.", experts.ffn) for j in range(experts.count)]
+    shared = None
+    if experts.shared_ffn:
+        gate_up, down = gated(f"{at}shared_expert.", experts.shared_ffn)
+        gate = (
+            Linear(place(weights.need(f"{at}shared_expert_gate.weight", 1, c.hidden))) if experts.shared_gate else None
+        )
+        shared = Linear(gate_up), Linear(down), gate
+    router = Linear(place(weights.need(f"{at}gate.weight", experts.count, c.hidden)))
+    return ExpertFeedForward(
+        experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared
+    )

@@ -1,0 +1,1 @@
+"""Differentiable forward passes over whole sequences, for training."""

@@ -1,0 +1,1 @@
+"""Text to retrieve from: corpora, suffix arrays, and datastores on disk."""

@@ -1,0 +1,212 @@
+"""A corpus of tokens in which every n-gram is found at once: the datastore of retrieval-based drafting, on disk and
+memory-mapped.
+"""
+
+import json
+import shutil
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, UInt32
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretell.retrieval.suffix_array import SEPARATOR, suffix_order
+from foretell.tokenizer.codec import TextCodec
+from foretell.utils.validation import read_model
+
+DEPTH = 16
+"""Longest n-gram that is looked up by default."""
+_FORMAT = "foretell datastore 1"
+_PROBE = "The quick brown fox:\n\tfor i in range(1024):  # naïve café, 東京 🙂\r\n    don't()"
+
+
+class Manifest(BaseModel):
+    """What the directory of a datastore holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: str
+    tokens: int
+    """Separators included."""
+    documents: int
+    depth: int = Field(ge=1)
+    """Suffixes are sorted by this many tokens at least."""
+    tokenizer: str
+    """Reference of the model whose tokenizer was used, for people."""
+    fingerprint: str
+    """The tokenizer itself, for machines."""
+
+
+class Datastore:
+    """Documents as one run of tokens, and the order of its suffixes (Manber & Myers 1993), sorted by their first
+    `depth` tokens.
+    """
+
+    def __init__(self, tokens: UInt32[np.ndarray, " t"], order: UInt32[np.ndarray, " t"], depth: int = DEPTH) -> None:
+        # A memory map is handed on as a plain array: slices of the subclass cost twice as much.
+        self._tokens, self._order = np.asarray(tokens), np.asarray(order)
+        self.depth = depth
+
+    @staticmethod
+    def of(documents: Iterable[Sequence[int]], depth: int = DEPTH) -> "Datastore":
+        """Index documents in memory."""
+        tokens = joined(np.asarray(d, np.uint32) for d in documents)
+        return Datastore(tokens, suffix_order(tokens, depth), depth)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def find(self, pattern: Sequence[int]) -> tuple[int, int]:
+        """First and last place (the latter excluded) among the sorted suffixes of those that begin with at most `depth`
+        tokens.
+        """
+        pattern, size = list(pattern), len(pattern)
+
+        def beginning(place: int) -> list[int]:
+            at = int(self._order[place])
+            out: list[int] = self._tokens[at : at + size].tolist()
+            return out
+
+        places = range(len(self._order))
+        first = bisect_left(places, pattern, key=beginning)
+        return first, bisect_right(places, pattern, lo=first, key=beginning)
+
+    def longest(self, text: Sequence[int], longest: int, shortest: int, least: int = 1) -> tuple[int, int, int]:
+        """Size of the longest ending of `text` that occurs `least` times or more, and its places as `find` gives them;
+        zeros if there is none.
+        """
+        best, low, high = (0, 0, 0), shortest, min(longest, self.depth, len(text))
+        # An ending occurs no more often than a shorter one, so the size can be bisected.
+        while low <= high:
+            size = (low + high + 1) // 2
+            first, last = self.find(text[len(text) - size :])
+            if last - first >= least:
+                best, low = (size, first, last), size + 1
+            else:
+                high = size - 1
+        return best
+
+    def following(self, first: int, last: int, size: int, copy: int, most: int) -> Int[np.ndarray, "h c"]:
+        """The `copy` tokens after the first `size` of each suffix in these places, -1 from the end of its document on.
+
+        Of more than `most` places, as many are taken at even distances.
+        """
+        places = np.arange(first, last)
+        if len(places) > most:
+            places = places[np.linspace(0, len(places) - 1, most).astype(np.int64)]
+        at = self._order[places].astype(np.int64)[:, None] + size + np.arange(copy)
+        out = self._tokens[np.minimum(at, len(self._tokens) - 1)]
+        return np.where(np.logical_or.accumulate(out == SEPARATOR, 1), -1, out.astype(np.int64))
+
+
+def joined(documents: Iterable[UInt32[np.ndarray, " _"]]) -> UInt32[np.ndarray, " t"]:
+    """Documents one after another, a separator after each."""
+    end = np.full(1, SEPARATOR)
+    parts = [part for d in documents if len(d) for part in (d, end)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+
+
+def fingerprint(codec: TextCodec) -> str:
+    """A tokenizer's identity: its vocabulary, and what it makes of a probing text.
+
+    Equal for a GGUF and a tokenizer.json of one model.
+    """
+    vocabulary = sorted((i, t) for t, i in codec.tokenizer.get_vocab(with_added_tokens=True).items())
+    return sha256(json.dumps([vocabulary, codec.encode(_PROBE, special=False)]).encode()).hexdigest()
+
+
+def write(
+    out: Path, documents: Iterable[UInt32[np.ndarray, " _"]], codec: TextCodec, tokenizer: str, depth: int = DEPTH
+) -> Manifest:
+    """Index documents and write the datastore to the directory `out`, which appears only when it is complete.
+
+    Raises:
+        ValueError: `out` exists, or there is nothing to index.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already: remove it or name another directory")
+    count = 0
+
+    def counted() -> Iterable[UInt32[np.ndarray, " _"]]:
+        nonlocal count
+        for d in documents:
+            count += bool(len(d))
+            yield d
+
+    tokens = joined(counted())
+    if not len(tokens):
+        raise ValueError("there is nothing to index: the files hold no text")
+    manifest = Manifest(
+        format=_FORMAT,
+        tokens=len(tokens),
+        documents=count,
+        depth=depth,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(codec),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        np.save(unfinished / "tokens.npy", tokens)
+        np.save(unfinished / "suffixes.npy", suffix_order(tokens, depth))
+        (unfinished / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
+        unfinished.chmod(0o755)
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return manifest
+
+
+def describe(path: Path) -> Manifest:
+    """What the datastore in this directory says of itself.
+
+    Raises:
+        ValueError: it is not a datastore, or its manifest is broken.
+    """
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{path}: no datastore here; make one with: foretell datastore build FILES... --tokenizer REF --out {path}"
+        )
+    manifest = read_model(Manifest, file, "build the datastore again")
+    if manifest.tokens < 1:
+        raise ValueError(f"{path}: the datastore is empty; build it again from files that hold text")
+    if manifest.format != _FORMAT:
+        raise ValueError(
+            f"{file}: format {manifest.format!r} was expected to be {_FORMAT!r}; build the datastore again"
+        )
+    return manifest
+
+
+def open_datastore(path: Path, codec: TextCodec | None = None) -> Datastore:
+    """Map a datastore into memory, for a target with this tokenizer.
+
+    Raises:
+        ValueError: there is none, a file of it is broken, or it was built with another tokenizer.
+    """
+    manifest = describe(path)
+    if codec is not None and manifest.fingerprint != fingerprint(codec):
+        raise ValueError(
+            f"{path}: built with the tokenizer of {manifest.tokenizer}, which is not the target's; build one with "
+            f"--tokenizer TARGET"
+        )
+    tokens, order = (_mapped(path / name, manifest.tokens) for name in ("tokens.npy", "suffixes.npy"))
+    return Datastore(tokens, order, manifest.depth)
+
+
+def _mapped(file: Path, length: int) -> UInt32[np.ndarray, " t"]:
+    try:
+        out: np.ndarray = np.load(file, mmap_mode="r")
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{file}: missing or damaged ({error}); build the datastore again") from error
+    if out.dtype != np.uint32 or out.shape != (length,):
+        raise ValueError(
+            f"{file}: {length} tokens of 32 bits were expected, found {out.shape} of {out.dtype}; build the datastore "
+            f"again"
+        )
+    return out

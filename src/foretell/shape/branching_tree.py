@@ -1,0 +1,36 @@
+"""A tree that branches by a fixed count at every depth: the expansion configurations of SpecInfer."""
+
+from dataclasses import dataclass
+
+from foretell.core.context import Context
+from foretell.core.tree import TokenTree
+from foretell.draft.base import Predictor
+from foretell.shape.base import Shape, TreeBuilder, expand_level
+
+
+@dataclass(frozen=True)
+class BranchingTree(Shape[Predictor]):
+    """Every node at depth `i` gets `widths[i]` children (SpecInfer, arXiv 2305.09781).
+
+    `distinct`: siblings are drawn without replacement, so none is verified twice; otherwise equal draws stay separate
+    nodes, because merging them into one trial would bias the law. `draw=False` picks the most probable tokens instead.
+    """
+
+    label = "tree with fixed branching"
+
+    widths: tuple[int, ...]
+    distinct: bool = True
+    draw: bool = True
+
+    needs = Predictor
+
+    def __post_init__(self) -> None:
+        if not all(w >= 1 for w in self.widths):
+            raise ValueError(f"every depth needs at least one branch, found {self.widths}")
+
+    def grow(self, draft: Predictor, context: Context) -> TokenTree:
+        """The full tree per text."""
+        growth = TreeBuilder(context, self.distinct)
+        for width in self.widths[: int(context.max_depth.max())]:
+            expand_level(growth, growth.expand(draft), [range(width)] * growth.frontier.shape[1], self.draw)
+        return growth.build()

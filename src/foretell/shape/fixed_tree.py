@@ -1,0 +1,57 @@
+"""A tree whose places are given in advance by rank paths, as Medusa's choices are."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from foretell.core.context import Context
+from foretell.core.tree import TokenTree
+from foretell.draft.base import Predictor
+from foretell.shape.base import Shape, TreeBuilder, add_top_ranks, expand_level
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FixedTree(Shape[Predictor]):
+    """The node at path `(i, j, …)` is the `j`-th best guess after the `i`-th best guess … (Medusa, arXiv 2401.10774).
+
+    `draw`: siblings are drawn without replacement instead of picked by rank (Sequoia's sampled trees, arXiv
+    2402.12374).
+    """
+
+    label = "fixed tree"
+
+    choices: tuple[Path, ...]
+    draw: bool = False
+
+    needs = Predictor
+
+    def __post_init__(self) -> None:
+        known = {(), *self.choices}
+        orphan = next((p for p in self.choices if p[:-1] not in known), None)
+        if orphan is not None:
+            raise ValueError(f"a tree must hold the ancestors of its nodes: {orphan} is there without {orphan[:-1]}")
+
+    @cached_property
+    def _levels(self) -> list[tuple[list[int], list[list[int]]]]:
+        """Per depth: which nodes of the level above have children, and the ranks of these."""
+        above: list[Path] = [()]
+        out = list[tuple[list[int], list[list[int]]]]()
+        while True:
+            ranks = [sorted(c[-1] for c in self.choices if c[:-1] == parent) for parent in above]
+            inner = [i for i, r in enumerate(ranks) if r]
+            if not inner:
+                return out
+            out.append((inner, [ranks[i] for i in inner]))
+            above = [(*above[i], r) for i in inner for r in ranks[i]]
+
+    def grow(self, draft: Predictor, context: Context) -> TokenTree:
+        """The tree per text, down to the depth that the text has room for."""
+        growth = TreeBuilder(context, distinct=self.draw)
+        for inner, ranks in self._levels[: int(context.max_depth.max())]:
+            growth.frontier = growth.frontier[:, inner]
+            if self.draw:
+                expand_level(growth, growth.expand(draft), ranks, draw=True)
+            else:
+                add_top_ranks(growth, growth.top_tokens(draft, 1 + max(map(max, ranks))), ranks)
+        return growth.build()

@@ -1,0 +1,1 @@
+"""Between characters and tokens: tokenizers, chat templates, and incremental detokenization."""

@@ -1,0 +1,354 @@
+"""Chat templates: Jinja programs that come with a model, run in a sandbox that bounds what they may cost.
+
+A template is untrusted input. Jinja's sandbox keeps it away from Python; the limits below keep it from using up memory
+and time. Every value that a template makes is measured when it is made, every loop iteration and every call is counted,
+and a deadline stops the rest.
+"""
+
+import functools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, ValuesView
+from contextvars import ContextVar
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_TEMPLATE_CHARS = 1 << 18
+"""Longest template that is compiled; published ones stay below 40,000 characters."""
+MAX_VALUE_BYTES = 1 << 20
+"""Memory of the largest value that a template may make, and of its output, for a short conversation."""
+MAX_TOTAL_BYTES = 1 << 28
+"""Memory of all values together that one rendering may make, for a short conversation."""
+MAX_STEPS = 1 << 20
+"""Loop iterations and calls of one rendering of a short conversation."""
+MAX_SECONDS = 5.0
+"""Longest time of one rendering of a short conversation; published templates take milliseconds."""
+SHORT_CONVERSATION_BYTES = 1 << 16
+"""The limits grow in proportion to the conversation from this size on: some published templates read it once for every
+message.
+"""
+MAX_INTEGER_BITS = 1 << 12
+MAX_FILTER_NUMBER = 1 << 12
+"""Largest number (a width, a precision, a count) that a filter takes."""
+MAX_FIELD_CHARS = 1000
+"""Largest width or precision in a format string."""
+MAX_CHAR_BYTES = 4
+REPR_FACTOR = 10
+"""A character is written with at most as many by `repr`."""
+MAX_REASON_CHARS = 300
+
+_METHODS = frozenset((
+    "bit_length", "capitalize", "casefold", "copy", "count", "endswith", "find", "get", "index", "is_integer",
+    "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
+    "isspace", "istitle", "isupper", "items", "keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
+    "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase",
+    "title", "upper", "values",
+))  # fmt: skip
+"""Methods of built-in types whose result is not larger than what they are given."""
+_PADDING = frozenset(("center", "ljust", "rjust", "zfill"))
+_REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
+"""Filters whose cost is not bounded here; chat templates have no use for them."""
+_SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate")
+"""Filters that take a width, a count or a precision."""
+_WIDE_FIELD = re.compile(r"\d{4}|\*|:[^{}]*\{")
+_OF_THE_COMPILER = ("_loop_vars", "_block_vars")
+"""Arguments that compiled templates pass on beside those of the template."""
+_STEP, _MEASURED = " step", " measured"
+"""Names of our own filters: a template cannot write a name with a space."""
+
+
+class TemplateLimitError(jinja2.TemplateError):
+    """A template asks for more memory or time than a template may use."""
+
+
+class _Budget:
+    """What one rendering has used, of a limit that grows with the conversation."""
+
+    def __init__(self, input_bytes: int) -> None:
+        scale = 1 + input_bytes / SHORT_CONVERSATION_BYTES
+        self.value, self.total = int(MAX_VALUE_BYTES * scale), int(MAX_TOTAL_BYTES * scale)
+        self.steps, self.seconds = int(MAX_STEPS * scale), MAX_SECONDS * scale
+        self.deadline = time.monotonic() + self.seconds
+
+    def step(self, size: int = 0) -> None:
+        """Count a loop iteration or a call, and the bytes that it writes."""
+        self.steps -= 1
+        self.spend(size)
+        if self.steps < 0:
+            raise TemplateLimitError("it makes more loop iterations and calls than are allowed")
+        if time.monotonic() > self.deadline:
+            raise TemplateLimitError(f"it takes more than {self.seconds:.0f} seconds")
+
+    def spend(self, size: int) -> None:
+        """Count bytes of a value that was made."""
+        self.total -= size
+        if self.total < 0:
+            raise TemplateLimitError("it makes more values than are allowed")
+
+    def reserve(self, size: int) -> None:
+        """Refuse a value of more bytes than allowed."""
+        if size > self.value:
+            raise TemplateLimitError(f"it makes a value of more than {self.value:,} bytes")
+
+    def measured(self, value: Any) -> Any:
+        """The value itself, counted and found small enough."""
+        self.spend(self._size(value, 0))
+        return value
+
+    def _size(self, value: Any, before: int) -> int:
+        """Bytes of a value written out in full (what it refers to twice counts twice), added to `before`."""
+        size = before + sys.getsizeof(value)
+        if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+            raise TemplateLimitError("it makes a number that is too large")
+        self.reserve(size)
+        for part in _parts(value):
+            size = self._size(part, size)
+        return size
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [x for pair in value.items() for x in pair]
+    return value if isinstance(value, list | tuple | KeysView | ValuesView | ItemsView) else ()
+
+
+_BUDGET: ContextVar[_Budget] = ContextVar("budget")
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace with a text that does not grow with its attributes."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a limit on what is computed in it."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+            optimized=False,  # nothing is computed when a template is compiled
+            finalize=_output,
+        )
+        self.filters["tojson"] = lambda x, **_: json.dumps(x, ensure_ascii=False)
+        for name in _REMOVED_FILTERS:
+            del self.filters[name]
+        self.filters = {name: _bounded_filter(name, f) for name, f in self.filters.items()}
+        self.filters |= {_STEP: _step, _MEASURED: _measured}
+        self.tests = {name: _counted(f) for name, f in self.tests.items()}
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = _BUDGET.get()
+        budget.step()
+        for operand in (left, right):
+            if isinstance(operand, int) and operand.bit_length() > MAX_INTEGER_BITS:
+                raise TemplateLimitError("it makes a number that is too large")
+        if operator == "*":
+            many, times = (right, left) if isinstance(left, int) else (left, right)
+            if not isinstance(many, int | float) and isinstance(times, int) and times > 1:
+                budget.reserve((_bytes(many * 2) - _bytes(many)) * times)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * right > MAX_INTEGER_BITS:
+                raise TemplateLimitError("it makes a number that is too large")
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left, right, "%")
+        return budget.measured(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = _BUDGET.get()
+        budget.step()
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str | int | float | list | tuple | Mapping | range | KeysView | ValuesView | ItemsView):
+            args = _checked_arguments(owner, obj.__name__, args)
+        else:
+            budget.measured((args, {k: v for k, v in kwargs.items() if k not in _OF_THE_COMPILER}))
+        return budget.measured(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def wrapper(*args: Any, **kwargs: Any) -> str:
+            _check_format(value.__self__, (args, kwargs), "{")
+            return formatted(*args, **kwargs)
+
+        return wrapper
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@jinja2.pass_context
+def _output(context: Any, value: Any) -> Any:
+    """Count what is written (`pass_context` keeps Jinja from doing it when the template is compiled)."""
+    return _BUDGET.get().measured(value)
+
+
+def _step(size: int) -> None:
+    _BUDGET.get().step(size)
+
+
+def _measured(value: Any) -> Any:
+    return _BUDGET.get().measured(value)
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of a value written out in full, at most the limit."""
+    return _BUDGET.get()._size(value, 0)
+
+
+def _checked_arguments(owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a method of a built-in type.
+
+    Raises:
+        TemplateLimitError: the result may be too large.
+    """
+    budget = _BUDGET.get()
+    if name == "replace" and len(args) >= 2:
+        _check_replace(owner, args[0], args[1])
+    elif name == "join" and len(args) == 1:
+        args = (list(args[0]),)
+        budget.measured(args)
+        budget.reserve(len(args[0]) * len(owner) * MAX_CHAR_BYTES)
+    elif name in _PADDING and args and isinstance(args[0], int):
+        budget.reserve(args[0] * MAX_CHAR_BYTES)
+    elif name not in _METHODS:
+        raise TemplateLimitError(f"it calls {type(owner).__name__}.{name}, which is not allowed in a chat template")
+    return args
+
+
+def _check_replace(text: Any, old: Any, new: Any) -> None:
+    _BUDGET.get().reserve(str(text).count(str(old)) * len(str(new)) * MAX_CHAR_BYTES)
+
+
+def _check_format(text: str, values: Any, mark: str) -> None:
+    if _WIDE_FIELD.search(text):
+        raise TemplateLimitError("it formats a field with a width that is too large")
+    _BUDGET.get().reserve(text.count(mark) * (MAX_FIELD_CHARS + REPR_FACTOR * _bytes(values)))
+
+
+def _counted(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _BUDGET.get().step()
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    leading = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        budget = _BUDGET.get()
+        budget.step()
+        value, rest = args[leading], [*args[leading + 1 :], *kwargs.values()]
+        if name in _SIZED_FILTERS and any(isinstance(x, int) and abs(x) > MAX_FILTER_NUMBER for x in rest):
+            raise TemplateLimitError(f"the filter {name!r} takes no number above {MAX_FILTER_NUMBER}")
+        if name == "replace" and len(rest) >= 2:
+            _check_replace(value, rest[0], rest[1])
+        elif name == "join":
+            value = list(value)
+            budget.reserve(len(value) * len(str(rest[0])) * MAX_CHAR_BYTES if rest else 0)
+        elif name == "indent":
+            width = max((x if isinstance(x, int) else len(str(x)) for x in rest), default=0)
+            budget.reserve(len(str(value).splitlines()) * width * MAX_CHAR_BYTES)
+        elif name == "format":
+            _check_format(str(value), rest, "%")
+        elif name == "sum" and any(isinstance(x, list | tuple) for x in rest):
+            raise TemplateLimitError("the filter 'sum' takes numbers alone")
+        return budget.measured(function(*args[:leading], value, *args[leading + 1 :], **kwargs))
+
+    return wrapper
+
+
+class _Instrument(NodeTransformer):
+    """Adds the counting of loops, and of the values that no call or operator makes."""
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        """The node, or what takes its place."""
+        node = super().generic_visit(node)
+        if isinstance(node, nodes.For):
+            written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(written), _STEP, node), lineno=node.lineno))
+        makes = isinstance(node, nodes.Concat | nodes.Dict | nodes.List | nodes.Tuple)
+        slices = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        is_target = getattr(node, "ctx", "load") == "store"
+        return _filtered(node, _MEASURED, node) if (makes or slices) and not is_target else node
+
+
+def _filtered(value: nodes.Node, name: str, at: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=at.lineno)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Raises:
+        ValueError: it is too long, or no Jinja template.
+    """
+
+    def __init__(self, source: str) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ValueError(
+                f"the chat template has {len(source)} characters, and at most {MAX_TEMPLATE_CHARS} are accepted"
+            )
+        environment = _Environment()
+        try:
+            tree = _Instrument().visit(environment.parse(source))
+            self._template = environment.from_string(tree.set_environment(environment))
+        except Exception as error:
+            raise ValueError(f"the chat template is no Jinja template: {_reason(error)}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], bos: str = "", eos: str = "") -> str:
+        """The conversation as the model reads it, up to where the assistant answers.
+
+        Raises:
+            ValueError: the template refuses the conversation, fails on it, or exceeds a limit.
+        """
+        given = [dict(m) for m in messages]
+        budget = _Budget(_input_bytes(given))
+        token, written, size = _BUDGET.set(budget), list[str](), 0
+        try:
+            for piece in self._template.generate(
+                messages=given, add_generation_prompt=True, bos_token=bos, eos_token=eos
+            ):
+                size += sys.getsizeof(piece)
+                budget.reserve(size)
+                written.append(piece)
+        except TemplateLimitError as error:
+            raise ValueError(f"the chat template was stopped: {_reason(error)}") from error
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses this conversation: {_reason(error)}") from error
+        except Exception as error:  # a template can raise whatever its expressions raise
+            raise ValueError(
+                f"the chat template fails on this conversation: {type(error).__name__}: {_reason(error)}"
+            ) from error
+        finally:
+            _BUDGET.reset(token)
+        return "".join(written)
+
+
+def _input_bytes(value: Any) -> int:
+    return sys.getsizeof(value) + sum(map(_input_bytes, _parts(value)))
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error)[:MAX_REASON_CHARS].split())

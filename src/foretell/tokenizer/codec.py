@@ -1,0 +1,396 @@
+"""Between characters and tokens: the tokenizer, the chat template, and text that streams without splitting a
+character.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from foretell.tokenizer.chat_template import ChatTemplate
+
+Message = Mapping[str, str]
+"""A turn of a conversation: `role` (system, user, assistant) and `content`."""
+
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+_NONCHARACTERS = range(0xFDD0, 0xFDF0)
+"""Code points that Unicode keeps free of characters, for the use of programs."""
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """A tokenizer with its model's chat template."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+    bos: str | None = None
+    eos: str | None = None
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of raw text; `special`: add what the tokenizer puts around a prompt.
+
+        Raises:
+            ValueError: the text holds a lone surrogate.
+        """
+        return list(self.tokenizer.encode(_characters(text), add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Message], allow_special_tokens: bool = False) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers.
+
+        The template's own special tokens are encoded as such. What looks like one inside a message is ordinary text,
+        unless `allow_special_tokens`.
+
+        Raises:
+            ValueError: a message without role or content, no chat template, or the template refuses the conversation.
+        """
+        for number, message in enumerate(messages, 1):
+            _check_message(number, message)
+        if allow_special_tokens or not any(self._holds_special(x) for m in messages for x in m.values()):
+            return self.encode(self._rendered(messages), special=False)
+        return self._encoded_apart(messages)
+
+    def users_turn(self) -> list[int]:
+        """Token ids of a conversation up to where the user speaks: what a model continues that writes its own
+        questions.
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        return self.encode(self._rendered([{"role": "user", "content": _MARK}]).split(_MARK)[0], special=False)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        if self.chat_template is None:
+            raise ValueError("this model has no chat template: use raw text (--raw)")
+        return self._template.render(messages, self.bos or "", self.eos or "")
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.chat_template or "")
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """What matches the text of a special token."""
+        texts = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special and t.content]
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+    @cached_property
+    def _matches_normalized(self) -> bool:
+        """Whether the tokenizer looks for some special token in text that it has normalized first."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return self.tokenizer.normalizer is not None and any(t.special and t.normalized for t in added)
+
+    def _holds_special(self, text: str) -> bool:
+        if self._special is None:
+            return False
+        normalized = self.tokenizer.normalizer.normalize_str(_characters(text)) if self._matches_normalized else ""
+        return bool(self._special.search(text) or self._special.search(normalized))
+
+    def _encoded_apart(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation whose messages hold the text of special tokens.
+
+        While the template runs, a placeholder stands for each such text. The special tokens left in its output are the
+        template's own: they are renamed, and a tokenizer that knows them by their new names alone encodes the output
+        with the messages' text put back.
+        """
+        assert self._special is not None
+        tokenizer, names, ids = self._renamed
+        written = "".join(x for m in messages for x in m.values()) + (self.chat_template or "")
+        mark = next(c for c in map(chr, _NONCHARACTERS) if c not in written)
+        hidden = list[str]()
+
+        def hide(match: re.Match[str]) -> str:
+            hidden.append(match[0])
+            return f"{mark}{len(hidden) - 1}{mark}"
+
+        masked = [{k: self._special.sub(hide, x) for k, x in m.items()} for m in messages]
+        text = self._special.sub(lambda match: names[match[0]], self._rendered(masked))
+        text = re.sub(f"{mark}([0-9]+){mark}", lambda match: hidden[int(match[1])], text)
+        found = tokenizer.encode(_characters(text), add_special_tokens=False).ids
+        return [ids.get(i, i) for i in found]
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """The tokenizer with its special tokens under names that no text holds, those names, and its own ids of these
+        tokens.
+        """
+        state, key = json.loads(self.tokenizer.to_str()), secrets.token_hex(16)
+        special = {t["content"]: t["id"] for t in state["added_tokens"] if t["special"]}
+        names = {text: f"<{key}-{i}>" for text, i in special.items()}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model, vocab = state["model"], state["model"]["vocab"]
+        if isinstance(vocab, dict):
+            model["vocab"] = {names.get(text, text): i for text, i in vocab.items()}
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        else:
+            model["vocab"] = [(names.get(text, text), score) for text, score in vocab]
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
+        state["post_processor"] = None
+        renamed = Tokenizer.from_str(json.dumps(state))
+        found = {text: renamed.token_to_id(name) for text, name in names.items()}
+        return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
+
+    def detokenizer(self) -> "Detokenizer":
+        """A fresh incremental decoder."""
+        return Detokenizer(self.decode, self._run_tokens)
+
+    @cached_property
+    def _run_tokens(self) -> frozenset[int]:
+        """Where single bytes have tokens (`<0x0A>`, Hugging Face's ByteFallback decoder): these, and the tokens that
+        decoding leaves out.
+        """
+        decoder = self.tokenizer.decoder
+        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+            return frozenset()
+        names = (f"<0x{byte:{form}}>" for byte in range(256) for form in ("02X", "02x"))
+        special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        return frozenset(i for name in names if (i := self.tokenizer.token_to_id(name)) is not None) | special
+
+
+def _characters(text: str) -> str:
+    """The text itself.
+
+    Raises:
+        ValueError: it holds a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(
+            f"the text holds {code}, which is no character (half of a surrogate pair, or a byte that is not UTF-8); "
+            f"remove it"
+        ) from None
+    return text
+
+
+def _check_message(number: int, message: Message) -> None:
+    if not isinstance(message, Mapping) or not all(isinstance(x, str) for x in message.values()):
+        raise ValueError(f"message {number} is no mapping of texts: give it as {{'role': 'user', 'content': '...'}}")
+    for key in ("role", "content"):
+        if key not in message:
+            raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into text that never takes back a character and never splits one.
+
+    Decodes a short window of tokens around the edge; a tail that is not yet a whole character is held until it is. A
+    run of `run_tokens`, whose text depends on the whole run, is held until another token ends it. So the text is that
+    of all tokens decoded at once, however many come at a time.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
+        self._decode, self._run_tokens = decode, run_tokens
+        self._tokens: list[int] = []
+        self._start = 0
+        self._done = 0
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that these tokens complete."""
+        self._tokens.extend(tokens)
+        end = len(self._tokens)
+        while end > self._done and self._tokens[end - 1] in self._run_tokens:
+            end -= 1
+        if end == self._done:
+            return ""
+        known = self._decode(self._tokens[self._start : self._done])
+        text = self._decode(self._tokens[self._start : end])
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self._start, self._done = self._done, end
+        return text[len(known) :]
+
+    def finish(self) -> str:
+        """What was held back, as it stands."""
+        text = self._decode(self._tokens[self._start :])[len(self._decode(self._tokens[self._start : self._done])) :]
+        self._start = self._done = len(self._tokens)
+        return text
+
+
+class StopStrings:
+    """Cuts streamed text at the first stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [s for s in stops if s]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text that may be shown now, and whether a stop string was met."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        hits = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
+        if hits:
+            shown, self._held = self._held[: min(hits)], ""
+            return shown, True
+        longest = max(
+            (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
+            default=0,
+        )
+        shown, self._held = self._held[: len(self._held) - longest], self._held[len(self._held) - longest :]
+        return shown, False
+
+    def finish(self) -> str:
+        """What was held back: no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+
+def from_directory(path: Path) -> TextCodec:
+    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
+
+    Raises:
+        ValueError: there is no `tokenizer.json`, or a file is damaged.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first"
+        )
+    raw = _settings(path / "tokenizer_config.json")
+    template = raw.get("chat_template")
+    if isinstance(template, list):
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if (path / "chat_template.jinja").is_file():
+        template = (path / "chat_template.jinja").read_text("utf-8")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, found {template!r:.80}")
+
+    def token(name: str) -> str | None:
+        value = raw.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(value, str | None):
+            raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a text, found {value!r:.80}")
+        return value
+
+    return TextCodec(_tokenizer(file), template, token("bos_token"), token("eos_token"))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: not a JSON object ({error}); download it again") from error
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{file}: damaged tokenizer ({error}); download it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
+    """Build the tokenizer that a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
+
+    Raises:
+        ValueError: another kind of tokenizer, or a damaged one.
+    """
+    kind = meta.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(
+            f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)"
+        )
+    try:
+        return _from_gguf(meta)
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the tokenizer in this GGUF file is damaged ({type(error).__name__}: {reason}); download the file again"
+        ) from error
+
+
+def _from_gguf(meta: Mapping[str, Any]) -> TextCodec:
+    tokens: list[str] = list(meta["tokenizer.ggml.tokens"])
+    types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
+    vocab = {t: i for i, t in enumerate(tokens)}
+    if meta["tokenizer.ggml.model"] == "gpt2":
+        merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
+        )
+        tokenizer.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer = _sentencepiece(
+            tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0))
+        )
+    control, user_defined = 3, 4
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == control]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == user_defined]
+    )
+
+    def token(name: str) -> str | None:
+        index = meta.get(f"tokenizer.ggml.{name}_token_id")
+        return None if index is None else tokens[int(index)]
+
+    bos = token("bos")
+    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", False):
+        first = (bos, int(meta["tokenizer.ggml.bos_token_id"]))
+        tokenizer.post_processor = processors.TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:0", [first])
+    return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
+
+
+def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if kind == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    if kind in ("default", "gpt-2"):
+        return byte_level
+    from tokenizers import Regex
+
+    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + numbers
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Tokenizer:
+    """SentencePiece BPE: a pair merges into a known piece, better scores first."""
+    vocab = {t: i for i, t in enumerate(tokens)}
+    merges = []
+    for piece, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                merges.append((-score, vocab[left], left, right))
+    merges.sort(key=lambda m: (m[0], m[1]))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[(m[2], m[3]) for m in merges],
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer

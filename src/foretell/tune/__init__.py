@@ -1,0 +1,1 @@
+"""Searches for settings of a method on given prompts."""

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of models: names, JSON and validation, append-only stores."""

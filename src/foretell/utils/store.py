@@ -1,0 +1,131 @@
+"""A folder that a run fills line by line, so that an interruption at any point loses nothing that was finished."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel
+
+from foretell.utils.validation import read_json, validate, validate_json
+
+HEADER, LINES, LOCK = "settings.json", "records.jsonl", ".lock"
+_DAMAGED = "remove the folder or choose another one"
+R = TypeVar("R", bound=BaseModel)
+
+
+class RunStore(Generic[R]):
+    """Settings and an append-only file of records in a folder, held by one process at a time.
+
+    Opened on a folder that has records already, it goes on with them; what an interruption left of a last line is cut
+    off.
+
+    Raises:
+        ValueError: another process is writing there, the folder belongs to a run with other settings, or a record in it
+            is damaged.
+    """
+
+    def __init__(self, folder: Path, settings: BaseModel, kind: type[R]) -> None:
+        self.folder, self._kind = folder, kind
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ValueError(
+                f"{folder}: another run is writing into this folder; wait for it, or choose another one with --out"
+            ) from error
+        try:
+            self._claim(settings)
+            self.records = list(read(folder, kind, repair=True))
+            self._file = (folder / LINES).open("a", encoding="utf-8")
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _claim(self, settings: BaseModel) -> None:
+        """Note the settings, or check that they are those of the records here."""
+        path, wanted = self.folder / HEADER, settings.model_dump(mode="json")
+        if not path.is_file():
+            path.write_text(json.dumps(wanted, indent=1))
+            return
+        found = read_json(path, _DAMAGED)
+        for key in {**wanted, **found}:
+            if found.get(key) != wanted.get(key):
+                raise ValueError(
+                    f"{self.folder}: this folder holds a run with another {key} ({found.get(key)!r}, now "
+                    f"{wanted.get(key)!r}); "
+                    "choose another folder with --out, or repeat the settings to go on with it"
+                )
+
+    def append(self, record: R) -> None:
+        """Keep a record; when this returns it is on its way to the disk as one whole line."""
+        self._file.write(record.model_dump_json() + "\n")
+        self._file.flush()
+        self.records.append(record)
+
+    def clear(self) -> None:
+        """Drop all records, for whoever has put them elsewhere."""
+        self._file.truncate(0)
+        self.records = []
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._file.close()
+        self._lock.close()
+
+    def __enter__(self) -> "RunStore[R]":
+        """Open for the length of a block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def settings(folder: Path, kind: type[R]) -> R:
+    """The settings that a folder was filled with.
+
+    Raises:
+        ValueError: the folder holds no run of this kind.
+    """
+    path = folder / HEADER
+    if not path.is_file():
+        raise ValueError(f"{folder}: no {HEADER} here, so this folder holds no run")
+    return validate(kind, read_json(path, _DAMAGED), f"{path}: not the settings of such a run")
+
+
+def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
+    """The records of a folder in the order of writing.
+
+    A last line without an end was interrupted: left out, and with `repair` cut off.
+
+    Raises:
+        ValueError: a whole line is no such record.
+    """
+    path = folder / LINES
+    if not path.is_file():
+        return
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if repair and len(whole) < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    for number, line in enumerate(whole.splitlines(), 1):
+        yield validate_json(
+            kind, line, f"{path}, line {number}: a damaged record", "delete that line to measure it again"
+        )
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a file; when this returns it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,20 @@
+"""First check: greedy answers equal those of plain decoding."""
+
+from dataclasses import dataclass
+
+from foretell.verify.classify import Divergence
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Greedy answers compared with plain decoding, one prompt at a time."""
+
+    prompts: int
+    tokens: int
+    tokens_per_pass: float
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Every difference is a tie."""
+        return all(d.verdict == "tie" for d in self.divergences)
