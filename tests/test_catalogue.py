@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretell.bench.contender import Spec
+from foretell.bench.competitor import Spec
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from miniature import record, turn
+from bench_helpers import record, turn
 
 from foretell.bench.schema import Record, Settings
 from foretell.utils.store import LINES, RunStore, read, settings

@@ -22,7 +22,7 @@ from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.codec import TextCodec
 from foretell.verify import Settings, Verifier, buildable, verify
 from foretell.verify.batch_invariance import rounding_explains
-from foretell.verify.classify import Judge, first_difference
+from foretell.verify.classifier import Judge, first_difference
 from foretell.verify.distribution import ALPHA, detectable, enumerate_paths, pearson, pool, power
 from helpers import unchecked
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miniature import bench, refused, target
+from bench_helpers import bench, refused, target
 
 from foretell.bench.schema import Record, Results, Settings
-from foretell.bench.session import Session
-from foretell.bench.tasks import load
+from foretell.bench.run import Session
+from foretell.bench.questions import load
 from foretell.utils.store import LINES, RunStore
 
 

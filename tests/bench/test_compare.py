@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from miniature import bench, record, refused, turn
+from bench_helpers import bench, record, refused, turn
 
-from foretell.bench.chart import charts
-from foretell.bench.collect import collect
+from foretell.bench.charts import charts
+from foretell.bench.results import collect
 from foretell.bench.compare import compare, differing
 from foretell.bench.console import read, write
-from foretell.bench.page import html
+from foretell.bench.html_report import html
 from foretell.bench.schema import Results, Settings
 
 SETTINGS = Settings(model="m", tasks="t", digest="d", max_new_tokens=5, temperature=0, seed=0, threads=1, dtypes=("x",))

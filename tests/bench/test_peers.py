@@ -6,12 +6,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from miniature import bench, model, target
+from bench_helpers import bench, model, target
 
-from foretell.bench.contender import Limits, OwnContender, Spec
-from foretell.bench.peers.choose import expand
+from foretell.bench.competitor import Limits, OwnContender, Spec
+from foretell.bench.peers.registry import expand
 from foretell.bench.peers.export import export
-from foretell.bench.tasks import Question
+from foretell.bench.questions import Question
 from foretell.model.load.gguf import GGUF
 
 PROMPT = "abcabcabc"

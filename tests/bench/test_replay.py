@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miniature import QUESTIONS, bench, draft, model, refused, target
+from bench_helpers import QUESTIONS, bench, draft, model, refused, target
 
-from foretell.bench import record as recording
-from foretell.bench.contender import Limits, OwnContender, Spec
+from foretell.bench import recorder as recording
+from foretell.bench.competitor import Limits, OwnContender, Spec
 from foretell.bench.replay import Baseline, casts, load, replay
-from foretell.bench.scripted import Recording, RecordingSettings, Script, ScriptedRunner
-from foretell.bench.tasks import Tasks
+from foretell.bench.recording import Recording, RecordingSettings, Script, ScriptedRunner
+from foretell.bench.questions import Tasks
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model
 from foretell.load import resolve

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from command import foretell, tiny
-from foretell.bench.stepper import OwnStepper
+from foretell.bench.own_backend import OwnStepper
 from foretell.catalogue import BUILT_IN, Entry
 from foretell.core.context import ModelOutput
 from foretell.core.sampling import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretell.accept import Match, Rejection
-from foretell.bench.contender import Watched
+from foretell.bench.competitor import Watched
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.core.sampling import SamplingParams

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foretell.bench.chart import charts
-from foretell.bench.page import html
+from foretell.bench.charts import charts
+from foretell.bench.html_report import html
 from foretell.bench.report import by_category, markdown
 from foretell.bench.schema import Contender, Results
 from foretell.utils.validation import validate_json

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from foretell.bench.collect import is_peer
-from foretell.bench.contender import Spec
-from foretell.bench.peers import choose
+from foretell.bench.results import is_peer
+from foretell.bench.competitor import Spec
+from foretell.bench.peers import registry as choose
 from foretell.bench.schema import Frozen
 from foretell.engine.engine import Request
 from foretell.load import load, load_draft

@@ -10,9 +10,9 @@ replay and mean nothing.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foretell.bench.contender import PLAIN, Spec, Watched
+from foretell.bench.competitor import PLAIN, Spec, Watched
 from foretell.bench.schema import Frozen, Record, Settings, Turn
-from foretell.bench.scripted import Recording, RecordingSettings, ScriptedRunner
+from foretell.bench.recording import Recording, RecordingSettings, ScriptedRunner
 from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine, Request
 from foretell.load import load as load_model

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from foretell.bench.schema import Figures, Results
-from foretell.bench.sheet import Cell, Section, Sheet
+from foretell.bench.text_table import Cell, Section, Sheet
 
 _DEPTHS = 8
 """Depths of the acceptance table."""

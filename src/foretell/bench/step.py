@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from foretell.api import Model
 from foretell.bench.peers.base import Stepper
-from foretell.bench.stepper import EngineStretches, OwnStepper, Stretch
+from foretell.bench.own_backend import EngineStretches, OwnStepper, Stretch
 from foretell.roofline.analysis import Model as PricedModel
 from foretell.roofline.analysis import analyse
 from foretell.roofline.calibrate import setting

@@ -13,23 +13,23 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
 from foretell.api import Model
-from foretell.bench import record as recording
+from foretell.bench import recorder as recording
 from foretell.bench import replay as replaying
 from foretell.bench import step as stepping
 from foretell.bench import tables
-from foretell.bench.collect import collect
+from foretell.bench.results import collect
 from foretell.bench.compare import compare, differing
 from foretell.bench.console import print_replay, print_summary, progress, read, write
-from foretell.bench.lineup import Lineup
+from foretell.bench.plan import Lineup
 from foretell.bench.machine import describe, read_bandwidth
-from foretell.bench.peers import choose
+from foretell.bench.peers import registry as choose
 from foretell.bench.peers.export import default_folder
 from foretell.bench.random_model import random_models
 from foretell.bench.schema import Record, Results, Settings
-from foretell.bench.scripted import Recording
-from foretell.bench.tasks import BUILT_IN
-from foretell.bench.tasks import Tasks as TaskSet
-from foretell.bench.tasks import load as load_tasks
+from foretell.bench.recording import Recording
+from foretell.bench.questions import BUILT_IN
+from foretell.bench.questions import Tasks as TaskSet
+from foretell.bench.questions import load as load_tasks
 from foretell.cli.errors import say, spoken
 from foretell.cli.setup import set_threads
 from foretell.load import EMBEDDED, checked_device, load

@@ -8,8 +8,8 @@ for report in verify(foretell.load("smollm2-135m"), ["suffix"]):
 """
 
 from foretell.verify.batch_invariance import Company
-from foretell.verify.check import Report, Settings, Verifier, buildable, verify
-from foretell.verify.classify import Divergence
+from foretell.verify.verifier import Report, Settings, Verifier, buildable, verify
+from foretell.verify.classifier import Divergence
 from foretell.verify.distribution import LawTest
 from foretell.verify.greedy_equality import Identity
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scipy.stats import binom
 
-from foretell.verify.classify import Divergence, first_difference
+from foretell.verify.classifier import Divergence, first_difference
 from foretell.verify.distribution import ALPHA
 
 _SIDES = 4

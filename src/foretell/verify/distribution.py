@@ -17,7 +17,7 @@ from foretell.core.sampling import SamplingParams, truncate_distribution
 from foretell.engine.engine import Request
 from foretell.engine.method import AnyMethod
 from foretell.model.runner import Runner
-from foretell.verify.read import scores
+from foretell.verify.logits import scores
 from foretell.verify.run import drafted, run
 
 ALPHA = 1e-3

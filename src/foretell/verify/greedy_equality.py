@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foretell.verify.classify import Divergence
+from foretell.verify.classifier import Divergence
 
 
 @dataclass(frozen=True)

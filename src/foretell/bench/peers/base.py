@@ -5,7 +5,7 @@ of a cached text.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from foretell.bench.arrivals import Arrivals
+from foretell.bench.timestamps import Arrivals
 
 
 class Stepper(ABC):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from foretell.bench.arrivals import Arrivals, Clock
+from foretell.bench.timestamps import Arrivals, Clock
 from foretell.bench.peers.base import Peer, Stepper
 from foretell.load import resolve
 from foretell.model.config import ModelConfig

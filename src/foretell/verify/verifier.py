@@ -13,7 +13,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Request
 from foretell.engine.method import AnyMethod
 from foretell.verify.batch_invariance import Company, rounding_explains
-from foretell.verify.classify import Divergence, Judge, variation
+from foretell.verify.classifier import Divergence, Judge, variation
 from foretell.verify.distribution import ExactLaw, LawTest, check_law, exact_law
 from foretell.verify.greedy_equality import Identity
 from foretell.verify.prompts import LAW_TEXTS, PROMPTS

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretell.api import Model
-from foretell.bench.contender import PLAIN, Contender, Limits, OwnContender, PeerContender, Spec, conversation
+from foretell.bench.competitor import PLAIN, Contender, Limits, OwnContender, PeerContender, Spec, conversation
 from foretell.bench.memory import Task, peak
-from foretell.bench.peers import choose
+from foretell.bench.peers import registry as choose
 from foretell.bench.schema import Settings
-from foretell.bench.session import Session
-from foretell.bench.tasks import Question
+from foretell.bench.run import Session
+from foretell.bench.questions import Question
 from foretell.load import load, load_draft
 
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool
 
 from foretell.api import Model
-from foretell.bench.contender import Watched, conversation
-from foretell.bench.scripted import Recording, RecordingSettings, Script
-from foretell.bench.tasks import Question, Tasks
+from foretell.bench.competitor import Watched, conversation
+from foretell.bench.recording import Recording, RecordingSettings, Script
+from foretell.bench.questions import Question, Tasks
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.engine.engine import Engine, Request, Update

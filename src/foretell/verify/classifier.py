@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.model.runner import Runner
-from foretell.verify.read import scores
+from foretell.verify.logits import scores
 
 Verdict = Literal["tie", "bug"]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foretell.bench.arrivals import Arrivals, Clock
+from foretell.bench.timestamps import Arrivals, Clock
 from foretell.bench.peers.base import Peer, Stepper
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from command import ENVIRONMENT, save_tiny
 from foretell.api import Model
 from foretell.bench.schema import Record, Turn
-from foretell.bench.tasks import Question
+from foretell.bench.questions import Question
 from foretell.cli.bench import app
 from foretell.load import load
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from miniature import QUESTIONS, draft, model
+from bench_helpers import QUESTIONS, draft, model
 
-from foretell.bench.arrivals import Arrivals
-from foretell.bench.contender import Contender, Limits, OwnContender, PeerContender, Spec, Watched, conversation
+from foretell.bench.timestamps import Arrivals
+from foretell.bench.competitor import Contender, Limits, OwnContender, PeerContender, Spec, Watched, conversation
 from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Record, Settings, Turn
-from foretell.bench.session import Session, first_divergence
-from foretell.bench.tasks import Question
+from foretell.bench.run import Session, first_divergence
+from foretell.bench.questions import Question
 from foretell.core.tree import tree_from_lists
 from foretell.load import load
 from foretell.utils.store import RunStore

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from foretell.api import Model
-from foretell.bench.arrivals import Arrivals, Clock
+from foretell.bench.timestamps import Arrivals, Clock
 from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Peer
 from foretell.bench.schema import Price, Record, Turn
-from foretell.bench.tasks import Question
+from foretell.bench.questions import Question
 from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.context import ModelOutput

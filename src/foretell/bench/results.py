@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from foretell.bench.contender import PLAIN
+from foretell.bench.competitor import PLAIN
 from foretell.bench.machine import describe
-from foretell.bench.measures import DEFINITIONS, figures, mean, per_question, price, spec_bench
+from foretell.bench.metrics import DEFINITIONS, figures, mean, per_question, price, spec_bench
 from foretell.bench.schema import Contender, Record, Results, Settings
 
 

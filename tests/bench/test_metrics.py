@@ -1,10 +1,10 @@
 """Figures of records written by hand, against arithmetic done by hand."""
 
 import pytest
-from miniature import record, turn
+from bench_helpers import record, turn
 
-from foretell.bench.collect import collect
-from foretell.bench.measures import DEFINITIONS, figures, mean, per_question, spec_bench
+from foretell.bench.results import collect
+from foretell.bench.metrics import DEFINITIONS, figures, mean, per_question, spec_bench
 from foretell.bench.report import markdown
 from foretell.bench.schema import Divergence, Record, Settings
 

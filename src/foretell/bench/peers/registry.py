@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from foretell.bench.peers import hf, llama
+from foretell.bench.peers import hf
+from foretell.bench.peers import llama_cpp as llama
 from foretell.bench.peers.base import Peer, Stepper
 from foretell.bench.peers.export import PRECISIONS, export
 from foretell.utils.names import unknown

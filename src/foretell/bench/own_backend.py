@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretell.api import Model
-from foretell.bench.contender import Watched
+from foretell.bench.competitor import Watched
 from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Stepper
 from foretell.core.tree import root_tree, tree_from_lists

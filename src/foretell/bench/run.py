@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretell.api import Model
-from foretell.bench.contender import PLAIN, Contender, conversation
+from foretell.bench.competitor import PLAIN, Contender, conversation
 from foretell.bench.schema import Divergence, Record
-from foretell.bench.tasks import Question
+from foretell.bench.questions import Question
 from foretell.core.tree import root_tree
 from foretell.tokenizer.codec import Message
 from foretell.utils.store import RunStore

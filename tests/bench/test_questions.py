@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from miniature import refused
+from bench_helpers import refused
 
-from foretell.bench.tasks import load
+from foretell.bench.questions import load
 
 
 def write(path: Path, *lines: object) -> str:
