@@ -20,14 +20,21 @@ from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.codec import TextCodec
-from foretell.verify import Settings, Verifier, buildable, verify
+from foretell.verify import Verifier, VerifySettings, buildable_methods, verify
 from foretell.verify.batch_invariance import rounding_explains
-from foretell.verify.classifier import Judge, first_difference
-from foretell.verify.distribution import ALPHA, detectable, enumerate_paths, pearson, pool, power
+from foretell.verify.classifier import DivergenceClassifier, first_difference
+from foretell.verify.distribution import (
+    ALPHA,
+    detectable_effect,
+    enumerate_continuations,
+    pearson_statistic,
+    pool_cells,
+    power,
+)
 from helpers import unchecked
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-SETTINGS = Settings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=1200)
+SETTINGS = VerifySettings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=1200)
 
 
 def decoder(seed: int = 0, layers: int = 2, sharpness: float = 0.5) -> Decoder:
@@ -119,33 +126,33 @@ def test_lossless_methods_pass(verifier: Verifier) -> None:
     for make in (drafted(Rejection()), lambda: Method(PromptLookup(3), Trie(6), Match())):
         report = verifier.check(make)
         assert report.passed and report.lossless
-        assert not report.identity.divergences and not report.company.divergences
-        assert report.distribution.rounding < 1e-9 and report.distribution.p_value > ALPHA
-        assert report.identity.tokens == 3 * 14
+        assert not report.greedy_equality.divergences and not report.batch_invariance.divergences
+        assert report.distribution.rounding_variation < 1e-9 and report.distribution.p_value > ALPHA
+        assert report.greedy_equality.tokens == 3 * 14
 
 
 def test_a_biased_acceptor_fails_the_law(verifier: Verifier) -> None:
     report = verifier.check(drafted(Biased(0.5)))
-    assert report.identity.passed and not report.distribution.passed and not report.passed
-    assert report.distribution.variation > 2 * report.distribution.floor
+    assert report.greedy_equality.passed and not report.distribution.passed and not report.passed
+    assert report.distribution.total_variation > 2 * report.distribution.expected_total_variation
 
 
 def test_a_lossy_acceptor_shows_its_price(verifier: Verifier) -> None:
     report = verifier.check(drafted(TypicalAcceptance(0.02)))
     assert not report.lossless and not report.distribution.passed
-    assert report.distribution.variation > 2 * report.distribution.floor
+    assert report.distribution.total_variation > 2 * report.distribution.expected_total_variation
 
 
 def test_a_hasty_acceptor_fails_the_greedy_comparison(verifier: Verifier) -> None:
     report = verifier.check(drafted(Hasty()))
-    assert not report.identity.passed
-    worst = report.identity.divergences[0]
+    assert not report.greedy_equality.passed
+    worst = report.greedy_equality.divergences[0]
     assert worst.verdict == "bug" and worst.margin > worst.noise and worst.expected != worst.found
 
 
 def test_company_that_matters_fails(verifier: Verifier) -> None:
     report = verifier.check(drafted(Gossip()))
-    assert report.identity.passed and not report.company.passed
+    assert report.greedy_equality.passed and not report.batch_invariance.passed
 
 
 def test_a_tie_is_told_from_a_bug() -> None:
@@ -160,12 +167,12 @@ def test_a_tie_is_told_from_a_bug() -> None:
             return replace(out, logits=out.logits + 0.01 * noise)
 
     runner = Blurred(decoder())
-    judge = Judge(runner, "bfloat16", str)
+    judge = DivergenceClassifier(runner, "bfloat16", str)
     prompt = list(range(20))
-    best, second, *_, last = judge.readings(prompt)[0][-1].topk(len(LETTERS)).indices.tolist()
-    close = judge.explain(2, prompt, [best, 1], [best, 1])
-    far = judge.explain(2, prompt, [best, 1], [last, 1])
-    ended = judge.explain(2, prompt, [best, 1], [best])
+    best, second, *_, last = judge.logits_both_ways(prompt)[0][-1].topk(len(LETTERS)).indices.tolist()
+    close = judge.classify(2, prompt, [best, 1], [best, 1])
+    far = judge.classify(2, prompt, [best, 1], [last, 1])
+    ended = judge.classify(2, prompt, [best, 1], [best])
     assert close is None
     assert (
         far is not None
@@ -174,9 +181,9 @@ def test_a_tie_is_told_from_a_bug() -> None:
         and far.noise > 0.005
     )
     assert ended is not None and ended.verdict == "bug" and ended.found is None and ended.position == 1
-    near = judge.explain(0, prompt, [best], [second])
+    near = judge.classify(0, prompt, [best], [second])
     assert near is not None and near.verdict == ("tie" if near.margin <= 2 * near.noise else "bug")
-    strict = Judge(runner, "float32", str).explain(0, prompt, [best], [best + 1])
+    strict = DivergenceClassifier(runner, "float32", str).classify(0, prompt, [best], [best + 1])
     assert strict is not None and strict.verdict == "bug", "float32 does not explain noise of 0.01"
 
 
@@ -187,9 +194,9 @@ def test_first_difference() -> None:
 
 
 def test_the_exact_law_is_a_law() -> None:
-    distribution = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=False)
+    distribution = enumerate_continuations(DecoderRunner(decoder()), [3, 1, 2], single_pass=False)
     assert len(distribution) == 27 and sum(distribution.values()) == pytest.approx(1)
-    again = enumerate_paths(DecoderRunner(decoder()), [3, 1, 2], at_once=True)
+    again = enumerate_continuations(DecoderRunner(decoder()), [3, 1, 2], single_pass=True)
     assert all(again[path] == pytest.approx(p) for path, p in distribution.items())
 
 
@@ -200,20 +207,20 @@ def test_power_is_what_simulation_finds() -> None:
     assert np.abs(other - distribution).sum() / 2 == pytest.approx(effect)
     expected = distribution * samples
     statistics = [
-        pearson(generator.multinomial(samples, other).astype(float), expected, pool(expected), 0)[0]
+        pearson_statistic(generator.multinomial(samples, other).astype(float), expected, pool_cells(expected), 0)[0]
         for _ in range(2000)
     ]
     from scipy.stats import chi2
 
     seen = float(np.mean(np.array(statistics) > chi2.isf(ALPHA, cells - 1)))
     assert power(effect, samples, cells - 1, 0.0) == pytest.approx(seen, abs=0.04)
-    assert power(detectable(samples, cells - 1, 0.0), samples, cells - 1, 0.0) == pytest.approx(0.9, abs=1e-6)
+    assert power(detectable_effect(samples, cells - 1, 0.0), samples, cells - 1, 0.0) == pytest.approx(0.9, abs=1e-6)
 
 
 def test_rare_outcomes_are_pooled() -> None:
-    assert sorted(np.bincount(pool(np.array([100.0, 1, 3, 50, 2])), [100.0, 1, 3, 50, 2])) == [6, 50, 100]
-    assert sorted(np.bincount(pool(np.array([100.0, 1, 50])), [100.0, 1, 50])) == [51, 100]
-    assert len(set(pool(np.array([9.0, 8, 7])).tolist())) == 3
+    assert sorted(np.bincount(pool_cells(np.array([100.0, 1, 3, 50, 2])), [100.0, 1, 3, 50, 2])) == [6, 50, 100]
+    assert sorted(np.bincount(pool_cells(np.array([100.0, 1, 50])), [100.0, 1, 50])) == [51, 100]
+    assert len(set(pool_cells(np.array([9.0, 8, 7])).tolist())) == 3
 
 
 def test_rounding_explains_few_differences() -> None:
@@ -227,17 +234,19 @@ def test_rounding_explains_few_differences() -> None:
 
 def test_what_can_be_built() -> None:
     model = tiny_model()
-    names = buildable(model)
+    names = buildable_methods(model)
     assert "suffix" in names and "layer_skip" in names and "draft_model" not in names and "llma" not in names
-    assert "draft_model" in buildable(model, [model]) and "llma" in buildable(model, references=["text"])
+    assert "draft_model" in buildable_methods(model, [model]) and "llma" in buildable_methods(
+        model, references=["text"]
+    )
 
 
 def test_verify_by_name_and_bad_settings() -> None:
     (report,) = verify(tiny_model(), ["pld"], replace(SETTINGS, samples=200, prompts=("abab",)))
     assert report.method == "ngram" and report.passed
     with pytest.raises(ValueError, match="at least one prompt"):
-        Settings(prompts=())
+        VerifySettings(prompts=())
     with pytest.raises(ValueError, match="samples must be at least 1"):
-        Settings(samples=0)
+        VerifySettings(samples=0)
     with pytest.raises(ValueError, match="did you mean 'suffix'"):
         verify(tiny_model(), ["sufix"])

@@ -3,27 +3,29 @@
 from pathlib import Path
 
 import pytest
-from bench_helpers import bench, record, refused, turn
+from bench_helpers import bench, make_answer, make_result, refused
 
-from foretell.bench.charts import charts
-from foretell.bench.results import collect
-from foretell.bench.compare import compare, differing
-from foretell.bench.console import read, write
-from foretell.bench.html_report import html
-from foretell.bench.schema import Results, Settings
+from foretell.bench.charts import draw_charts
+from foretell.bench.compare import compare, settings_differences
+from foretell.bench.console import read_results, write_results
+from foretell.bench.html_report import render_html
+from foretell.bench.results import build_results
+from foretell.bench.schema import BenchResults, BenchSettings
 
-SETTINGS = Settings(model="m", tasks="t", digest="d", max_new_tokens=5, temperature=0, seed=0, threads=1, dtypes=("x",))
+SETTINGS = BenchSettings(
+    model="m", tasks="t", digest="d", max_new_tokens=5, temperature=0, seed=0, threads=1, dtypes=("x",)
+)
 
 
-def results(speed: float, names: tuple[str, ...] = ("autoregressive/x", "ngram@2/x", "ngram@4/x")) -> Results:
+def results(speed: float, names: tuple[str, ...] = ("autoregressive/x", "ngram@2/x", "ngram@4/x")) -> BenchResults:
     """Eight questions, the methods faster than plain decoding by `speed`, give or take."""
     records = []
     for i in range(8):
         for k, name in enumerate(names):
             step = 1.0 if not k else (1 + 0.05 * (i % 3)) / speed
-            answer = turn(5, 5 - k, tuple(step * j for j in range(1, 6)), (1, 1, 1, 1, 1))
-            records.append(record(f"q{i}", name, (answer,), category="qa" if i % 2 else "rag"))
-    return collect(records, SETTINGS, dict.fromkeys(names, True))
+            answer = make_answer(5, 5 - k, tuple(step * j for j in range(1, 6)), (1, 1, 1, 1, 1))
+            records.append(make_result(f"q{i}", name, (answer,), category="qa" if i % 2 else "rag"))
+    return build_results(records, SETTINGS, dict.fromkeys(names, True))
 
 
 def test_the_same_results_show_no_difference() -> None:
@@ -32,39 +34,39 @@ def test_the_same_results_show_no_difference() -> None:
 
 
 def test_a_real_difference_is_shown_with_an_interval_around_it() -> None:
-    rows = {(r.contender, r.category, r.figure): r for r in compare(results(2.0), results(3.0))}
+    rows = {(r.competitor, r.category, r.metric): r for r in compare(results(2.0), results(3.0))}
     r = rows["ngram@2/x", "all", "tokens/s"]
     assert r.ratio == pytest.approx(1.5) and r.low <= 1.5 + 1e-9 and r.high >= 1.5 - 1e-9
     assert r.verdict == "higher" and r.questions == 8
     assert rows["autoregressive/x", "all", "tokens/s"].ratio == 1
     assert rows["ngram@2/x", "qa", "tokens per pass"].questions == 4
-    back = {(r.contender, r.category, r.figure): r for r in compare(results(3.0), results(2.0))}
+    back = {(r.competitor, r.category, r.metric): r for r in compare(results(3.0), results(2.0))}
     assert back["ngram@2/x", "all", "tokens/s"].verdict == "lower"
 
 
 def test_results_that_share_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="share no contender"):
+    with pytest.raises(ValueError, match="share no competitor"):
         compare(results(2.0), results(2.0, ("suffix/y",)))
-    assert differing(results(1.0), results(1.0)) == []
+    assert settings_differences(results(1.0), results(1.0)) == []
 
 
 def test_precisions_of_one_method_can_be_compared() -> None:
     other = results(2.0, ("autoregressive/y", "ngram@2/y"))
-    assert {r.contender for r in compare(results(2.0), other)} == {"autoregressive/x", "ngram@2/x"}
+    assert {r.competitor for r in compare(results(2.0), other)} == {"autoregressive/x", "ngram@2/x"}
 
 
 def test_every_chart_is_a_picture_and_the_page_holds_them_all(tmp_path: Path) -> None:
-    found = charts(results(2.0))
+    found = draw_charts(results(2.0))
     assert set(found) == {"speedup", "budget", "time", "pareto"}
     assert all(png.startswith(b"\x89PNG") for png in found.values())
-    page = html(results(2.0), found)
+    page = render_html(results(2.0), found)
     assert page.count("data:image/png;base64,") == 4 and "http" not in page.split("</style>")[1]
 
 
 def test_files_are_written_read_and_compared(tmp_path: Path) -> None:
-    write(tmp_path / "a", results(2.0))
-    write(tmp_path / "b", results(3.0))
-    assert read(tmp_path / "a") == read(tmp_path / "a" / "results.json")
+    write_results(tmp_path / "a", results(2.0))
+    write_results(tmp_path / "b", results(3.0))
+    assert read_results(tmp_path / "a") == read_results(tmp_path / "a" / "results.json")
     told = bench("compare", tmp_path / "a", tmp_path / "b")
     assert told.exit_code == 0 and "higher" in told.stdout
     assert bench("report", tmp_path / "a", "--out", tmp_path / "c").exit_code == 0

@@ -7,10 +7,10 @@ import pytest
 from bench_helpers import QUESTIONS, bench, draft, model, refused, target
 
 from foretell.bench import recorder as recording
-from foretell.bench.competitor import Limits, OwnContender, Spec
-from foretell.bench.replay import Baseline, casts, load, replay
-from foretell.bench.recording import Recording, RecordingSettings, Script, ScriptedRunner
-from foretell.bench.questions import Tasks
+from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
+from foretell.bench.questions import QuestionSet
+from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings, ReplayRunner
+from foretell.bench.replay import Baseline, load_recording, method_replays, replay_all
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model
 from foretell.load import resolve
@@ -26,48 +26,48 @@ def quiet(_: str) -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    setting = recording.describe(model(), Tasks("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
-    with RunStore(tmp_path / "recording", setting, Recording) as store:
-        recording.record(model(), QUESTIONS, setting, store, quiet)
+    setting = recording.recording_settings(model(), QuestionSet("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
+    with RunStore(tmp_path / "recording", setting, RecordedQuestion) as store:
+        recording.record_questions(model(), QUESTIONS, setting, store, quiet)
     return tmp_path / "recording"
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "ngram@3", "suffix", "draft_model"])
 def test_replay_and_real_runs_agree(recorded: Path, method: str) -> None:
-    setting, recordings = load(recorded)
+    setting, recordings = load_recording(recorded)
     setting = setting.model_copy(update={"model": str(target())})
     needs = method == "draft_model"
     drafts = [load_model(str(draft()), "float32")] if needs else []
-    played = replay(recordings, casts(setting, [method], str(draft()) if needs else None), quiet)
-    real = OwnContender(model(), Spec.parse(method), Limits(TOKENS), drafts)
+    played = replay_all(recordings, method_replays(setting, [method], str(draft()) if needs else None), quiet)
+    real = MethodCompetitor(model(), MethodSpec.parse(method), GenerationSettings(TOKENS), drafts)
     for question, found in zip(QUESTIONS, played[-len(QUESTIONS) :], strict=True):
-        for a, b in zip(found.turns, real.answer(question, None), strict=True):
-            assert (a.tokens, a.passes, a.drafted, a.tested, a.accepted) == (
+        for a, b in zip(found.answers, real.answer(question, None), strict=True):
+            assert (a.tokens, a.passes, a.drafted, a.tested_per_position, a.accepted_per_position) == (
                 b.tokens,
                 b.passes,
                 b.drafted,
-                b.tested,
-                b.accepted,
+                b.tested_per_position,
+                b.accepted_per_position,
             )
 
 
 def test_methods_that_learn_from_rejected_nodes_come_close(recorded: Path) -> None:
-    setting, recordings = load(recorded)
+    setting, recordings = load_recording(recorded)
     for method in ("recycling", "lookahead"):
-        played = replay(recordings, casts(setting, [method]), quiet)[-len(QUESTIONS) :]
-        real = OwnContender(model(), Spec.parse(method), Limits(TOKENS))
+        played = replay_all(recordings, method_replays(setting, [method]), quiet)[-len(QUESTIONS) :]
+        real = MethodCompetitor(model(), MethodSpec.parse(method), GenerationSettings(TOKENS))
         passes = sum(t.passes for q in QUESTIONS for t in real.answer(q, None))
-        assert sum(t.passes for r in played for t in r.turns) == pytest.approx(passes, rel=0.35)
+        assert sum(t.passes for r in played for t in r.answers) == pytest.approx(passes, rel=0.35)
 
 
 @pytest.mark.parametrize(
     ("method", "words"), [("typical_lossy", "lossy"), ("layer_skip", "own decoder"), ("ngrms", "did you mean 'ngram'")]
 )
 def test_what_cannot_be_replayed_is_refused(recorded: Path, method: str, words: str) -> None:
-    setting, _ = load(recorded)
+    setting, _ = load_recording(recorded)
     setting = setting.model_copy(update={"model": str(target())})
     with pytest.raises(ValueError, match=words):
-        casts(setting, [method], str(draft()))
+        method_replays(setting, [method], str(draft()))
 
 
 def test_an_interrupted_recording_is_finished_not_replayed(recorded: Path) -> None:
@@ -75,24 +75,24 @@ def test_an_interrupted_recording_is_finished_not_replayed(recorded: Path) -> No
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
     assert "interrupted, it holds 1 of 2 questions" in refused("replay", recorded)
-    setting = recording.describe(model(), Tasks("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
-    with RunStore(recorded, setting, Recording) as store:
-        recording.record(model(), QUESTIONS, setting, store, quiet)
+    setting = recording.recording_settings(model(), QuestionSet("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
+    with RunStore(recorded, setting, RecordedQuestion) as store:
+        recording.record_questions(model(), QUESTIONS, setting, store, quiet)
     assert path.read_bytes() == whole
 
 
 def test_damaged_distributions_are_refused(recorded: Path) -> None:
-    _, recordings = load(recorded)
-    script = recordings[0].turns[0]
-    for broken in ("!!!", script.best[:-8]):
+    _, recordings = load_recording(recorded)
+    script = recordings[0].answers[0]
+    for broken in ("!!!", script.top_tokens[:-8]):
         with pytest.raises(ValueError, match="damaged"):
-            script.model_copy(update={"best": broken}).distributions()
+            script.model_copy(update={"best": broken}).unpack()
 
 
 def test_a_script_answers_on_its_path_only() -> None:
-    runner = ScriptedRunner(vocab=9, context=64)
+    runner = ReplayRunner(vocab=9, context=64)
     best = np.array([[4, 1], [5, 2], [6, 3]])
-    runner.play(Script.of([1, 2], [4, 5, 6], best, np.log([[0.5, 0.25]] * 3)))
+    runner.set_answer(RecordedAnswer.pack([1, 2], [4, 5, 6], best, np.log([[0.5, 0.25]] * 3)))
     prompt = root_tree([2]).with_prefix([[1, 2]])
     out = runner.forward([0], prompt, scored=np.array([[False, True]]))
     assert out.logits.argmax(-1).tolist() == [4]
@@ -128,9 +128,9 @@ def test_the_real_model_still_says_what_was_recorded() -> None:
         resolve("smollm2-135m")
     except ValueError as error:
         pytest.skip(str(error))
-    _, recordings = load(HERE / "recording")
+    _, recordings = load_recording(HERE / "recording")
     found = load_model("smollm2-135m", "float32")
-    script = next(r for r in recordings if r.category == "translation").turns[0]
+    script = next(r for r in recordings if r.category == "translation").answers[0]
     engine = found.engine("ngram", rows=1)
     request = found.request("x", max_new_tokens=6)
     engine.submit(type(request)(script.prompt, max_new_tokens=6))
@@ -138,6 +138,6 @@ def test_the_real_model_still_says_what_was_recorded() -> None:
 
 
 def test_settings_say_what_was_recorded() -> None:
-    setting, recordings = load(HERE / "recording")
+    setting, recordings = load_recording(HERE / "recording")
     assert isinstance(setting, RecordingSettings) and setting.dtype == "float32"
     assert len(recordings) == setting.questions == 6

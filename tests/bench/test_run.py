@@ -6,27 +6,35 @@ from pathlib import Path
 import pytest
 from bench_helpers import QUESTIONS, draft, model
 
-from foretell.bench.timestamps import Arrivals
-from foretell.bench.competitor import Contender, Limits, OwnContender, PeerContender, Spec, Watched, conversation
+from foretell.bench.competitor import (
+    Competitor,
+    GenerationSettings,
+    MethodCompetitor,
+    MethodSpec,
+    PeerCompetitor,
+    TracingRunner,
+    conversation,
+)
 from foretell.bench.peers.base import Peer
-from foretell.bench.schema import Record, Settings, Turn
-from foretell.bench.run import Session, first_divergence
 from foretell.bench.questions import Question
+from foretell.bench.run import BenchRun, first_divergence
+from foretell.bench.schema import Answer, BenchSettings, QuestionResult
+from foretell.bench.timestamps import TokenTimestamps
 from foretell.core.tree import tree_from_lists
 from foretell.load import load
 from foretell.utils.store import RunStore
 
-LIMITS = Limits(12)
+LIMITS = GenerationSettings(12)
 
 
-def own(method: str, limits: Limits = LIMITS) -> OwnContender:
+def own(method: str, limits: GenerationSettings = LIMITS) -> MethodCompetitor:
     drafts = [load(str(draft()), "float32")] if method == "draft_model" else []
-    return OwnContender(model(), Spec.parse(method), limits, drafts)
+    return MethodCompetitor(model(), MethodSpec.parse(method), limits, drafts)
 
 
-def answered(turns: tuple[Turn, ...], name: str = "autoregressive/float32") -> Record:
+def answered(turns: tuple[Answer, ...], name: str = "autoregressive/float32") -> QuestionResult:
     q = QUESTIONS[0]
-    return Record(question=q.id, category=q.category, group=q.group, contender=name, repeat=0, turns=turns)
+    return QuestionResult(question=q.id, category=q.category, group=q.group, competitor=name, repeat=0, answers=turns)
 
 
 class Copycat(Peer):
@@ -37,30 +45,30 @@ class Copycat(Peer):
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
 
-    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
+    def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
         self.asked.append((list(prompt), count))
-        return Arrivals((7,) * count, tuple(0.1 * (i + 1) for i in range(count)), (1,) * count)
+        return TokenTimestamps((7,) * count, tuple(0.1 * (i + 1) for i in range(count)), (1,) * count)
 
 
-class Stumbling(OwnContender):
+class Stumbling(MethodCompetitor):
     """Is interrupted at its third question."""
 
     asked = 0
 
-    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         self.asked += 1
         if self.asked == 3:
             raise KeyboardInterrupt
-        return super().answer(question, plain, repeat)
+        return super().answer(question, plain_result, repeat)
 
 
-class Refusing(OwnContender):
+class Refusing(MethodCompetitor):
     """Cannot answer one question."""
 
-    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         if question.id == "talk":
             raise ValueError("too long")
-        return super().answer(question, plain, repeat)
+        return super().answer(question, plain_result, repeat)
 
 
 def test_the_second_turn_sees_the_own_answer_to_the_first() -> None:
@@ -79,9 +87,11 @@ def test_lossless_methods_answer_as_plain_decoding_and_are_counted_right(method:
     plain, mine = (own(m).answer(QUESTIONS[0], None) for m in ("autoregressive", method))
     assert first_divergence(answered(mine), answered(plain), QUESTIONS[0], model()) is None
     for t in mine:
-        assert sum(t.count) == len(t.tokens) and len(t.at) == t.passes
-        assert sum(t.accepted) + t.passes >= len(t.tokens)
-        assert all(a <= n for a, n in zip(t.accepted, t.tested, strict=False)) and len(t.accepted) <= len(t.tested)
+        assert sum(t.arrival_counts) == len(t.tokens) and len(t.arrival_seconds) == t.passes
+        assert sum(t.accepted_per_position) + t.passes >= len(t.tokens)
+        assert all(a <= n for a, n in zip(t.accepted_per_position, t.tested_per_position, strict=False)) and len(
+            t.accepted_per_position
+        ) <= len(t.tested_per_position)
 
 
 def test_a_divergence_is_found_with_its_margin() -> None:
@@ -90,7 +100,7 @@ def test_a_divergence_is_found_with_its_margin() -> None:
     tokens[4] = (tokens[4] + 1) % 256
     other = (plain[0], plain[1].model_copy(update={"tokens": tuple(tokens)}))
     found = first_divergence(answered(other), answered(plain), QUESTIONS[0], model())
-    assert found is not None and (found.turn, found.position, found.plain) == (1, 4, plain[1].tokens[4])
+    assert found is not None and (found.turn, found.position, found.plain_token) == (1, 4, plain[1].tokens[4])
     assert found.margin is not None and found.margin > 0
 
 
@@ -102,62 +112,62 @@ def test_a_shorter_answer_diverges_where_it_ends() -> None:
 
 
 def test_acceptance_counts_what_was_tested() -> None:
-    watched = Watched(model().runner())
+    watched = TracingRunner(model().runner())
     tree = tree_from_lists([[1, 2, 3, 4]], [[-1, 0, 1, 1]])
     watched.passes = [(tree, (0,)), (tree, (0, 1)), (tree, (0, 1, 3))]
-    assert watched.acceptance() == ((3, 2), (2, 1))
+    assert watched.count_acceptance() == ((3, 2), (2, 1))
 
 
 def test_a_method_forgets_unless_told_to_remember() -> None:
     for remember, same in ((False, True), (True, False)):
-        contender = own("recycling", Limits(24, remember=remember))
-        first, again = (contender.answer(QUESTIONS[0], None) for _ in range(2))
+        competitor = own("recycling", GenerationSettings(24, remember=remember))
+        first, again = (competitor.answer(QUESTIONS[0], None) for _ in range(2))
         assert [t.tokens for t in first] == [t.tokens for t in again]
         assert ([t.passes for t in first] == [t.passes for t in again]) is same
 
 
 def test_peers_get_the_prompts_and_the_lengths_of_plain_decoding() -> None:
     plain, peer = own("autoregressive").answer(QUESTIONS[0], None), Copycat()
-    turns = PeerContender(peer, model()).answer(QUESTIONS[0], answered(plain))
+    turns = PeerCompetitor(peer, model()).answer(QUESTIONS[0], answered(plain))
     assert [len(p) for p, _ in peer.asked] == [t.prompt_tokens for t in plain]
     assert [n for _, n in peer.asked] == [len(t.tokens) for t in plain] == [len(t.tokens) for t in turns]
 
 
-SETTINGS = Settings(
+SETTINGS = BenchSettings(
     model="m", tasks="t", digest="d", max_new_tokens=12, temperature=0, seed=0, threads=1, dtypes=("float32",)
 )
 
 
-def run(folder: Path, contenders: Sequence[Contender], repeats: int = 2) -> list[Record]:
-    with RunStore(folder, SETTINGS, Record) as store:
-        Session(contenders, {"float32": model()}, repeats).run(QUESTIONS, store, lambda _: None)
+def run(folder: Path, competitors: Sequence[Competitor], repeats: int = 2) -> list[QuestionResult]:
+    with RunStore(folder, SETTINGS, QuestionResult) as store:
+        BenchRun(competitors, {"float32": model()}, repeats).run(QUESTIONS, store, lambda _: None)
         return store.records
 
 
 def test_an_interrupted_run_goes_on_without_asking_anything_twice(tmp_path: Path) -> None:
-    plain, spec = own("autoregressive"), Spec.parse("ngram")
+    plain, spec = own("autoregressive"), MethodSpec.parse("ngram")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [plain, Stumbling(model(), spec, LIMITS)])
-    with RunStore(tmp_path, SETTINGS, Record) as store:
+    with RunStore(tmp_path, SETTINGS, QuestionResult) as store:
         before = list(store.records)
     assert 0 < len(before) < 8
-    after = run(tmp_path, [plain, OwnContender(model(), spec, LIMITS)])
+    after = run(tmp_path, [plain, MethodCompetitor(model(), spec, LIMITS)])
     assert after[: len(before)] == before
-    assert len({(r.question, r.contender, r.repeat) for r in after}) == len(after) == 8
+    assert len({(r.question, r.competitor, r.repeat) for r in after}) == len(after) == 8
     assert all(r.divergence is None for r in after) and sum(r.compared for r in after) == 2
 
 
 def test_a_question_that_does_not_fit_is_noted_and_the_others_go_on(tmp_path: Path) -> None:
-    records = run(tmp_path, [own("autoregressive"), Refusing(model(), Spec.parse("ngram"), LIMITS)], repeats=1)
-    assert [r.refused for r in records if r.contender == "ngram/float32"] == ["too long", None]
+    records = run(tmp_path, [own("autoregressive"), Refusing(model(), MethodSpec.parse("ngram"), LIMITS)], repeats=1)
+    assert [r.error for r in records if r.competitor == "ngram/float32"] == ["too long", None]
 
 
 def test_specs_say_what_is_wrong() -> None:
-    assert Spec.parse("pld@6").text == "ngram@6"
+    assert MethodSpec.parse("pld@6").label == "ngram@6"
     for text, words in (
         ("ngrams", "did you mean 'ngram'"),
         ("ngram@x", "number of drafted tokens"),
         ("ngram@999", "0 to 256"),
     ):
         with pytest.raises(ValueError, match=words):
-            Spec.parse(text)
+            MethodSpec.parse(text)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from command import foretell, tiny
-from foretell.bench.own_backend import OwnStepper
+from foretell.bench.own_backend import OwnForwardBackend
 from foretell.catalogue import BUILT_IN, Entry
 from foretell.core.context import ModelOutput
 from foretell.core.sampling import SamplingParams
@@ -237,9 +237,9 @@ def test_replaying_a_graph_changes_no_bit(device: str) -> None:
 
 @needs_gpu
 def test_a_timed_pass_has_finished() -> None:
-    stepper = OwnStepper("own", DecoderRunner(tiny_decoder(WIDE, device="cuda")))
+    stepper = OwnForwardBackend("own", DecoderRunner(tiny_decoder(WIDE, device="cuda")))
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
-    stepper.read([1, 2, 3])
+    stepper.forward([1, 2, 3])
     assert torch.cuda.current_stream().query(), "the GPU still works on what was timed"
 
 
@@ -268,5 +268,5 @@ def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_pa
     timed = foretell("bench", "step", *common, *sizes)
     assert timed.exit_code == 0, timed.output
     report = json.loads((tmp_path / "step.json").read_text())
-    contenders = {p["contender"] for p in report["passes"]}
-    assert report["device"] == device and ("foretell float32 without graphs" in contenders) == (device == "cuda")
+    competitors = {p["competitor"] for p in report["passes"]}
+    assert report["device"] == device and ("foretell float32 without graphs" in competitors) == (device == "cuda")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretell.accept import Match, Rejection
-from foretell.bench.competitor import Watched
+from foretell.bench.competitor import TracingRunner
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.core.sampling import SamplingParams
@@ -67,8 +67,8 @@ def perfect(decoder: Decoder, tokens: Sequence[int]) -> LookAheadEmbeddings:
     return out
 
 
-def watched(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tuple[list[list[int]], Watched]:
-    runner = Watched(DecoderRunner(target()))
+def watched(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tuple[list[list[int]], TracingRunner]:
+    runner = TracingRunner(DecoderRunner(target()))
     return [tokens_of(u) for u in run(Engine(runner, method, rows=rows), requests)], runner
 
 

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from foretell.bench.schema import Contender, PerQuestion, Results
+from foretell.bench.schema import BenchResults, CompetitorResult, QuestionMetrics
 
 RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of one contender in one category (`all`: pooled): both values, their ratio, and its confidence
+    """One figure of one competitor in one category (`all`: pooled): both values, their ratio, and its confidence
     interval.
     """
 
-    contender: str
+    competitor: str
     category: str
-    figure: str
+    metric: str
     a: float
     b: float
     low: float
@@ -41,24 +41,24 @@ class Comparison:
         return "higher" if self.low > 1 else "lower"
 
 
-Pair = tuple[PerQuestion, PerQuestion]
-_FIGURES: dict[str, tuple[Callable[[PerQuestion], float], Callable[[PerQuestion], float]]] = {
+Pair = tuple[QuestionMetrics, QuestionMetrics]
+_FIGURES: dict[str, tuple[Callable[[QuestionMetrics], float], Callable[[QuestionMetrics], float]]] = {
     "tokens per pass": (lambda q: q.tokens, lambda q: q.passes),
     "tokens/s": (lambda q: q.decode_tokens, lambda q: q.decode_seconds),
 }
 
 
-def compare(a: Results, b: Results, confidence: float = 0.95, seed: int = 0) -> list[Comparison]:
-    """Pairs questions of contenders that both results have, and resamples them (percentile bootstrap).
+def compare(a: BenchResults, b: BenchResults, confidence: float = 0.95, seed: int = 0) -> list[Comparison]:
+    """Pairs questions of competitors that both results have, and resamples them (percentile bootstrap).
 
     Raises:
-        ValueError: they share no contender or no question.
+        ValueError: they share no competitor or no question.
     """
     common = _common(a, b)
     if not common:
-        theirs = [c.name for c in b.contenders]
+        theirs = [c.name for c in b.competitors]
         raise ValueError(
-            f"the two results share no contender: {', '.join(c.name for c in a.contenders)} and {', '.join(theirs)}"
+            f"the two results share no competitor: {', '.join(c.name for c in a.competitors)} and {', '.join(theirs)}"
         )
     out = []
     for mine, other in common:
@@ -75,17 +75,17 @@ def compare(a: Results, b: Results, confidence: float = 0.95, seed: int = 0) -> 
     return out
 
 
-def _common(a: Results, b: Results) -> list[tuple[Contender, Contender]]:
-    """Contenders of one name; where no name is shared, those of one method at different precisions."""
-    theirs = {c.name: c for c in b.contenders}
-    found = [(c, theirs[c.name]) for c in a.contenders if c.name in theirs]
-    by_method = {c.name.split("/")[0]: c for c in b.contenders if not c.peer}
-    mine = {c.name.split("/")[0]: c for c in a.contenders if not c.peer}
+def _common(a: BenchResults, b: BenchResults) -> list[tuple[CompetitorResult, CompetitorResult]]:
+    """Competitors of one name; where no name is shared, those of one method at different precisions."""
+    theirs = {c.name: c for c in b.competitors}
+    found = [(c, theirs[c.name]) for c in a.competitors if c.name in theirs]
+    by_method = {c.name.split("/")[0]: c for c in b.competitors if not c.peer}
+    mine = {c.name.split("/")[0]: c for c in a.competitors if not c.peer}
     return found or [(c, by_method[name]) for name, c in mine.items() if name in by_method]
 
 
 def _one(
-    contender: str, category: str, figure: str, pairs: Sequence[Pair], confidence: float, random: np.random.Generator
+    competitor: str, category: str, figure: str, pairs: Sequence[Pair], confidence: float, random: np.random.Generator
 ) -> Comparison | None:
     above, below = _FIGURES[figure]
     values = np.array([[above(x), below(x), above(y), below(y)] for x, y in pairs], float).reshape(-1, 4)
@@ -96,7 +96,7 @@ def _one(
     ratios = _ratio(drawn[(drawn > 0).all(1)])
     low, high = np.percentile(ratios, [50 * (1 - confidence), 50 * (1 + confidence)])
     return Comparison(
-        contender, category, figure, sums[0] / sums[1], sums[2] / sums[3], float(low), float(high), len(pairs)
+        competitor, category, figure, sums[0] / sums[1], sums[2] / sums[3], float(low), float(high), len(pairs)
     )
 
 
@@ -104,7 +104,7 @@ def _ratio(sums: Float[np.ndarray, "r 4"]) -> Float[np.ndarray, " r"]:
     return (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
 
 
-def differing(a: Results, b: Results) -> list[str]:
+def settings_differences(a: BenchResults, b: BenchResults) -> list[str]:
     """Sentences about settings that differ, so that nobody compares apples and pears unawares."""
     first, second = a.settings.model_dump(), b.settings.model_dump()
     return [f"note: {key} differs ({first[key]} and {second[key]})" for key in first if first[key] != second[key]]

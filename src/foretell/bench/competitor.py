@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from foretell.api import Model
-from foretell.bench.timestamps import Arrivals, Clock
 from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Peer
-from foretell.bench.schema import Price, Record, Turn
 from foretell.bench.questions import Question
+from foretell.bench.schema import Answer, MeanFidelityLoss, QuestionResult
+from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.context import ModelOutput
@@ -28,7 +28,7 @@ PLAIN = "autoregressive"
 
 
 @dataclass(frozen=True)
-class Limits:
+class GenerationSettings:
     """How much is generated, and how."""
 
     max_new_tokens: int
@@ -40,7 +40,7 @@ class Limits:
     """
 
 
-class Contender(ABC):
+class Competitor(ABC):
     """Answers questions under a clock."""
 
     name: str
@@ -48,7 +48,7 @@ class Contender(ABC):
     lossless: bool = True
 
     @abstractmethod
-    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         """Every turn of the conversation. `plain`: what plain decoding answered, where that is known.
 
         Raises:
@@ -57,15 +57,15 @@ class Contender(ABC):
 
 
 @dataclass(frozen=True)
-class Spec:
+class MethodSpec:
     """A method as users write it: `name`, or `name@budget` for another number of drafted tokens."""
 
-    text: str
+    label: str
     method: str
     config: SpeculativeConfig
 
     @staticmethod
-    def parse(text: str) -> "Spec":
+    def parse(text: str) -> "MethodSpec":
         """Read it.
 
         Raises:
@@ -83,10 +83,10 @@ class Spec:
             entry.read(config)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from error
-        return Spec(entry.name + at + budget, entry.name, config)
+        return MethodSpec(entry.name + at + budget, entry.name, config)
 
 
-class Watched(Runner):
+class TracingRunner(Runner):
     """Passes everything on to another runner and remembers each pass: its tree and what was kept of it."""
 
     def __init__(self, inner: Runner) -> None:
@@ -124,7 +124,7 @@ class Watched(Runner):
         """Forget a row's tokens from `length` on."""
         self.inner.truncate(row, length)
 
-    def acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def count_acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Passes that tested, and that accepted, a draft at depth 1, 2, …: one is tested where all before it stood and
         the tree goes on.
         """
@@ -140,20 +140,20 @@ class Watched(Runner):
         return tuple(tested), tuple(accepted)
 
 
-class OwnContender(Contender):
-    """A method of the catalogue, made afresh for every question or kept (`Limits.remember`); the turns of a
+class MethodCompetitor(Competitor):
+    """A method of the catalogue, made afresh for every question or kept (`GenerationSettings.remember`); the turns of a
     conversation share it.
     """
 
     def __init__(
         self,
         model: Model,
-        spec: Spec,
-        limits: Limits,
+        spec: MethodSpec,
+        limits: GenerationSettings,
         drafts: Sequence[Model | Path] = (),
         references: Sequence[str] = (),
     ) -> None:
-        self.name = f"{spec.text}/{model.precision}"
+        self.name = f"{spec.label}/{model.precision}"
         self._model, self._spec, self._limits = model, spec, limits
         self._drafts, self._references = tuple(drafts), tuple(references)
         self._runner = model.runner()
@@ -164,14 +164,14 @@ class OwnContender(Contender):
         method = self._model.method(
             self._spec.method, self._spec.config, drafts=self._drafts, references=self._references
         )
-        return Engine(Watched(self._runner), method, rows=1)
+        return Engine(TracingRunner(self._runner), method, rows=1)
 
-    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         """Every turn; the next one is asked after the method's own answer."""
         engine = self._kept.get(repeat) or self._engine()
         if self._limits.remember:
             self._kept[repeat] = engine
-        messages, turns = list[Message](), list[Turn]()
+        messages, turns = list[Message](), list[Answer]()
         sampling = SamplingParams(temperature=self._limits.temperature, seed=self._limits.seed)
         for text in question.turns:
             messages.append({"role": "user", "content": text})
@@ -181,14 +181,14 @@ class OwnContender(Contender):
             messages.append({"role": "assistant", "content": self._model.codec.decode(turns[-1].tokens)})
         return tuple(turns)
 
-    def _turn(self, engine: Engine, request: Request) -> Turn:
+    def _turn(self, engine: Engine, request: Request) -> Answer:
         watched = engine.runner
-        assert isinstance(watched, Watched)
+        assert isinstance(watched, TracingRunner)
         watched.passes = []
-        clock = Clock()
-        (done,) = engine.complete([request], lambda update: clock.note(update.tokens))
+        clock = TokenTimer()
+        (done,) = engine.complete([request], lambda update: clock.add(update.tokens))
         stats = done.statistics
-        tested, accepted = watched.acceptance()
+        tested, accepted = watched.count_acceptance()
         engine_says = {
             "passes": stats.target_passes,
             "drafted": stats.drafted,
@@ -197,26 +197,26 @@ class OwnContender(Contender):
             "draft_seconds": stats.draft_seconds,
             "verify_seconds": stats.verify_seconds,
             "step_seconds": stats.decode_seconds,
-            "price": None if self.lossless else price(stats),
+            "price": None if self.lossless else mean_fidelity_loss(stats),
         }
-        return arrived(self._model, request.prompt, clock.stop()).model_copy(update=engine_says)
+        return timed_answer(self._model, request.prompt, clock.timestamps()).model_copy(update=engine_says)
 
 
-class PeerContender(Contender):
+class PeerCompetitor(Competitor):
     """Another runtime: the prompts of our plain decoding, and as many tokens as it wrote."""
 
     def __init__(self, peer: Peer, model: Model) -> None:
         self.name, self._peer, self._model = peer.name, peer, model
 
-    def answer(self, question: Question, plain: Record | None, repeat: int = 0) -> tuple[Turn, ...]:
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         """Every turn, after plain decoding's answers to the ones before."""
-        if plain is None or plain.refused:
+        if plain_result is None or plain_result.error:
             raise ValueError("plain decoding has no answer to this question")
-        messages, turns = list[Message](), list[Turn]()
-        for text, done in zip(question.turns, plain.turns, strict=True):
+        messages, turns = list[Message](), list[Answer]()
+        for text, done in zip(question.turns, plain_result.answers, strict=True):
             messages.append({"role": "user", "content": text})
             prompt = conversation(self._model, messages)
-            turns.append(arrived(self._model, prompt, self._peer.generate(prompt, len(done.tokens))))
+            turns.append(timed_answer(self._model, prompt, self._peer.generate(prompt, len(done.tokens))))
             messages.append({"role": "assistant", "content": self._model.codec.decode(done.tokens)})
         return tuple(turns)
 
@@ -228,16 +228,20 @@ def conversation(model: Model, messages: Sequence[Message]) -> list[int]:
     return model.tokens("\n\n".join(m["content"] for m in messages), raw=True)
 
 
-def arrived(model: Model, prompt: Sequence[int], arrivals: Arrivals) -> Turn:
-    """An answer with what every contender has to say about it."""
+def timed_answer(model: Model, prompt: Sequence[int], arrivals: TokenTimestamps) -> Answer:
+    """An answer with what every competitor has to say about it."""
     text = model.codec.decode(arrivals.tokens).strip()
     retokenized = len(model.codec.encode(text, special=False)) if text else 0
-    return Turn(
-        prompt_tokens=len(prompt), tokens=arrivals.tokens, at=arrivals.at, count=arrivals.count, retokenized=retokenized
+    return Answer(
+        prompt_tokens=len(prompt),
+        tokens=arrivals.tokens,
+        arrival_seconds=arrivals.seconds,
+        arrival_counts=arrivals.counts,
+        retokenized_tokens=retokenized,
     )
 
 
-def price(statistics: RequestStatistics) -> Price:
+def mean_fidelity_loss(statistics: RequestStatistics) -> MeanFidelityLoss:
     """What a lossy method changed in this answer."""
     p = statistics.fidelity
-    return Price(kl=p.mean_divergence, total_variation=p.mean_variation, changed=p.changed_share)
+    return MeanFidelityLoss(kl=p.mean_divergence, total_variation=p.mean_variation, changed=p.changed_share)

@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foretell.bench.charts import charts
-from foretell.bench.html_report import html
-from foretell.bench.report import by_category, markdown
-from foretell.bench.schema import Contender, Results
+from foretell.bench.charts import draw_charts
+from foretell.bench.html_report import render_html
+from foretell.bench.report import category_table, render_markdown
+from foretell.bench.schema import BenchResults, CompetitorResult
 from foretell.utils.validation import validate_json
 
 
 @contextmanager
-def progress(total: int | None) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int | None) -> Iterator[Callable[[str], None]]:
     """A bar on standard error; call what it gives once per finished piece of work."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -25,15 +25,15 @@ def progress(total: int | None) -> Iterator[Callable[[str], None]]:
         yield lambda what: bar.update(task, advance=1, description=what)
 
 
-def write(folder: Path, results: Results) -> list[Path]:
+def write_results(folder: Path, results: BenchResults) -> list[Path]:
     """`results.json`, `report.md`, `report.html` and, where matplotlib is installed, charts; each file is replaced as a
     whole.
     """
-    files = {"results.json": results.model_dump_json(indent=1).encode(), "report.md": markdown(results).encode()}
+    files = {"results.json": results.model_dump_json(indent=1).encode(), "report.md": render_markdown(results).encode()}
     pictures: dict[str, bytes] = {}
     if find_spec("matplotlib") is not None:
-        pictures = charts(results)
-    files["report.html"] = html(results, pictures).encode()
+        pictures = draw_charts(results)
+    files["report.html"] = render_html(results, pictures).encode()
     files |= {f"{name}.png": png for name, png in pictures.items()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -43,7 +43,7 @@ def write(folder: Path, results: Results) -> list[Path]:
     return [folder / name for name in files]
 
 
-def read(path: Path) -> Results:
+def read_results(path: Path) -> BenchResults:
     """Results of an earlier run: `results.json`, or the folder it is in.
 
     Raises:
@@ -54,13 +54,16 @@ def read(path: Path) -> Results:
         raise ValueError(
             f"{path}: no results here; give a results.json that `foretell bench run` or `replay` wrote, or its folder"
         )
-    return validate_json(Results, file.read_bytes(), f"{file}: not results of `foretell bench`")
+    return validate_json(BenchResults, file.read_bytes(), f"{file}: not results of `foretell bench`")
 
 
-def print_summary(results: Results) -> None:
+def print_summary(results: BenchResults) -> None:
     """Means over the categories, and the definitions."""
-    console, peers = Console(), [c.name for c in results.contenders if c.peer]
-    figures = [(c, [c.mean.tokens_per_pass, c.mean.tokens_per_second, c.mean.speedup]) for c in results.contenders]
+    console, peers = Console(), [c.name for c in results.competitors if c.peer]
+    figures = [
+        (c, [c.category_means.tokens_per_pass, c.category_means.tokens_per_second, c.category_means.speedup])
+        for c in results.competitors
+    ]
     console.print(
         _means(
             f"{results.settings.tasks}: means over the categories",
@@ -70,17 +73,17 @@ def print_summary(results: Results) -> None:
         )
     )
     if peers:
-        over = [(c, [c.mean.over_peers.get(p) for p in peers]) for c in results.contenders if not c.peer]
+        over = [(c, [c.category_means.over_peers.get(p) for p in peers]) for c in results.competitors if not c.peer]
         console.print(_means("tokens/s over each peer", peers, over, False))
     for name, text in results.definitions.items():
         console.print(f"[bold]{name}[/]: {text}", style="dim", highlight=False)
 
 
 def _means(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[Contender, Sequence[float | None]]], identity: bool
+    title: str, columns: Sequence[str], rows: Sequence[tuple[CompetitorResult, Sequence[float | None]]], identity: bool
 ) -> Table:
     table = Table(title=title)
-    table.add_column("contender", no_wrap=True)
+    table.add_column("competitor", no_wrap=True)
     for name in [*columns, *(["identical"] if identity else [])]:
         table.add_column(name, justify="right", overflow="fold")
     for c, figures in rows:
@@ -91,14 +94,14 @@ def _means(
     return table
 
 
-def print_replay(results: Results) -> None:
+def print_replay(results: BenchResults) -> None:
     """Tokens per pass by category."""
-    sheet = by_category(results, lambda f: f.tokens_per_pass, False)
+    sheet = category_table(results, lambda f: f.tokens_per_pass, False)
     table = Table(title=f"tokens per pass on recorded {results.settings.tasks}")
     for i, name in enumerate([*sheet.header, "mean", "drafted per pass"]):
         table.add_column(name, no_wrap=not i, justify="right" if i else "left")
-    for row, c in zip(sheet.rows, results.contenders, strict=True):
-        figures = [*row[1:], c.mean.tokens_per_pass, c.pooled.drafted_per_pass]
+    for row, c in zip(sheet.rows, results.competitors, strict=True):
+        figures = [*row[1:], c.category_means.tokens_per_pass, c.pooled.drafted_per_pass]
         table.add_row(c.name, *(f"{f:.2f}" if isinstance(f, float) else "–" for f in figures))
     console = Console()
     console.print(table)

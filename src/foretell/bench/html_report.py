@@ -4,8 +4,8 @@ from base64 import b64encode
 from collections.abc import Mapping
 from html import escape
 
-from foretell.bench.report import sections, setting, title
-from foretell.bench.schema import Results
+from foretell.bench.report import conditions, report_title, sections
+from foretell.bench.schema import BenchResults
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -24,7 +24,7 @@ _CAPTIONS = {
 }
 
 
-def html(results: Results, charts: Mapping[str, bytes]) -> str:
+def render_html(results: BenchResults, charts: Mapping[str, bytes]) -> str:
     """The report with its pictures inside; it loads nothing from anywhere."""
     pictures = "".join(
         f'<figure><img alt="{escape(_CAPTIONS[n])}" src="data:image/png;base64,{b64encode(png).decode()}">'
@@ -39,7 +39,7 @@ def html(results: Results, charts: Mapping[str, bytes]) -> str:
     machine = ", ".join(f"{k} {v}" for k, v in results.machine.items())
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title(results))}</title><style>{_STYLE}</style><h1>{escape(title(results))}</h1><p>{escape(setting(results))}</p>"
+        f"<title>{escape(report_title(results))}</title><style>{_STYLE}</style><h1>{escape(report_title(results))}</h1><p>{escape(conditions(results))}</p>"
         f"{pictures}{tables}<h2>What the figures "
         f"mean</h2><dl>{meaning}</dl><p><small>{escape(machine)}</small></p></html>\n"
     )

@@ -12,7 +12,7 @@ _STREAM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 _STREAM_REPEATS = 8
 
 
-def describe(device: str = "cpu") -> dict[str, str]:
+def describe_machine(device: str = "cpu") -> dict[str, str]:
     """What was measured on: processor, cores, GPU, versions."""
     found = {
         "python": platform.python_version(),
@@ -41,7 +41,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def read_bandwidth(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of reading memory: the fastest of several sums over one block."""
     block = torch.ones(_STREAM_BYTES[device.type] // 4, device=device)
 

@@ -1,4 +1,4 @@
-"""Peak memory of one contender (the GPU's on CUDA): a process of its own that loads nothing else and answers one
+"""Peak memory of one competitor (the GPU's on CUDA): a process of its own that loads nothing else and answers one
 prompt.
 """
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from foretell.bench.results import is_peer
-from foretell.bench.competitor import Spec
+from foretell.bench.competitor import MethodSpec
 from foretell.bench.peers import registry as choose
-from foretell.bench.schema import Frozen
+from foretell.bench.results import is_peer
+from foretell.bench.schema import FrozenModel
 from foretell.engine.engine import Request
 from foretell.load import load, load_draft
 
 
-class Task(Frozen):
-    """What the process is told: the contender, what it needs, and the prompt."""
+class MemoryTask(FrozenModel):
+    """What the process is told: the competitor, what it needs, and the prompt."""
 
-    contender: str
+    competitor: str
     model: str
     draft_model: str | None
     references: tuple[str, ...]
@@ -33,8 +33,8 @@ class Task(Frozen):
     max_new_tokens: int
 
 
-def peak(task: Task) -> int | None:
-    """Most resident bytes while it answers; None where the system does not tell or the contender fails."""
+def measure_peak_memory(task: MemoryTask) -> int | None:
+    """Most resident bytes while it answers; None where the system does not tell or the competitor fails."""
     done = subprocess.run(
         [sys.executable, "-m", "foretell.bench.memory"],
         input=task.model_dump_json(),
@@ -60,16 +60,18 @@ def _highest() -> int:
 
 def main(text: str) -> None:
     """Answer the prompt of the task; print the peak in bytes."""
-    task = Task.model_validate_json(text)
+    task = MemoryTask.model_validate_json(text)
     torch.set_num_threads(task.threads)
-    kind, precision = task.contender.split("/")
-    if is_peer(task.contender):
-        setting = choose.Setting(task.model, task.draft_model, precision, task.context, task.threads, Path(task.folder))
-        peer = choose.peers([task.contender], setting)[task.contender]
+    kind, precision = task.competitor.split("/")
+    if is_peer(task.competitor):
+        setting = choose.PeerSettings(
+            task.model, task.draft_model, precision, task.context, task.threads, Path(task.folder)
+        )
+        peer = choose.load_peers([task.competitor], setting)[task.competitor]
         _reset()
         peer.generate(task.prompt, task.max_new_tokens)
     else:
-        model, spec = load(task.model, precision, task.device), Spec.parse(kind)
+        model, spec = load(task.model, precision, task.device), MethodSpec.parse(kind)
         drafts = [load_draft(r, precision, task.device) for r in (task.draft_model or "").split(",") if r]
         engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=task.references), rows=1)
         _reset()

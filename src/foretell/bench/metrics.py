@@ -7,7 +7,15 @@ from statistics import fmean, median
 
 import numpy as np
 
-from foretell.bench.schema import Figures, Mean, PerQuestion, Price, Record, SpecBench, Turn
+from foretell.bench.schema import (
+    Answer,
+    CategoryMeans,
+    MeanFidelityLoss,
+    Metrics,
+    QuestionMetrics,
+    QuestionResult,
+    SpecBenchMetrics,
+)
 
 DEFINITIONS: Mapping[str, str] = {
     "tokens per pass": "new tokens over passes of the target that decided tokens, the one that ends the reading of the "
@@ -48,38 +56,38 @@ DEFINITIONS: Mapping[str, str] = {
 }
 
 
-def decode_tokens(turn: Turn) -> int:
+def decode_tokens(turn: Answer) -> int:
     """Tokens after the first arrival."""
-    return len(turn.tokens) - turn.count[0] if turn.count else 0
+    return len(turn.tokens) - turn.arrival_counts[0] if turn.arrival_counts else 0
 
 
-def decode_seconds(turn: Turn) -> float:
+def decode_seconds(turn: Answer) -> float:
     """From the first to the last arrival."""
-    return turn.at[-1] - turn.at[0] if turn.at else 0.0
+    return turn.arrival_seconds[-1] - turn.arrival_seconds[0] if turn.arrival_seconds else 0.0
 
 
-def total_seconds(turn: Turn) -> float:
+def total_seconds(turn: Answer) -> float:
     """From the request to the last arrival."""
-    return turn.at[-1] if turn.at else 0.0
+    return turn.arrival_seconds[-1] if turn.arrival_seconds else 0.0
 
 
-def per_question(records: Iterable[Record]) -> list[PerQuestion]:
-    """One contender's answered questions, repeats merged: counts of the first repeat, medians of the times."""
-    found: dict[str, list[Record]] = defaultdict(list)
+def question_metrics(records: Iterable[QuestionResult]) -> list[QuestionMetrics]:
+    """One competitor's answered questions, repeats merged: counts of the first repeat, medians of the times."""
+    found: dict[str, list[QuestionResult]] = defaultdict(list)
     for r in sorted(records, key=lambda r: r.repeat):
-        if r.refused is None:
+        if r.error is None:
             found[r.question].append(r)
 
-    def middle(repeats: Sequence[Record], seconds: Callable[[Turn], float]) -> float:
-        return median(sum(seconds(t) for t in r.turns) for r in repeats)
+    def middle(repeats: Sequence[QuestionResult], seconds: Callable[[Answer], float]) -> float:
+        return median(sum(seconds(t) for t in r.answers) for r in repeats)
 
     return [
-        PerQuestion(
+        QuestionMetrics(
             question=name,
             category=repeats[0].category,
-            tokens=sum(len(t.tokens) for t in repeats[0].turns),
-            passes=sum(t.passes for t in repeats[0].turns),
-            decode_tokens=sum(decode_tokens(t) for t in repeats[0].turns),
+            tokens=sum(len(t.tokens) for t in repeats[0].answers),
+            passes=sum(t.passes for t in repeats[0].answers),
+            decode_tokens=sum(decode_tokens(t) for t in repeats[0].answers),
             decode_seconds=middle(repeats, decode_seconds),
             total_seconds=middle(repeats, total_seconds),
         )
@@ -87,38 +95,42 @@ def per_question(records: Iterable[Record]) -> list[PerQuestion]:
     ]
 
 
-def rate(questions: Sequence[PerQuestion], end_to_end: bool = False) -> float:
+def tokens_per_second(questions: Sequence[QuestionMetrics], end_to_end: bool = False) -> float:
     """Tokens per second of decoding, or of everything."""
     tokens = sum(q.tokens if end_to_end else q.decode_tokens for q in questions)
     seconds = sum(q.total_seconds if end_to_end else q.decode_seconds for q in questions)
     return tokens / seconds if seconds else 0.0
 
 
-def ratio(mine: Sequence[PerQuestion], theirs: Sequence[PerQuestion], end_to_end: bool = False) -> float | None:
+def speed_ratio(
+    mine: Sequence[QuestionMetrics], theirs: Sequence[QuestionMetrics], end_to_end: bool = False
+) -> float | None:
     """Of two rates over the questions that both answered; None where there is none."""
     common = {q.question for q in mine} & {q.question for q in theirs}
-    above = rate([q for q in mine if q.question in common], end_to_end)
-    below = rate([q for q in theirs if q.question in common], end_to_end)
+    above = tokens_per_second([q for q in mine if q.question in common], end_to_end)
+    below = tokens_per_second([q for q in theirs if q.question in common], end_to_end)
     return above / below if above and below else None
 
 
-def figures(records: Sequence[Record], plain: Sequence[Record], peers: Mapping[str, Sequence[Record]]) -> Figures:
-    """Pooled figures of one contender over some questions, against plain decoding's and the peers' records of the
+def compute_metrics(
+    records: Sequence[QuestionResult], plain: Sequence[QuestionResult], peers: Mapping[str, Sequence[QuestionResult]]
+) -> Metrics:
+    """Pooled figures of one competitor over some questions, against plain decoding's and the peers' records of the
     same.
     """
-    answered = [r for r in records if r.refused is None]
-    first = [t for r in answered if r.repeat == 0 for t in r.turns]
-    every = [t for r in answered for t in r.turns]
-    mine, base = per_question(answered), per_question(plain)
+    answered = [r for r in records if r.error is None]
+    first = [t for r in answered if r.repeat == 0 for t in r.answers]
+    every = [t for r in answered for t in r.answers]
+    mine, base = question_metrics(answered), question_metrics(plain)
     passes, tokens = sum(t.passes for t in first), sum(len(t.tokens) for t in first)
-    tested, accepted = _sum([t.tested for t in first]), _sum([t.accepted for t in first])
+    tested, accepted = _sum([t.tested_per_position for t in first]), _sum([t.accepted_per_position for t in first])
     steps = sum(t.step_seconds for t in every)
     shares = [
         sum(x) / steps if steps else None for x in ([t.draft_seconds for t in every], [t.verify_seconds for t in every])
     ]
     gaps, even = _waits(every)
-    over = {name: ratio(mine, per_question(rs)) for name, rs in peers.items()}
-    return Figures(
+    over = {name: speed_ratio(mine, question_metrics(rs)) for name, rs in peers.items()}
+    return Metrics(
         questions=len(mine),
         tokens=tokens,
         passes=passes,
@@ -129,15 +141,15 @@ def figures(records: Sequence[Record], plain: Sequence[Record], peers: Mapping[s
             a / n for a, n in zip([*accepted, *[0] * (len(tested) - len(accepted))], tested, strict=True)
         ),
         acceptance_cumulative=tuple(a / passes for a in accepted),
-        tokens_per_second=rate(mine),
-        end_to_end_tokens_per_second=rate(mine, end_to_end=True),
-        speedup=ratio(mine, base),
-        end_to_end_speedup=ratio(mine, base, end_to_end=True),
+        tokens_per_second=tokens_per_second(mine),
+        end_to_end_tokens_per_second=tokens_per_second(mine, end_to_end=True),
+        speedup=speed_ratio(mine, base),
+        end_to_end_speedup=speed_ratio(mine, base, end_to_end=True),
         over_peers={name: value for name, value in over.items() if value is not None},
         draft_share=shares[0],
         verify_share=shares[1],
         other_share=None if shares[0] is None or shares[1] is None else max(0.0, 1 - shares[0] - shares[1]),
-        prefill_seconds=fmean(t.at[0] if t.at else 0.0 for t in every) if every else 0.0,
+        prefill_seconds=fmean(t.arrival_seconds[0] if t.arrival_seconds else 0.0 for t in every) if every else 0.0,
         inter_token_p50_ms=_percentile(even, 50),
         inter_token_p95_ms=_percentile(even, 95),
         gap_p95_ms=_percentile(gaps, 95),
@@ -149,11 +161,11 @@ def _sum(counts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(c[d] for c in counts if d < len(c)) for d in range(longest)]
 
 
-def _waits(turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
+def _waits(turns: Sequence[Answer]) -> tuple[list[float], list[float]]:
     """Seconds between arrivals, and the same shared by the tokens of each."""
     gaps, even = list[float](), list[float]()
     for t in turns:
-        for (before, after), count in zip(pairwise(t.at), t.count[1:], strict=True):
+        for (before, after), count in zip(pairwise(t.arrival_seconds), t.arrival_counts[1:], strict=True):
             gaps.append(after - before)
             even += [(after - before) / count] * count
     return gaps, even
@@ -163,7 +175,7 @@ def _percentile(seconds: Sequence[float], percent: float) -> float:
     return float(np.percentile(seconds, percent)) * 1e3 if len(seconds) else 0.0
 
 
-def mean(categories: Sequence[Figures]) -> Mean:
+def category_means(categories: Sequence[Metrics]) -> CategoryMeans:
     """Arithmetic means over the categories."""
 
     def over(values: Sequence[float | None]) -> float | None:
@@ -171,7 +183,7 @@ def mean(categories: Sequence[Figures]) -> Mean:
         return fmean(known) if known else None
 
     names = {name for f in categories for name in f.over_peers}
-    return Mean(
+    return CategoryMeans(
         tokens_per_pass=over([f.tokens_per_pass for f in categories]),
         tokens_per_second=over([f.tokens_per_second for f in categories]) or 0.0,
         speedup=over([f.speedup for f in categories]),
@@ -179,36 +191,36 @@ def mean(categories: Sequence[Figures]) -> Mean:
     )
 
 
-def spec_bench(records: Sequence[Record], plain: Sequence[Record]) -> SpecBench:
+def spec_bench_metrics(records: Sequence[QuestionResult], plain: Sequence[QuestionResult]) -> SpecBenchMetrics:
     """#MAT and speed-ups as Spec-Bench computes them, by its six groups."""
-    turns = [t for r in records if r.refused is None and r.repeat == 0 for t in r.turns]
+    turns = [t for r in records if r.error is None and r.repeat == 0 for t in r.answers]
     passes = sum(t.passes for t in turns)
 
-    def rates(of: Sequence[Record], tokens: Callable[[Turn], int]) -> dict[str, list[float]]:
+    def rates(of: Sequence[QuestionResult], tokens: Callable[[Answer], int]) -> dict[str, list[float]]:
         out: dict[str, list[float]] = defaultdict(list)
         for r in of:
-            seconds = sum(total_seconds(t) for t in r.turns)
-            if r.refused is None and seconds:
-                out[r.group].append(sum(tokens(t) for t in r.turns) / seconds)
+            seconds = sum(total_seconds(t) for t in r.answers)
+            if r.error is None and seconds:
+                out[r.group].append(sum(tokens(t) for t in r.answers) / seconds)
         return out
 
-    mine, base = rates(records, lambda t: len(t.tokens)), rates(plain, lambda t: t.retokenized)
+    mine, base = rates(records, lambda t: len(t.tokens)), rates(plain, lambda t: t.retokenized_tokens)
     both = [g for g in mine if g in base and fmean(base[g])]
     above, below = [x for g in both for x in mine[g]], [x for g in both for x in base[g]]
-    return SpecBench(
-        mat=sum(len(t.tokens) for t in turns) / passes if passes else None,
+    return SpecBenchMetrics(
+        mean_accepted_tokens=sum(len(t.tokens) for t in turns) / passes if passes else None,
         speedup={g: fmean(mine[g]) / fmean(base[g]) for g in both},
         overall=fmean(above) / fmean(below) if below else 0.0,
     )
 
 
-def price(records: Sequence[Record]) -> Price | None:
+def mean_fidelity_loss(records: Sequence[QuestionResult]) -> MeanFidelityLoss | None:
     """A lossy method's price, weighted by tokens."""
-    turns = [(t.price, len(t.tokens)) for r in records if r.repeat == 0 for t in r.turns if t.price is not None]
+    turns = [(t.fidelity, len(t.tokens)) for r in records if r.repeat == 0 for t in r.answers if t.fidelity is not None]
     total = sum(n for _, n in turns)
     if not total:
         return None
-    return Price(
+    return MeanFidelityLoss(
         kl=sum(p.kl * n for p, n in turns) / total,
         total_variation=sum(p.total_variation * n for p, n in turns) / total,
         changed=sum(p.changed * n for p, n in turns) / total,

@@ -34,7 +34,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class QuestionSet:
     """Questions of a file, and what was wrong with the lines that held none."""
 
     source: str
@@ -51,7 +51,7 @@ class Tasks:
         """Changes when any question does."""
         return sha256(json.dumps([[q.id, q.category, *q.turns] for q in self.questions]).encode()).hexdigest()[:16]
 
-    def select(self, per_category: int | None = None, categories: Sequence[str] = ()) -> "Tasks":
+    def select(self, per_category: int | None = None, categories: Sequence[str] = ()) -> "QuestionSet":
         """The first `per_category` questions of the named categories (none named: of all).
 
         Raises:
@@ -70,10 +70,10 @@ class Tasks:
             ):
                 taken[q.category] += 1
                 kept.append(q)
-        return Tasks(self.source, tuple(kept), self.problems)
+        return QuestionSet(self.source, tuple(kept), self.problems)
 
 
-def load(source: str) -> Tasks:
+def load_questions(source: str) -> QuestionSet:
     """Read questions: `builtin`, or a file.
 
     JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
@@ -99,7 +99,7 @@ def load(source: str) -> Tasks:
     return _parse(source, text, _json_line if path.suffix in (".jsonl", ".json") else _text_line)
 
 
-def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> Tasks:
+def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> QuestionSet:
     questions: dict[str, Question] = {}
     problems = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -115,7 +115,7 @@ def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> Task
     if not questions:
         detail = f" ({problems[0]})" if problems else ""
         raise ValueError(f"{source}: there is no question in this file{detail}")
-    return Tasks(source, tuple(questions.values()), tuple(problems))
+    return QuestionSet(source, tuple(questions.values()), tuple(problems))
 
 
 def _text_line(line: str, number: int) -> Question:

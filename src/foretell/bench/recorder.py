@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool
 
 from foretell.api import Model
-from foretell.bench.competitor import Watched, conversation
-from foretell.bench.recording import Recording, RecordingSettings, Script
-from foretell.bench.questions import Question, Tasks
+from foretell.bench.competitor import TracingRunner, conversation
+from foretell.bench.questions import Question, QuestionSet
+from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.engine.engine import Engine, Request, Update
@@ -17,7 +17,7 @@ from foretell.tokenizer.codec import Message
 from foretell.utils.store import RunStore
 
 
-class Heard(Watched):
+class Heard(TracingRunner):
     """Also remembers what the last pass gave."""
 
     output: ModelOutput
@@ -36,7 +36,9 @@ class Heard(Watched):
         return self.output
 
 
-def describe(model: Model, tasks: Tasks, questions: int, max_new_tokens: int, top_k: int) -> RecordingSettings:
+def recording_settings(
+    model: Model, tasks: QuestionSet, questions: int, max_new_tokens: int, top_k: int
+) -> RecordingSettings:
     """What a recording of these questions is headed with."""
     return RecordingSettings(
         model=model.name,
@@ -52,11 +54,11 @@ def describe(model: Model, tasks: Tasks, questions: int, max_new_tokens: int, to
     )
 
 
-def record(
+def record_questions(
     model: Model,
     questions: Sequence[Question],
     setting: RecordingSettings,
-    store: RunStore[Recording],
+    store: RunStore[RecordedQuestion],
     tick: Callable[[str], None],
 ) -> None:
     """Answer every question that the store does not hold yet.
@@ -67,14 +69,14 @@ def record(
     done = {r.question for r in store.records}
     for question in questions:
         if question.id not in done:
-            store.append(_record(model, question, setting))
+            store.append(_record_question(model, question, setting))
         tick(f"{question.category} {question.id}")
 
 
-def _record(model: Model, question: Question, setting: RecordingSettings) -> Recording:
+def _record_question(model: Model, question: Question, setting: RecordingSettings) -> RecordedQuestion:
     heard = Heard(model.runner())
     engine = Engine(heard, model.method(), rows=1)
-    messages, turns = list[Message](), list[Script]()
+    messages, turns = list[Message](), list[RecordedAnswer]()
     for text in question.turns:
         messages.append({"role": "user", "content": text})
         prompt = conversation(model, messages)
@@ -86,6 +88,8 @@ def _record(model: Model, question: Question, setting: RecordingSettings) -> Rec
             scores.append(top.values.cpu().numpy())
 
         (done,) = engine.complete([Request(prompt, max_new_tokens=setting.max_new_tokens, eos=model.eos)], note)
-        turns.append(Script.of(prompt, done.tokens, np.stack(best), np.stack(scores)))
+        turns.append(RecordedAnswer.pack(prompt, done.tokens, np.stack(best), np.stack(scores)))
         messages.append({"role": "assistant", "content": model.codec.decode(done.tokens)})
-    return Recording(question=question.id, category=question.category, group=question.group, turns=tuple(turns))
+    return RecordedQuestion(
+        question=question.id, category=question.category, group=question.group, answers=tuple(turns)
+    )

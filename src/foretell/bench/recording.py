@@ -7,58 +7,58 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.bench.schema import Frozen
+from foretell.bench.schema import FrozenModel
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.runner import Runner
 
 
-class Script(Frozen):
+class RecordedAnswer(FrozenModel):
     """One recorded answer: the prompt, the greedy tokens, and the best scores before each of them."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    best: str
+    top_tokens: str
     """Token ids `[tokens, k]`, best first: base64 of little-endian int32."""
-    scores: str
+    top_logprobs: str
     """Their log-probabilities: base64 of little-endian float32."""
 
     @staticmethod
-    def of(
+    def pack(
         prompt: Sequence[int], tokens: Sequence[int], best: Int[np.ndarray, "n k"], scores: Float[np.ndarray, "n k"]
-    ) -> "Script":
+    ) -> "RecordedAnswer":
         """Pack arrays."""
-        return Script(
+        return RecordedAnswer(
             prompt=tuple(prompt),
             tokens=tuple(tokens),
-            best=base64.b64encode(best.astype("<i4").tobytes()).decode(),
-            scores=base64.b64encode(scores.astype("<f4").tobytes()).decode(),
+            top_tokens=base64.b64encode(best.astype("<i4").tobytes()).decode(),
+            top_logprobs=base64.b64encode(scores.astype("<f4").tobytes()).decode(),
         )
 
-    def distributions(self) -> tuple[Int[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
+    def unpack(self) -> tuple[Int[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
         """Unpack them.
 
         Raises:
             ValueError: the arrays do not fit the tokens.
         """
         try:
-            ids = np.frombuffer(base64.b64decode(self.best, validate=True), "<i4")
-            scores = np.frombuffer(base64.b64decode(self.scores, validate=True), "<f4")
+            ids = np.frombuffer(base64.b64decode(self.top_tokens, validate=True), "<i4")
+            scores = np.frombuffer(base64.b64decode(self.top_logprobs, validate=True), "<f4")
             return ids.reshape(len(self.tokens), -1), scores.reshape(len(self.tokens), -1)
         except ValueError as error:
             raise ValueError(f"a recorded distribution is damaged ({error}); record the workload again") from error
 
 
-class Recording(Frozen):
+class RecordedQuestion(FrozenModel):
     """All turns of one question."""
 
     question: str
     category: str
     group: str
-    turns: tuple[Script, ...]
+    answers: tuple[RecordedAnswer, ...]
 
 
-class RecordingSettings(Frozen):
+class RecordingSettings(FrozenModel):
     """What was recorded, and the facts about the model that replay needs."""
 
     format: str = "foretell recording 1"
@@ -75,7 +75,7 @@ class RecordingSettings(Frozen):
     """How many the recording holds when it is complete."""
 
 
-class ScriptedRunner(Runner):
+class ReplayRunner(Runner):
     """Scores the nodes that agree with the script as the target did; says nothing about the others, which greedy
     decoding never reaches.
 
@@ -86,11 +86,11 @@ class ScriptedRunner(Runner):
         self.vocab, self.context = vocab, context
         self._length = 0
 
-    def play(self, script: Script) -> None:
+    def set_answer(self, script: RecordedAnswer) -> None:
         """Serve this script from now on."""
         self._said = np.array([*script.prompt, *script.tokens], np.int64)
         self._prompt = len(script.prompt)
-        self._best, self._scores = script.distributions()
+        self._best, self._scores = script.unpack()
 
     def length(self, row: int) -> int:
         """How many tokens have been read and kept."""

@@ -10,9 +10,9 @@ replay and mean nothing.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foretell.bench.competitor import PLAIN, Spec, Watched
-from foretell.bench.schema import Frozen, Record, Settings, Turn
-from foretell.bench.recording import Recording, RecordingSettings, ScriptedRunner
+from foretell.bench.competitor import PLAIN, MethodSpec, TracingRunner
+from foretell.bench.recording import RecordedQuestion, RecordingSettings, ReplayRunner
+from foretell.bench.schema import Answer, BenchSettings, FrozenModel, QuestionResult
 from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine, Request
 from foretell.load import load as load_model
@@ -21,14 +21,14 @@ from foretell.utils.store import read, settings
 from foretell.utils.validation import validate_json
 
 
-def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
+def load_recording(folder: Path) -> tuple[RecordingSettings, list[RecordedQuestion]]:
     """A complete recording.
 
     Raises:
         ValueError: there is none here, it is damaged, or it was interrupted.
     """
     setting = settings(folder, RecordingSettings)
-    recordings = list(read(folder, Recording))
+    recordings = list(read(folder, RecordedQuestion))
     if len(recordings) < setting.questions:
         raise ValueError(
             f"{folder}: the recording was interrupted, it holds {len(recordings)} of {setting.questions} questions; "
@@ -37,13 +37,13 @@ def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
     return setting, recordings
 
 
-class Cast:
+class MethodReplay:
     """Makes a fresh method for every question. `context` makes what it is built from."""
 
-    def __init__(self, setting: RecordingSettings, spec: Spec, context: Callable[[], BuildContext]) -> None:
+    def __init__(self, setting: RecordingSettings, spec: MethodSpec, context: Callable[[], BuildContext]) -> None:
         self.setting, self.spec, self._context = setting, spec, context
-        self.name = f"{spec.text}/{setting.dtype}"
-        if not self.engine(ScriptedRunner(setting.vocab, setting.context)).method.lossless:
+        self.name = f"{spec.label}/{setting.dtype}"
+        if not self.engine(ReplayRunner(setting.vocab, setting.context)).method.lossless:
             raise ValueError(
                 "it is lossy, and what the target says after a token it did not choose was not recorded; measure it "
                 "with `foretell bench run`"
@@ -51,51 +51,51 @@ class Cast:
 
     def engine(self, runner: Runner) -> Engine:
         """An engine with a method that remembers nothing."""
-        return Engine(Watched(runner), build(self.spec.method, self._context(), self.spec.config), rows=1)
+        return Engine(TracingRunner(runner), build(self.spec.method, self._context(), self.spec.config), rows=1)
 
-    def play(self, recording: Recording) -> Record:
+    def replay(self, recording: RecordedQuestion) -> QuestionResult:
         """The method's passes over one question.
 
         Raises:
             ValueError: the method needs what a recording does not hold.
         """
-        scripted = ScriptedRunner(self.setting.vocab, self.setting.context)
+        scripted = ReplayRunner(self.setting.vocab, self.setting.context)
         engine = self.engine(scripted)
         watched = engine.runner
-        assert isinstance(watched, Watched)
+        assert isinstance(watched, TracingRunner)
         turns = []
-        for script in recording.turns:
-            scripted.play(script)
+        for script in recording.answers:
+            scripted.set_answer(script)
             watched.passes = []
             request = Request(script.prompt, max_new_tokens=self.setting.max_new_tokens, eos=self.setting.eos)
             (done,) = engine.complete([request])
             stats = done.statistics
-            tested, accepted = watched.acceptance()
+            tested, accepted = watched.count_acceptance()
             turns.append(
-                Turn(
-                    prompt_tokens=len(script.prompt), tokens=done.tokens, at=(), count=(), retokenized=0,
-                    passes=stats.target_passes, drafted=stats.drafted, tested=tested, accepted=accepted,
+                Answer(
+                    prompt_tokens=len(script.prompt), tokens=done.tokens, arrival_seconds=(), arrival_counts=(), retokenized_tokens=0,
+                    passes=stats.target_passes, drafted=stats.drafted, tested_per_position=tested, accepted_per_position=accepted,
                 )
             )  # fmt: skip
-        return Record(
+        return QuestionResult(
             question=recording.question,
             category=recording.category,
             group=recording.group,
-            contender=self.name,
+            competitor=self.name,
             repeat=0,
-            turns=tuple(turns),
+            answers=tuple(turns),
         )
 
 
-def casts(
+def method_replays(
     setting: RecordingSettings, methods: Sequence[str], draft_model: str | None = None, references: Sequence[Path] = ()
-) -> list[Cast]:
+) -> list[MethodReplay]:
     """Plain decoding and these methods, ready to play; models are loaded only where drafting needs them.
 
     Raises:
         ValueError: an unknown or lossy method, or one that needs what is not there.
     """
-    specs = {s.text: s for s in map(Spec.parse, [PLAIN, *methods])}
+    specs = {s.label: s for s in map(MethodSpec.parse, [PLAIN, *methods])}
     drafts = [load_model(r, setting.dtype) for r in (draft_model or "").split(",") if r]
     codec = load_model(setting.model, setting.dtype).codec if references or drafts else None
     texts = [] if codec is None else [tuple(codec.encode(p.read_text("utf-8"), special=False)) for p in references]
@@ -111,17 +111,19 @@ def casts(
             draft_codecs=tuple(d.codec for d in drafts),
         )
 
-    return [_cast(setting, spec, context) for spec in specs.values()]
+    return [_method_replay(setting, spec, context) for spec in specs.values()]
 
 
-def _cast(setting: RecordingSettings, spec: Spec, context: Callable[[], BuildContext]) -> Cast:
+def _method_replay(setting: RecordingSettings, spec: MethodSpec, context: Callable[[], BuildContext]) -> MethodReplay:
     try:
-        return Cast(setting, spec, context)
+        return MethodReplay(setting, spec, context)
     except ValueError as error:
-        raise ValueError(f"{spec.text} cannot be replayed: {error}") from error
+        raise ValueError(f"{spec.label} cannot be replayed: {error}") from error
 
 
-def replay(recordings: Sequence[Recording], casts: Sequence[Cast], tick: Callable[[str], None]) -> list[Record]:
+def replay_all(
+    recordings: Sequence[RecordedQuestion], casts: Sequence[MethodReplay], tick: Callable[[str], None]
+) -> list[QuestionResult]:
     """Every method over every question.
 
     Raises:
@@ -130,8 +132,8 @@ def replay(recordings: Sequence[Recording], casts: Sequence[Cast], tick: Callabl
     records = []
     for cast in casts:
         for recording in recordings:
-            record = cast.play(recording)
-            if [t.tokens for t in record.turns] != [s.tokens for s in recording.turns]:
+            record = cast.replay(recording)
+            if [t.tokens for t in record.answers] != [s.tokens for s in recording.answers]:
                 raise ValueError(
                     f"{cast.name} answered question {recording.question} otherwise than the recorded target: this is a "
                     f"bug, please report it"
@@ -141,16 +143,16 @@ def replay(recordings: Sequence[Recording], casts: Sequence[Cast], tick: Callabl
     return records
 
 
-def as_settings(setting: RecordingSettings) -> Settings:
+def bench_settings(setting: RecordingSettings) -> BenchSettings:
     """The header of results that come from a replay."""
-    return Settings(
+    return BenchSettings(
         model=setting.model, tasks=setting.tasks, digest=setting.digest, max_new_tokens=setting.max_new_tokens,
         temperature=0.0, seed=0,
         threads=1, dtypes=(setting.dtype,),
     )  # fmt: skip
 
 
-class Baseline(Frozen):
+class Baseline(FrozenModel):
     """Pinned counts: tokens and passes by method and question."""
 
     format: str = "foretell baseline 1"
@@ -173,13 +175,13 @@ class Baseline(Frozen):
         )
 
     @staticmethod
-    def of(records: Sequence[Record]) -> "Baseline":
+    def from_results(records: Sequence[QuestionResult]) -> "Baseline":
         """Counts of a replay or a run; plain decoding left out, whose every pass gives one token."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         for r in records:
-            if r.repeat == 0 and not r.contender.startswith(f"{PLAIN}/"):
-                sums = sum(len(t.tokens) for t in r.turns), sum(t.passes for t in r.turns)
-                found.setdefault(r.contender, {})[r.question] = sums
+            if r.repeat == 0 and not r.competitor.startswith(f"{PLAIN}/"):
+                sums = sum(len(t.tokens) for t in r.answers), sum(t.passes for t in r.answers)
+                found.setdefault(r.competitor, {})[r.question] = sums
         return Baseline(counts=found)
 
     def differences(self, now: "Baseline") -> list[str]:

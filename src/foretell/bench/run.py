@@ -1,4 +1,4 @@
-"""A run: every question to every contender, in turn, so that drift of the machine meets all alike."""
+"""A run: every question to every competitor, in turn, so that drift of the machine meets all alike."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,81 +6,85 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretell.api import Model
-from foretell.bench.competitor import PLAIN, Contender, conversation
-from foretell.bench.schema import Divergence, Record
+from foretell.bench.competitor import PLAIN, Competitor, conversation
 from foretell.bench.questions import Question
+from foretell.bench.schema import AnswerDivergence, QuestionResult
 from foretell.core.tree import root_tree
 from foretell.tokenizer.codec import Message
 from foretell.utils.store import RunStore
 
-Tick = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Session:
+class BenchRun:
     """Who answers, how often, and the models that judge where answers diverge, by precision.
 
-    The first contender is plain decoding.
+    The first competitor is plain decoding.
     """
 
-    contenders: Sequence[Contender]
+    competitors: Sequence[Competitor]
     models: Mapping[str, Model]
     repeats: int
 
     @property
-    def size(self) -> int:
+    def answers_per_question(self) -> int:
         """Answers per question."""
-        return len(self.contenders) * self.repeats
+        return len(self.competitors) * self.repeats
 
-    def run(self, questions: Sequence[Question], store: RunStore[Record], tick: Tick) -> None:
+    def run(self, questions: Sequence[Question], store: RunStore[QuestionResult], tick: ProgressCallback) -> None:
         """Ask everything that the store has no answer to yet."""
-        done = {(r.question, r.contender, r.repeat): r for r in store.records}
-        if len(done) < len(questions) * self.size:
+        done = {(r.question, r.competitor, r.repeat): r for r in store.records}
+        if len(done) < len(questions) * self.answers_per_question:
             self._warm_up()
         for question in questions:
             for repeat in range(self.repeats):
-                for contender in self._order(repeat):
-                    key = question.id, contender.name, repeat
+                for competitor in self._order(repeat):
+                    key = question.id, competitor.name, repeat
                     if key not in done:
-                        done[key] = self._ask(contender, question, repeat, done)
+                        done[key] = self._ask(competitor, question, repeat, done)
                         store.append(done[key])
-                    tick(f"{question.category} {question.id}: {contender.name}")
+                    tick(f"{question.category} {question.id}: {competitor.name}")
 
     def _warm_up(self) -> None:
         """A short question that is not counted: first calls allocate, compile and page in."""
         question = Question("warm-up", "warm-up", ("Count from one to ten, then count from one to ten again.",))
         plain = None
-        for contender in self.contenders:
-            turns = contender.answer(question, plain, -1)
-            plain = plain or Record(
-                question=question.id, category="", group="", contender=contender.name, repeat=0, turns=turns
+        for competitor in self.competitors:
+            turns = competitor.answer(question, plain, -1)
+            plain = plain or QuestionResult(
+                question=question.id, category="", group="", competitor=competitor.name, repeat=0, answers=turns
             )
 
-    def _order(self, repeat: int) -> Sequence[Contender]:
+    def _order(self, repeat: int) -> Sequence[Competitor]:
         """Everyone's neighbours change from repeat to repeat; in the first, plain decoding comes first, since peers
         follow its lengths.
         """
-        shift = repeat * 3 % len(self.contenders)
-        return [*self.contenders[shift:], *self.contenders[:shift]]
+        shift = repeat * 3 % len(self.competitors)
+        return [*self.competitors[shift:], *self.competitors[:shift]]
 
     def _ask(
-        self, contender: Contender, question: Question, repeat: int, done: Mapping[tuple[str, str, int], Record]
-    ) -> Record:
-        name, precision = contender.name.split("/")
+        self,
+        competitor: Competitor,
+        question: Question,
+        repeat: int,
+        done: Mapping[tuple[str, str, int], QuestionResult],
+    ) -> QuestionResult:
+        name, precision = competitor.name.split("/")
         own = done.get((question.id, f"{PLAIN}/{precision}", 0))
-        plain = own or done.get((question.id, self.contenders[0].name, 0))
-        record = Record(
+        plain = own or done.get((question.id, self.competitors[0].name, 0))
+        record = QuestionResult(
             question=question.id,
             category=question.category,
             group=question.group,
-            contender=contender.name,
+            competitor=competitor.name,
             repeat=repeat,
         )
         try:
-            record = record.model_copy(update={"turns": contender.answer(question, plain, repeat)})
+            record = record.model_copy(update={"turns": competitor.answer(question, plain, repeat)})
         except ValueError as error:
             return record.model_copy(update={"refused": " ".join(str(error).split())})
-        if name == PLAIN or plain is None or plain.refused or repeat:
+        if name == PLAIN or plain is None or plain.error or repeat:
             return record
         judge = self.models[precision if own else next(iter(self.models))]
         return record.model_copy(
@@ -88,31 +92,35 @@ class Session:
         )
 
 
-def first_divergence(record: Record, plain: Record, question: Question, judge: Model) -> Divergence | None:
+def first_divergence(
+    record: QuestionResult, plain: QuestionResult, question: Question, judge: Model
+) -> AnswerDivergence | None:
     """Where the answers first differ, and how nearly the target was undecided there; None if they are identical."""
     messages = list[Message]()
-    for turn, (mine, theirs) in enumerate(zip(record.turns, plain.turns, strict=True)):
+    for turn, (mine, theirs) in enumerate(zip(record.answers, plain.answers, strict=True)):
         messages.append({"role": "user", "content": question.turns[turn]})
         if mine.tokens != theirs.tokens:
             at = next((i for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=False)) if a != b), None)
             if at is None:
                 ends = min(len(mine.tokens), len(theirs.tokens))
-                return Divergence(question=question.id, turn=turn, position=ends, token=None, plain=None, margin=None)
+                return AnswerDivergence(
+                    question=question.id, turn=turn, position=ends, token=None, plain_token=None, margin=None
+                )
             token, chosen = mine.tokens[at], theirs.tokens[at]
             text = [*conversation(judge, messages), *theirs.tokens[:at]]
-            return Divergence(
+            return AnswerDivergence(
                 question=question.id,
                 turn=turn,
                 position=at,
                 token=token,
-                plain=chosen,
-                margin=margin(judge, text, chosen, token),
+                plain_token=chosen,
+                margin=logit_margin(judge, text, chosen, token),
             )
         messages.append({"role": "assistant", "content": judge.codec.decode(theirs.tokens)})
     return None
 
 
-def margin(model: Model, text: Sequence[int], first: int, second: int) -> float:
+def logit_margin(model: Model, text: Sequence[int], first: int, second: int) -> float:
     """Logit of `first` less that of `second` after a text, read without speculation."""
     runner = model.runner()
     for start in range(0, len(text), 512):

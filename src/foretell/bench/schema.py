@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict
 
 
-class Frozen(BaseModel):
+class FrozenModel(BaseModel):
     """Data that does not change, and knows all its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Divergence(Frozen):
+class AnswerDivergence(FrozenModel):
     """Where an answer first leaves that of plain decoding."""
 
     question: str
@@ -22,14 +22,14 @@ class Divergence(Frozen):
     position: int
     """Index among the new tokens; equal to the length where one answer is the beginning of the other."""
     token: int | None
-    plain: int | None
+    plain_token: int | None
     margin: float | None
     """How much more plain decoding's token scores than the other one, in logits, when the target reads the common text
     in one go; near zero is a tie that rounding decided. None where one answer has ended.
     """
 
 
-class Price(Frozen):
+class MeanFidelityLoss(FrozenModel):
     """What a lossy method changed, in means per token: divergences of the law it followed from the target's, in nats
     and as a probability.
     """
@@ -39,48 +39,48 @@ class Price(Frozen):
     changed: float
 
 
-class Turn(Frozen):
+class Answer(FrozenModel):
     """One answer."""
 
     prompt_tokens: int
     tokens: tuple[int, ...]
-    at: tuple[float, ...]
+    arrival_seconds: tuple[float, ...]
     """Seconds after the request at which tokens arrived."""
-    count: tuple[int, ...]
+    arrival_counts: tuple[int, ...]
     """How many arrived together then."""
-    retokenized: int
+    retokenized_tokens: int
     """Tokens of the stripped text, as Spec-Bench counts those of the baseline."""
     passes: int = 0
     """Target passes that decided tokens; 0 for peers, which do not say."""
     drafted: int = 0
-    tested: tuple[int, ...] = ()
+    tested_per_position: tuple[int, ...] = ()
     """Passes that got to test a draft at depth 1, 2, …"""
-    accepted: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
     """Passes that accepted one there."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
     """Of all decoding steps; less drafting and verifying: everything else the engine does."""
-    price: Price | None = None
+    fidelity: MeanFidelityLoss | None = None
 
 
-class Record(Frozen):
-    """One contender's answers to one question; the unit that an interrupted run keeps."""
+class QuestionResult(FrozenModel):
+    """One competitor's answers to one question; the unit that an interrupted run keeps."""
 
     question: str
     category: str
     group: str
-    contender: str
+    competitor: str
     repeat: int
-    turns: tuple[Turn, ...] = ()
-    divergence: Divergence | None = None
+    answers: tuple[Answer, ...] = ()
+    divergence: AnswerDivergence | None = None
     compared: bool = False
     """Whether the answers were held against plain decoding's."""
-    refused: str | None = None
+    error: str | None = None
     """Why there is no answer."""
 
 
-class PerQuestion(Frozen):
+class QuestionMetrics(FrozenModel):
     """Figures of one question: medians over the repeats; what `compare` resamples."""
 
     question: str
@@ -92,7 +92,7 @@ class PerQuestion(Frozen):
     total_seconds: float
 
 
-class Figures(Frozen):
+class Metrics(FrozenModel):
     """Pooled over questions; `DEFINITIONS` says what each is."""
 
     questions: int
@@ -117,7 +117,7 @@ class Figures(Frozen):
     gap_p95_ms: float
 
 
-class Mean(Frozen):
+class CategoryMeans(FrozenModel):
     """Arithmetic means over the categories."""
 
     tokens_per_pass: float | None
@@ -126,35 +126,35 @@ class Mean(Frozen):
     over_peers: Mapping[str, float]
 
 
-class SpecBench(Frozen):
+class SpecBenchMetrics(FrozenModel):
     """Figures computed as Spec-Bench's `speed.py` does."""
 
-    mat: float | None
+    mean_accepted_tokens: float | None
     speedup: Mapping[str, float]
     """By its six groups."""
     overall: float
 
 
-class Contender(Frozen):
-    """Everything about one contender."""
+class CompetitorResult(FrozenModel):
+    """Everything about one competitor."""
 
     name: str
     peer: bool
     lossless: bool
-    categories: Mapping[str, Figures]
-    pooled: Figures
-    mean: Mean
-    spec_bench: SpecBench
+    categories: Mapping[str, Metrics]
+    pooled: Metrics
+    category_means: CategoryMeans
+    spec_bench: SpecBenchMetrics
     identical: int
     compared: int
-    divergences: tuple[Divergence, ...]
-    refused: Mapping[str, str]
-    price: Price | None = None
+    divergences: tuple[AnswerDivergence, ...]
+    errors: Mapping[str, str]
+    fidelity: MeanFidelityLoss | None = None
     peak_memory_bytes: int | None = None
-    per_question: tuple[PerQuestion, ...] = ()
+    per_question: tuple[QuestionMetrics, ...] = ()
 
 
-class Settings(Frozen):
+class BenchSettings(FrozenModel):
     """What a run was asked to do. Runs that go on in one folder must agree in all but methods, peers and repeats."""
 
     model: str
@@ -172,13 +172,13 @@ class Settings(Frozen):
     references: tuple[str, ...] = ()
 
 
-class Results(Frozen):
+class BenchResults(FrozenModel):
     """`results.json`."""
 
     format: str = "foretell bench 1"
     created: str
     machine: Mapping[str, str]
-    settings: Settings
+    settings: BenchSettings
     repeats: int
     definitions: Mapping[str, str]
-    contenders: tuple[Contender, ...]
+    competitors: tuple[CompetitorResult, ...]

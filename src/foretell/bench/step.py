@@ -9,8 +9,8 @@ from statistics import median
 from pydantic import BaseModel, ConfigDict
 
 from foretell.api import Model
-from foretell.bench.peers.base import Stepper
-from foretell.bench.own_backend import EngineStretches, OwnStepper, Stretch
+from foretell.bench.own_backend import EngineTimer, OwnForwardBackend, StepTiming
+from foretell.bench.peers.base import ForwardBackend
 from foretell.roofline.analysis import Model as PricedModel
 from foretell.roofline.analysis import analyse
 from foretell.roofline.calibrate import setting
@@ -19,23 +19,23 @@ from foretell.roofline.formats import parse
 from foretell.roofline.hardware import Hardware
 
 _BURST = 3
-"""Passes per turn of a contender; the first, which still finds another's data in the caches, is not counted."""
+"""Passes per turn of a competitor; the first, which still finds another's data in the caches, is not counted."""
 
 
-class Pass(BaseModel):
+class PassTiming(BaseModel):
     """Time of one pass over `tokens` new tokens, in milliseconds; `samples` by round."""
 
     model_config = ConfigDict(frozen=True)
 
-    contender: str
+    competitor: str
     tokens: int
     median_ms: float
-    samples: tuple[float, ...]
+    samples_ms: tuple[float, ...]
     bytes: float | None = None
     """Bytes of weights and cache that the pass must read or write; None: not counted (other runtimes)."""
 
 
-class Figure(BaseModel):
+class RatioGoal(BaseModel):
     """A ratio that the project promises, with its goal."""
 
     model_config = ConfigDict(frozen=True)
@@ -43,13 +43,13 @@ class Figure(BaseModel):
     name: str
     value: float
     goal: float
-    at_most: bool
+    is_upper_bound: bool
     """The goal is an upper bound."""
 
     @property
     def met(self) -> bool:
         """Whether the goal is reached."""
-        return self.value <= self.goal if self.at_most else self.value >= self.goal
+        return self.value <= self.goal if self.is_upper_bound else self.value >= self.goal
 
 
 class Throughput(BaseModel):
@@ -57,7 +57,7 @@ class Throughput(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    contender: str
+    competitor: str
     rows: int
     tokens_per_second: float
 
@@ -75,22 +75,22 @@ class StepReport(BaseModel):
     bandwidth: float | None = None
     """Bytes per second of reading memory, measured on this device."""
     machine: Mapping[str, str]
-    passes: tuple[Pass, ...]
+    passes: tuple[PassTiming, ...]
     throughput: tuple[Throughput, ...]
-    figures: tuple[Figure, ...]
+    ratio_goals: tuple[RatioGoal, ...]
 
 
-Tick = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 def time_passes(
-    steppers: Sequence[Stepper], text: Sequence[int], tokens: Sequence[int], repeats: int, tick: Tick
-) -> list[Pass]:
-    """Every contender over every number of new tokens, in turn, `repeats` times round; one round before goes
+    steppers: Sequence[ForwardBackend], text: Sequence[int], tokens: Sequence[int], repeats: int, tick: ProgressCallback
+) -> list[PassTiming]:
+    """Every competitor over every number of new tokens, in turn, `repeats` times round; one round before goes
     uncounted.
     """
     for stepper in steppers:
-        stepper.hold(text)
+        stepper.prefill(text)
     samples: dict[tuple[str, int], list[float]] = {(s.name, n): [] for s in steppers for n in tokens}
     for r in range(repeats + 1):
         # Alternate the direction, so that nobody always follows the same neighbour.
@@ -101,41 +101,41 @@ def time_passes(
                 if r:
                     samples[stepper.name, n].append(taken * 1e3)
         tick(f"round {r} of {repeats}")
-    return [Pass(contender=c, tokens=n, median_ms=median(s), samples=tuple(s)) for (c, n), s in samples.items()]
+    return [
+        PassTiming(competitor=c, tokens=n, median_ms=median(s), samples_ms=tuple(s)) for (c, n), s in samples.items()
+    ]
 
 
-def _one(stepper: Stepper, tokens: Sequence[int]) -> float:
+def _one(stepper: ForwardBackend, tokens: Sequence[int]) -> float:
     started = time.perf_counter()
-    stepper.read(tokens)
+    stepper.forward(tokens)
     taken = time.perf_counter() - started
-    stepper.forget()
+    stepper.rollback()
     return taken
 
 
-def over(passes: Sequence[Pass], above: tuple[str, int], below: tuple[str, int]) -> float | None:
+def time_ratio(passes: Sequence[PassTiming], above: tuple[str, int], below: tuple[str, int]) -> float | None:
     """Median over the rounds of the ratio of two times; None if one was not measured."""
-    found = {(p.contender, p.tokens): p.samples for p in passes}
+    found = {(p.competitor, p.tokens): p.samples_ms for p in passes}
     if above not in found or below not in found:
         return None
     return median(a / b for a, b in zip(found[above], found[below], strict=True))
 
 
 def time_engines(
-    models: Sequence[Model], text: Sequence[int], rows: Sequence[int], repeats: int, tick: Tick
-) -> tuple[dict[tuple[str, int], list[Stretch]], list[Stretch]]:
-    """Stretches of plain decoding by (contender, rows), and of prompt lookup at batch 1 with the first model, in
+    models: Sequence[Model], text: Sequence[int], rows: Sequence[int], repeats: int, tick: ProgressCallback
+) -> tuple[dict[tuple[str, int], list[StepTiming]], list[StepTiming]]:
+    """Stretches of plain decoding by (competitor, rows), and of prompt lookup at batch 1 with the first model, in
     turn.
     """
     steps = 4
     # Prompt lookup decides up to 11 tokens a step; the texts must not end.
     most = 12 * steps * (repeats + 2)
     plain = {
-        (f"foretell {m.precision}", r): EngineStretches(m, "autoregressive", r, text, most)
-        for m in models
-        for r in rows
+        (f"foretell {m.precision}", r): EngineTimer(m, "autoregressive", r, text, most) for m in models for r in rows
     }
-    lookup = EngineStretches(models[0], "ngram", 1, text, most)
-    out: dict[tuple[str, int], list[Stretch]] = {k: [] for k in plain}
+    lookup = EngineTimer(models[0], "ngram", 1, text, most)
+    out: dict[tuple[str, int], list[StepTiming]] = {k: [] for k in plain}
     looked = []
     for r in range(repeats):
         for key, engine in plain.items():
@@ -145,15 +145,17 @@ def time_engines(
     return out, looked
 
 
-def throughput(stretches: Mapping[tuple[str, int], Sequence[Stretch]]) -> list[Throughput]:
-    """Median tokens per second of every contender and batch size."""
+def median_throughput(stretches: Mapping[tuple[str, int], Sequence[StepTiming]]) -> list[Throughput]:
+    """Median tokens per second of every competitor and batch size."""
     return [
-        Throughput(contender=c, rows=r, tokens_per_second=median(s.tokens / s.seconds for s in parts))
+        Throughput(competitor=c, rows=r, tokens_per_second=median(s.tokens / s.seconds for s in parts))
         for (c, r), parts in stretches.items()
     ]
 
 
-def figures(passes: Sequence[Pass], speeds: Sequence[Throughput], looked: Sequence[Stretch]) -> list[Figure]:
+def ratio_goals(
+    passes: Sequence[PassTiming], speeds: Sequence[Throughput], looked: Sequence[StepTiming]
+) -> list[RatioGoal]:
     """The promised ratios, as far as what they need was measured."""
     bf16, int8 = "foretell bfloat16", "foretell int8"
     wanted = [
@@ -173,36 +175,36 @@ def figures(passes: Sequence[Pass], speeds: Sequence[Throughput], looked: Sequen
     ]
     out = []
     for name, above, below, goal in wanted:
-        value = over(passes, above, below)
+        value = time_ratio(passes, above, below)
         if value is not None:
-            out.append(Figure(name=name, value=value, goal=goal, at_most=True))
-    by_rows = {(s.contender, s.rows): s.tokens_per_second for s in speeds}
+            out.append(RatioGoal(name=name, value=value, goal=goal, is_upper_bound=True))
+    by_rows = {(s.competitor, s.rows): s.tokens_per_second for s in speeds}
     out += [
-        Figure(
+        RatioGoal(
             name=f"plain decoding of 16 texts over 1, tokens/s, {c}",
             value=speed / by_rows[c, 1],
             goal=5.0,
-            at_most=False,
+            is_upper_bound=False,
         )
         for (c, rows), speed in by_rows.items()
         if rows == 16 and (c, 1) in by_rows
     ]
     if looked:
-        outside = median(1 - s.verify / s.seconds for s in looked)
+        outside = median(1 - s.verify_seconds / s.seconds for s in looked)
         out.append(
-            Figure(
+            RatioGoal(
                 name="share of a step outside the target pass, prompt lookup, batch 1",
                 value=outside,
                 goal=0.08,
-                at_most=True,
+                is_upper_bound=True,
             )
         )
     return out
 
 
-def contenders(models: Sequence[Model]) -> list[Stepper]:
+def own_backends(models: Sequence[Model]) -> list[ForwardBackend]:
     """Our own: a chain per model, and a branching tree for each too."""
-    return [s for m in models for s in OwnStepper.all_of(m)]
+    return [s for m in models for s in OwnForwardBackend.from_model(m)]
 
 
 _BITS = {"float32": "32", "bfloat16": "16", "int8": "8"}
@@ -217,12 +219,12 @@ def pass_bytes(model: Model, tokens: int, context: int) -> float:
     return value(total.weights + total.kv_read + total.kv_write)
 
 
-def with_bytes(passes: Sequence[Pass], models: Sequence[Model], context: int) -> list[Pass]:
-    """The passes of our own contenders with the bytes that they must move."""
+def add_bytes(passes: Sequence[PassTiming], models: Sequence[Model], context: int) -> list[PassTiming]:
+    """The passes of our own competitors with the bytes that they must move."""
     own = {f"foretell {m.precision}": m for m in models}
 
-    def counted(p: Pass) -> Pass:
-        model = own.get(" ".join(p.contender.split()[:2]))
+    def counted(p: PassTiming) -> PassTiming:
+        model = own.get(" ".join(p.competitor.split()[:2]))
         return p if model is None else p.model_copy(update={"bytes": pass_bytes(model, p.tokens, context)})
 
     return [counted(p) for p in passes]

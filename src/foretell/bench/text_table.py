@@ -8,7 +8,7 @@ Cell = str | float | int | None
 
 
 @dataclass(frozen=True)
-class Sheet:
+class TextTable:
     """Rows under a header; floats are rounded to `digits`, None is a dash."""
 
     header: Sequence[str]
@@ -40,7 +40,7 @@ class Section:
     """A title and what stands under it."""
 
     title: str
-    body: Sheet | str
+    body: TextTable | str
 
     def markdown(self) -> str:
         """As Markdown."""

@@ -17,19 +17,19 @@ from foretell.bench import recorder as recording
 from foretell.bench import replay as replaying
 from foretell.bench import step as stepping
 from foretell.bench import tables
-from foretell.bench.results import collect
-from foretell.bench.compare import compare, differing
-from foretell.bench.console import print_replay, print_summary, progress, read, write
-from foretell.bench.plan import Lineup
-from foretell.bench.machine import describe, read_bandwidth
+from foretell.bench.compare import compare, settings_differences
+from foretell.bench.console import print_replay, print_summary, progress_bar, read_results, write_results
+from foretell.bench.machine import describe_machine, measure_bandwidth
 from foretell.bench.peers import registry as choose
 from foretell.bench.peers.export import default_folder
-from foretell.bench.random_model import random_models
-from foretell.bench.schema import Record, Results, Settings
-from foretell.bench.recording import Recording
+from foretell.bench.plan import BenchPlan
 from foretell.bench.questions import BUILT_IN
-from foretell.bench.questions import Tasks as TaskSet
-from foretell.bench.questions import load as load_tasks
+from foretell.bench.questions import QuestionSet as TaskSet
+from foretell.bench.questions import load_questions as load_tasks
+from foretell.bench.random_model import random_models
+from foretell.bench.recording import RecordedQuestion
+from foretell.bench.results import build_results
+from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import say, spoken
 from foretell.cli.setup import set_threads
 from foretell.load import EMBEDDED, checked_device, load
@@ -89,19 +89,19 @@ METHODS = "ngram,suffix,recycling,sam_recycling"
 """Measured unless the user names others: lossless, and needing nothing but the model."""
 
 
-def words(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """The parts of a comma-separated option."""
     return [w.strip() for w in text.split(",") if w.strip()]
 
 
-def numbers(text: str, option: str) -> list[int]:
+def parse_counts(text: str, option: str) -> list[int]:
     """Positive whole numbers of a comma-separated option.
 
     Raises:
         ValueError: something else is among them.
     """
     try:
-        found = [int(w) for w in words(text)]
+        found = [int(w) for w in split_names(text)]
     except ValueError as error:
         raise ValueError(f"{option}: comma-separated whole numbers were expected, found {text!r}") from error
     if not found or min(found) < 1:
@@ -109,12 +109,12 @@ def numbers(text: str, option: str) -> list[int]:
     return found
 
 
-def chosen(source: str, per_category: int | None, categories: str) -> tuple[TaskSet, TaskSet]:
+def load_selected(source: str, per_category: int | None, categories: str) -> tuple[TaskSet, TaskSet]:
     """All questions of a file, and those asked for; broken lines are told."""
     everything = load_tasks(source)
     for problem in everything.problems:
         say(problem)
-    return everything, everything.select(per_category, words(categories))
+    return everything, everything.select(per_category, split_names(categories))
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def step(
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
     peers: Annotated[str, typer.Option(help="Comma-separated: transformers, llama.cpp.")] = "",
     threads: Threads = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all contenders.")] = 15,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all competitors.")] = 15,
     rows: Annotated[str, typer.Option(help="Batch sizes of plain decoding.")] = "1,16",
     engine: Annotated[bool, typer.Option(help="Measure whole engine steps too: batches, and prompt lookup.")] = True,
     gguf_cache: Folder = None,
@@ -153,17 +153,17 @@ def step(
     The bytes of a pass are held against the measured memory bandwidth. On CUDA passes are timed with and without
     graphs.
     """
-    count, sizes, batches = set_threads(threads), numbers(tokens, "--tokens"), numbers(rows, "--rows")
-    named = words(peers)
-    refuse_peers(named, device)
-    choose.check(choose.expand(named, "bfloat16", False))
-    models, place = _models(model, shape, words(dtype), device), checked_device(device)
-    setting = choose.Setting(
+    count, sizes, batches = set_threads(threads), parse_counts(tokens, "--tokens"), parse_counts(rows, "--rows")
+    named = split_names(peers)
+    require_cpu(named, device)
+    choose.require_installed(choose.expand_names(named, "bfloat16", False))
+    models, place = _load_models(model, shape, split_names(dtype), device), checked_device(device)
+    setting = choose.PeerSettings(
         model, None, models[0].precision, context + max(sizes) + 64, count, gguf_cache or default_folder()
     )
-    steppers = stepping.contenders(models) + choose.steppers(named, setting)
-    text = _passage(models[0], context, at_random=shape is not None)
-    bandwidth = read_bandwidth(place)
+    steppers = stepping.own_backends(models) + choose.load_forward_backends(named, setting)
+    text = _context_tokens(models[0], context, at_random=shape is not None)
+    bandwidth = measure_bandwidth(place)
     console = Console()
     with Progress(
         SpinnerColumn(),
@@ -179,12 +179,12 @@ def step(
             if engine
             else ({}, [])
         )
-    speeds, passes = stepping.throughput(plain), stepping.with_bytes(passes, models, context)
-    figures = stepping.figures(passes, speeds, looked) if place.type == "cpu" else []
+    speeds, passes = stepping.median_throughput(plain), stepping.add_bytes(passes, models, context)
+    figures = stepping.ratio_goals(passes, speeds, looked) if place.type == "cpu" else []
     report = stepping.StepReport(
         model=shape or model, context=context, threads=count, device=device, bandwidth=bandwidth,
-        machine=describe(device),
-        passes=tuple(passes), throughput=tuple(speeds), figures=tuple(figures),
+        machine=describe_machine(device),
+        passes=tuple(passes), throughput=tuple(speeds), ratio_goals=tuple(figures),
     )  # fmt: skip
     for table in tables.step_tables(report):
         console.print(table)
@@ -192,7 +192,7 @@ def step(
         json_file.write_text(report.model_dump_json(indent=1))
 
 
-def refuse_peers(names: Sequence[str], device: str) -> None:
+def require_cpu(names: Sequence[str], device: str) -> None:
     """Peers and a GPU do not go together.
 
     Raises:
@@ -202,14 +202,14 @@ def refuse_peers(names: Sequence[str], device: str) -> None:
         raise ValueError(f"peers are measured on the CPU only: leave out --peers, or --device {device}")
 
 
-def _models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
+def _load_models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
     """The model at every precision, or random ones of a shape."""
     if shape is None:
         return [load(reference, p, device) for p in precisions]
     return random_models(shape, precisions, checked_device(device))
 
 
-def _passage(model: Model, length: int, at_random: bool) -> list[int]:
+def _context_tokens(model: Model, length: int, at_random: bool) -> list[int]:
     """Tokens that every pass continues: the built-in questions, or any tokens for a model without a language."""
     if at_random:
         return [int(t) for t in np.random.default_rng(0).integers(model.config.vocab, size=length)]
@@ -247,13 +247,13 @@ def run(
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
     threads: Threads = None,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per contender.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per competitor.")] = True,
     gguf_cache: Folder = None,
 ) -> None:
     """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
-    refuse_peers(words(peers), device)
-    everything, found = chosen(tasks, per_category, categories)
-    settings = Settings(
+    require_cpu(split_names(peers), device)
+    everything, found = load_selected(tasks, per_category, categories)
+    settings = BenchSettings(
         model=model,
         tasks=found.source,
         digest=everything.digest,
@@ -261,22 +261,22 @@ def run(
         temperature=temperature,
         seed=seed,
         threads=set_threads(threads),
-        dtypes=tuple(words(dtype)),
+        dtypes=tuple(split_names(dtype)),
         device=device,
         remember=remember,
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
     )
-    lineup = Lineup.of(settings, words(methods), words(peers), gguf_cache or default_folder())
-    with resumable(out), RunStore(out, settings, Record) as store:
-        session = lineup.session(lineup.models(), repeats)
-        with progress(len(found.questions) * session.size) as tick:
+    lineup = BenchPlan.from_settings(settings, split_names(methods), split_names(peers), gguf_cache or default_folder())
+    with resumable(out), RunStore(out, settings, QuestionResult) as store:
+        session = lineup.create_run(lineup.load_models(), repeats)
+        with progress_bar(len(found.questions) * session.answers_per_question) as tick:
             session.run(found.questions, store, tick)
-        peaks = lineup.memory(session, found.questions) if memory else {}
+        peaks = lineup.measure_memory(session, found.questions) if memory else {}
         wanted = {q.id for q in found.questions}
         records = [r for r in store.records if r.question in wanted and r.repeat < repeats]
-        results = collect(records, settings, {c.name: c.lossless for c in session.contenders}, peaks)
-        write(out, results)
+        results = build_results(records, settings, {c.name: c.lossless for c in session.competitors}, peaks)
+        write_results(out, results)
     print_summary(results)
     if found.problems:
         raise typer.Exit(1)
@@ -297,11 +297,11 @@ def record_(
 ) -> None:
     """Keep the target's greedy answers to a workload, with its best scores at every token, for `replay`."""
     set_threads(threads)
-    everything, found = chosen(tasks, per_category, categories)
+    everything, found = load_selected(tasks, per_category, categories)
     target = load(model, dtype, device)
-    setting = recording.describe(target, everything, len(found.questions), max_new_tokens, top_k)
-    with resumable(out), RunStore(out, setting, Recording) as store, progress(len(found.questions)) as tick:
-        recording.record(target, found.questions, setting, store, tick)
+    setting = recording.recording_settings(target, everything, len(found.questions), max_new_tokens, top_k)
+    with resumable(out), RunStore(out, setting, RecordedQuestion) as store, progress_bar(len(found.questions)) as tick:
+        recording.record_questions(target, found.questions, setting, store, tick)
     typer.echo(f"{len(found.questions)} questions recorded in {out}")
     if found.problems:
         raise typer.Exit(1)
@@ -325,17 +325,21 @@ def replay_(
 
     Greedy, lossless methods; times mean nothing.
     """
-    setting, recordings = replaying.load(source)
+    setting, recordings = replaying.load_recording(source)
     pinned = None if check is None else replaying.Baseline.read(check)
-    named = words(METHODS if methods is None else methods) if methods is not None or pinned is None else pinned.methods
-    casts = replaying.casts(setting, methods=named, draft_model=draft_model, references=reference or ())
-    with progress(len(casts) * len(recordings)) as tick:
-        records = replaying.replay(recordings, casts, tick)
-    results = collect(records, replaying.as_settings(setting), {c.name: True for c in casts})
+    named = (
+        split_names(METHODS if methods is None else methods)
+        if methods is not None or pinned is None
+        else pinned.methods
+    )
+    casts = replaying.method_replays(setting, methods=named, draft_model=draft_model, references=reference or ())
+    with progress_bar(len(casts) * len(recordings)) as tick:
+        records = replaying.replay_all(recordings, casts, tick)
+    results = build_results(records, replaying.bench_settings(setting), {c.name: True for c in casts})
     print_replay(results)
     if out is not None:
-        write(out, results)
-    now = replaying.Baseline.of(records)
+        write_results(out, results)
+    now = replaying.Baseline.from_results(records)
     if pin is not None:
         pin.write_text(now.model_dump_json(indent=1) + "\n")
     if pinned is not None:
@@ -353,8 +357,8 @@ def compare_(
     second: Annotated[Path, typer.Argument(metavar="B")],
 ) -> None:
     """Compare two results question by question, with bootstrap confidence intervals."""
-    a, b = read(first), read(second)
-    for difference in differing(a, b):
+    a, b = read_results(first), read_results(second)
+    for difference in settings_differences(a, b):
         say(difference)
     Console().print(tables.comparison_table(compare(a, b), (str(first), str(second))))
 
@@ -362,7 +366,7 @@ def compare_(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of results.json."""
-    typer.echo(json.dumps(Results.model_json_schema(), indent=1))
+    typer.echo(json.dumps(BenchResults.model_json_schema(), indent=1))
 
 
 @app.command("report")
@@ -371,7 +375,7 @@ def report_(
     out: Annotated[Path, typer.Option(help="Folder for report.md, report.html and the charts.")],
 ) -> None:
     """Make the reports and charts of results again."""
-    for path in write(out, read(results)):
+    for path in write_results(out, read_results(results)):
         typer.echo(str(path))
 
 

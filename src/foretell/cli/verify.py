@@ -12,7 +12,7 @@ from foretell.cli import options
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from foretell.verify import Company, Divergence, Identity, LawTest, Report
+    from foretell.verify import BatchInvariance, DistributionTest, GreedyEquality, TokenDivergence, VerifyReport
 
 _INDENT = " " * 8
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -58,25 +58,25 @@ def verify(
         foretell verify draft_model --model big/ --draft-model small/ --samples 20000
     """
     from foretell.cli.setup import prepare, understand, waiting
-    from foretell.verify import Settings, Verifier, buildable
+    from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 
     wish = understand(None, speculative_config, draft_model, methods or ())
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else _texts(prompts)
-    settings = Settings(texts, max_new_tokens, samples, seed)
+    settings = VerifySettings(texts, max_new_tokens, samples, seed)
     ready = prepare(model, dtype, device, wish, reference)
-    verifier, reports = Verifier(ready.model, settings), list["Report"]()
-    names = [ready.method(n).name for n in chosen] or buildable(ready.model, ready.drafts, ready.references)
+    verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
+    names = [ready.method(n).name for n in chosen] or buildable_methods(ready.model, ready.drafts, ready.references)
     for i, name in enumerate(names):
         with waiting(f"checking {name}, {i + 1} of {len(names)}"):
             reports.append(verifier.check(lambda: ready.method(name)))  # noqa: B023 (called before the loop goes on)
         if not as_json:
-            show(reports[-1])
+            print_report(reports[-1])
     if as_json:
-        typer.echo(json.dumps([record(r) for r in reports], indent=1, ensure_ascii=False))
+        typer.echo(json.dumps([report_json(r) for r in reports], indent=1, ensure_ascii=False))
     failed = [r.method for r in reports if not r.passed and (r.lossless or strict)]
-    conclude(reports, failed, as_json)
+    print_conclusion(reports, failed, as_json)
 
 
 def _texts(path: Path) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def _texts(path: Path) -> tuple[str, ...]:
     )
 
 
-def show(report: "Report") -> None:
+def print_report(report: "VerifyReport") -> None:
     """Print a report."""
     from rich.console import Console
     from rich.text import Text
@@ -102,18 +102,18 @@ def show(report: "Report") -> None:
     claim = ("claims to be lossless", "dim") if report.lossless else ("says it is LOSSY", "red")
     console.print(Text.assemble((report.method, "bold"), "  ", claim, (f", {report.seconds:.0f} s", "dim")))
     lines = (
-        (report.identity.passed, identity_line(report.identity)),
-        (report.distribution.passed, law_line(report.distribution)),
+        (report.greedy_equality.passed, format_greedy_equality(report.greedy_equality)),
+        (report.distribution.passed, format_distribution(report.distribution)),
     )
-    for passed, text in (*lines, (report.company.passed, company_line(report.company))):
-        console.print(verdict(passed, report.lossless).append(text))
-    for divergence in (*report.identity.divergences, *report.company.divergences):
+    for passed, text in (*lines, (report.batch_invariance.passed, format_batch_invariance(report.batch_invariance))):
+        console.print(verdict_label(passed, report.lossless).append(text))
+    for divergence in (*report.greedy_equality.divergences, *report.batch_invariance.divergences):
         console.print(
-            Text(f"{_INDENT}{divergence_line(divergence)}", style="yellow" if divergence.verdict == "tie" else "red")
+            Text(f"{_INDENT}{format_divergence(divergence)}", style="yellow" if divergence.verdict == "tie" else "red")
         )
 
 
-def verdict(passed: bool, lossless: bool) -> "Text":
+def verdict_label(passed: bool, lossless: bool) -> "Text":
     """The word before a check."""
     from rich.text import Text
 
@@ -121,34 +121,34 @@ def verdict(passed: bool, lossless: bool) -> "Text":
     return Text(f"  {word:5} ", style=style)
 
 
-def identity_line(i: "Identity") -> str:
+def format_greedy_equality(i: "GreedyEquality") -> str:
     """The first check in a line."""
     differ = f"{len(i.divergences)} part" if i.divergences else "all equal to plain decoding"
     return f"same greedy answers: {i.prompts} prompts, {i.tokens} tokens, {i.tokens_per_pass:.2f} per pass; {differ}"
 
 
-def law_line(t: "LawTest") -> str:
+def format_distribution(t: "DistributionTest") -> str:
     """The second check in two lines."""
     drafts = f"{t.accepted} of {t.drafted} drafts accepted" if t.drafted else "nothing was drafted, so this says little"
-    found = f"chi² {t.statistic:.1f} on {t.freedom} degrees of freedom, p {t.p_value:.2g}"
-    distance = f"total variation {t.variation:.3f}, chance alone gives {t.floor:.3f}"
-    rounding = f", rounding {t.rounding:.3f}" if t.rounding else ""
-    sight = f"a variation of {t.effect:g} would be seen with a chance of {t.power:.0%}, {t.detectable:.3f} with 90%"
+    found = f"chi² {t.statistic:.1f} on {t.degrees_of_freedom} degrees of freedom, p {t.p_value:.2g}"
+    distance = f"total variation {t.total_variation:.3f}, chance alone gives {t.expected_total_variation:.3f}"
+    rounding = f", rounding {t.rounding_variation:.3f}" if t.rounding_variation else ""
+    sight = f"a variation of {t.effect_size:g} would be seen with a chance of {t.power:.0%}, {t.detectable_effect:.3f} with 90%"
     return f"same law: {found}; {distance}{rounding}\n{_INDENT}{t.samples} samples, {drafts}; {sight}"
 
 
-def company_line(c: "Company") -> str:
+def format_batch_invariance(c: "BatchInvariance") -> str:
     """The third check in a line."""
-    parts = len(c.divergences) + c.sampled_differ
+    parts = len(c.divergences) + c.sampled_differences
     differ = (
-        f"{parts} part" + (f" (p {c.p_value:.2g} for the sampled ones)" if c.sampled_differ else "")
+        f"{parts} part" + (f" (p {c.p_value:.2g} for the sampled ones)" if c.sampled_differences else "")
         if parts
         else "all equal"
     )
     return f"same in company: {c.greedy} greedy and {c.sampled} sampled answers, alone and {c.rows} at a time; {differ}"
 
 
-def divergence_line(d: "Divergence") -> str:
+def format_divergence(d: "TokenDivergence") -> str:
     """Where two answers part, and why."""
     why = "a tie that rounding decides" if d.verdict == "tie" else "rounding does not explain it"
     return (
@@ -158,24 +158,24 @@ def divergence_line(d: "Divergence") -> str:
     )
 
 
-def record(report: "Report") -> dict[str, object]:
+def report_json(report: "VerifyReport") -> dict[str, object]:
     """A report as `--json` prints it."""
 
-    def judged(check: "Identity | LawTest | Company") -> dict[str, object]:
+    def judged(check: "GreedyEquality | DistributionTest | BatchInvariance") -> dict[str, object]:
         return asdict(check) | {"passed": check.passed}
 
     return {
         "method": report.method,
         "lossless": report.lossless,
         "passed": report.passed,
-        "identity": judged(report.identity),
+        "identity": judged(report.greedy_equality),
         "law": judged(report.distribution),
-        "company": judged(report.company),
+        "company": judged(report.batch_invariance),
         "seconds": report.seconds,
     }
 
 
-def conclude(reports: "list[Report]", failed: list[str], as_json: bool) -> None:
+def print_conclusion(reports: "list[VerifyReport]", failed: list[str], as_json: bool) -> None:
     """The last line, and the exit status."""
     if failed:
         raise ValueError(f"{', '.join(failed)} changed what the model says; see the checks above")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scipy.stats import binom
 
-from foretell.verify.classifier import Divergence, first_difference
+from foretell.verify.classifier import TokenDivergence, first_difference
 from foretell.verify.distribution import ALPHA
 
 _SIDES = 4
@@ -13,7 +13,7 @@ _SIDES = 4
 
 
 @dataclass(frozen=True)
-class Company:
+class BatchInvariance:
     """The same requests alone and together: greedy ones, whose differences are judged one by one, and sampled ones with
     their seeds.
     """
@@ -22,8 +22,8 @@ class Company:
     sampled: int
     rows: int
     """Most requests that ran together."""
-    divergences: tuple[Divergence, ...]
-    sampled_differ: int
+    divergences: tuple[TokenDivergence, ...]
+    sampled_differences: int
     p_value: float
     """Chance that rounding alone parts as many sampled answers or more; 0 where readings are exact and any differ."""
 

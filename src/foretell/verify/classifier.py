@@ -8,21 +8,21 @@ import torch
 from jaxtyping import Float
 
 from foretell.model.runner import Runner
-from foretell.verify.logits import scores
+from foretell.verify.logits import target_logits
 
 Verdict = Literal["tie", "bug"]
 
 WINDOW = 64
 """Tokens over which rounding noise is measured."""
-_TOP = 8
-_CREDIBLE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}
+_TOP_LOGITS = 8
+_MAX_RELATIVE_NOISE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}
 """Most noise that a precision explains, as a share of the largest score; readings that differ more are themselves at
 fault.
 """
 
 
 @dataclass(frozen=True)
-class Divergence:
+class TokenDivergence:
     """The first token at which `found` leaves `expected`. Tokens are None where a text had already ended."""
 
     prompt: int
@@ -50,15 +50,15 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
 
 
-class Judge:
+class DivergenceClassifier:
     """Explains differences between greedy texts of one model."""
 
     def __init__(self, runner: Runner, precision: str, spell: Callable[[Sequence[int]], str]) -> None:
         self._runner, self._precision, self._spell = runner, precision, spell
 
-    def explain(
+    def classify(
         self, number: int, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]
-    ) -> Divergence | None:
+    ) -> TokenDivergence | None:
         """The first difference between two greedy answers to prompt `number`, judged; None if they are equal.
 
         A tie: the margin is no more than twice the noise, so either reading may put either token first.
@@ -68,29 +68,31 @@ class Judge:
             return None
         a = expected[at] if at < len(expected) else None
         b = found[at] if at < len(found) else None
-        one_by_one, at_once = self.readings([*prompt, *expected[:at]])
-        noise = difference(one_by_one, at_once)
+        one_by_one, at_once = self.logits_both_ways([*prompt, *expected[:at]])
+        noise = max_logit_difference(one_by_one, at_once)
         margin = float(one_by_one[-1, a] - one_by_one[-1, b]) if a is not None and b is not None else float("inf")
-        credible = noise <= _CREDIBLE[self._precision] * float(one_by_one.abs().max())
+        credible = noise <= _MAX_RELATIVE_NOISE[self._precision] * float(one_by_one.abs().max())
         verdict: Verdict = "tie" if credible and margin <= 2 * noise else "bug"
-        return Divergence(number, at, a, b, self._word(a), self._word(b), margin, noise, verdict)
+        return TokenDivergence(number, at, a, b, self._word(a), self._word(b), margin, noise, verdict)
 
-    def readings(self, tokens: Sequence[int]) -> tuple[Float[torch.Tensor, "t v"], Float[torch.Tensor, "t v"]]:
+    def logits_both_ways(self, tokens: Sequence[int]) -> tuple[Float[torch.Tensor, "t v"], Float[torch.Tensor, "t v"]]:
         """Scores after the last tokens of a text, read one by one and all at once."""
         last = min(len(tokens), WINDOW)
-        return scores(self._runner, tokens, last, at_once=False), scores(self._runner, tokens, last, at_once=True)
+        return target_logits(self._runner, tokens, last, single_pass=False), target_logits(
+            self._runner, tokens, last, single_pass=True
+        )
 
     def _word(self, token: int | None) -> str:
         return "" if token is None else self._spell([token])
 
 
-def difference(a: Float[torch.Tensor, "t v"], b: Float[torch.Tensor, "t v"]) -> float:
+def max_logit_difference(a: Float[torch.Tensor, "t v"], b: Float[torch.Tensor, "t v"]) -> float:
     """Largest difference of two readings among the scores that matter: the best few of each position."""
-    best = a.topk(min(_TOP, a.shape[-1]), -1).indices
+    best = a.topk(min(_TOP_LOGITS, a.shape[-1]), -1).indices
     return float((a.gather(-1, best) - b.gather(-1, best)).abs().max())
 
 
-def variation(a: Float[torch.Tensor, "t v"], b: Float[torch.Tensor, "t v"]) -> float:
+def mean_total_variation(a: Float[torch.Tensor, "t v"], b: Float[torch.Tensor, "t v"]) -> float:
     """Mean total variation between the distributions of two readings."""
     p, q = (torch.softmax(x.double(), -1) for x in (a, b))
     return float((p - q).abs().sum(-1).mean()) / 2

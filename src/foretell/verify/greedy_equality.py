@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from foretell.verify.classifier import Divergence
+from foretell.verify.classifier import TokenDivergence
 
 
 @dataclass(frozen=True)
-class Identity:
+class GreedyEquality:
     """Greedy answers compared with plain decoding, one prompt at a time."""
 
     prompts: int
     tokens: int
     tokens_per_pass: float
-    divergences: tuple[Divergence, ...]
+    divergences: tuple[TokenDivergence, ...]
 
     @property
     def passed(self) -> bool:

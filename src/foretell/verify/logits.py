@@ -10,16 +10,16 @@ from foretell.core.tree import root_tree
 from foretell.model.runner import Runner
 
 
-def scores(runner: Runner, tokens: Sequence[int], last: int, at_once: bool) -> Float[torch.Tensor, "last v"]:
+def target_logits(runner: Runner, tokens: Sequence[int], last: int, single_pass: bool) -> Float[torch.Tensor, "last v"]:
     """Scores of what follows each of the `last` tokens of a text.
 
     `at_once`: all of it read in one pass; else the tokens before these in one pass and these one by one. In exact
     arithmetic the two agree.
     """
     runner.truncate(0, 0)
-    head = len(tokens) if at_once else len(tokens) - last
+    head = len(tokens) if single_pass else len(tokens) - last
     pieces = [tokens[:head]] if head else []
-    pieces += [] if at_once else [[t] for t in tokens[head:]]
+    pieces += [] if single_pass else [[t] for t in tokens[head:]]
     read = [_read(runner, piece, min(last, len(piece))) for piece in pieces]
     return torch.cat(read)[-last:]
 

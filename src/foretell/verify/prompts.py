@@ -10,7 +10,7 @@ PROMPTS = (
 )
 """Of unequal length and kind: code, copying, counting, and characters of several bytes."""
 
-LAW_TEXTS = ("left right left right left", "hot cold hot cold hot", "one two one two one")
+SHORT_PROMPTS = ("left right left right left", "hot cold hot cold hot", "one two one two one")
 """So short that thousands of samples are cheap; each repeats itself, so that copying methods draft and are often
 right.
 """

@@ -12,19 +12,19 @@ from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Request
 from foretell.engine.method import AnyMethod
-from foretell.verify.batch_invariance import Company, rounding_explains
-from foretell.verify.classifier import Divergence, Judge, variation
-from foretell.verify.distribution import ExactLaw, LawTest, check_law, exact_law
-from foretell.verify.greedy_equality import Identity
-from foretell.verify.prompts import LAW_TEXTS, PROMPTS
+from foretell.verify.batch_invariance import BatchInvariance, rounding_explains
+from foretell.verify.classifier import DivergenceClassifier, TokenDivergence, mean_total_variation
+from foretell.verify.distribution import DistributionTest, ExactDistribution, check_distribution, exact_distribution
+from foretell.verify.greedy_equality import GreedyEquality
+from foretell.verify.prompts import PROMPTS, SHORT_PROMPTS
 from foretell.verify.run import Result, run, tokens_per_pass
 
-Make = Callable[[], AnyMethod]
+MethodFactory = Callable[[], AnyMethod]
 """Builds a method afresh: what one run taught its drafter must not help the next."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerifySettings:
     """How hard to look.
 
     `effect`: the total variation whose chance to be seen is reported.
@@ -37,7 +37,7 @@ class Settings:
     max_new_tokens: int = 48
     samples: int = 1500
     seed: int = 0
-    effect: float = 0.05
+    effect_size: float = 0.05
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -48,61 +48,65 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What the checks of one method found."""
 
     method: str
     lossless: bool
     """What the method claims."""
-    identity: Identity
-    distribution: LawTest
-    company: Company
+    greedy_equality: GreedyEquality
+    distribution: DistributionTest
+    batch_invariance: BatchInvariance
     seconds: float
 
     @property
     def passed(self) -> bool:
         """All three checks found nothing."""
-        return self.identity.passed and self.distribution.passed and self.company.passed
+        return self.greedy_equality.passed and self.distribution.passed and self.batch_invariance.passed
 
 
 class Verifier:
     """Checks methods of one model; what plain decoding says is computed once."""
 
-    def __init__(self, model: Model, settings: Settings | None = None) -> None:
-        self.model, self.settings = model, settings or Settings()
+    def __init__(self, model: Model, settings: VerifySettings | None = None) -> None:
+        self.model, self.settings = model, settings or VerifySettings()
         self._runner = model.runner()
-        self._judge = Judge(self._runner, model.precision, model.codec.decode)
+        self._classifier = DivergenceClassifier(self._runner, model.precision, model.codec.decode)
 
-    def check(self, make: Make) -> Report:
+    def check(self, make_method: MethodFactory) -> VerifyReport:
         """Run the three checks on the method that `make` builds."""
-        started, method = time.perf_counter(), make()
-        alone = self._alone(make, self._greedy)
-        identity = Identity(
+        started, method = time.perf_counter(), make_method()
+        alone = self._run_alone(make_method, self._greedy)
+        identity = GreedyEquality(
             prompts=len(alone),
             tokens=sum(len(r.tokens) for r in alone),
             tokens_per_pass=tokens_per_pass(alone),
             divergences=self._compare(self._plain, alone),
         )
         s = self.settings
-        distribution = check_law(self._runner, make, self._law, s.samples, s.seed, s.effect)
-        company = self._company(make, alone)
-        return Report(method.name, method.lossless, identity, distribution, company, time.perf_counter() - started)
+        distribution = check_distribution(self._runner, make_method, self._exact, s.samples, s.seed, s.effect_size)
+        company = self._batch_invariance(make_method, alone)
+        return VerifyReport(
+            method.name, method.lossless, identity, distribution, company, time.perf_counter() - started
+        )
 
-    def _company(self, make: Make, alone: Sequence[Result]) -> Company:
-        sampled_alone = self._alone(make, self._sampled)
+    def _batch_invariance(self, make_method: MethodFactory, alone: Sequence[Result]) -> BatchInvariance:
+        sampled_alone = self._run_alone(make_method, self._sampled)
         count = len(self._greedy) + len(self._sampled)
         rows = max(2, count * 2 // 3)
-        together = run(self._runner, make(), [*self._sampled, *self._greedy], rows)
+        together = run(self._runner, make_method(), [*self._sampled, *self._greedy], rows)
         sampled, greedy = together[: len(self._sampled)], together[len(self._sampled) :]
-        differ, p_value = rounding_explains([r.tokens for r in sampled_alone], [r.tokens for r in sampled], self._noise)
-        return Company(len(greedy), len(sampled), rows, self._compare(alone, greedy), differ, p_value)
+        differ, p_value = rounding_explains(
+            [r.tokens for r in sampled_alone], [r.tokens for r in sampled], self._rounding_variation
+        )
+        return BatchInvariance(len(greedy), len(sampled), rows, self._compare(alone, greedy), differ, p_value)
 
-    def _alone(self, make: Make, requests: Sequence[Request]) -> list[Result]:
-        return [run(self._runner, make(), [r], rows=1)[0] for r in requests]
+    def _run_alone(self, make_method: MethodFactory, requests: Sequence[Request]) -> list[Result]:
+        return [run(self._runner, make_method(), [r], rows=1)[0] for r in requests]
 
-    def _compare(self, expected: Sequence[Result], found: Sequence[Result]) -> tuple[Divergence, ...]:
+    def _compare(self, expected: Sequence[Result], found: Sequence[Result]) -> tuple[TokenDivergence, ...]:
         triples = enumerate(zip(self._greedy, expected, found, strict=True))
-        judged = (self._judge.explain(i, r.prompt, a.tokens, b.tokens) for i, (r, a, b) in triples)
+        judged = (self._classifier.classify(i, r.prompt, a.tokens, b.tokens) for i, (r, a, b) in triples)
         return tuple(d for d in judged if d is not None)
 
     @cached_property
@@ -124,25 +128,28 @@ class Verifier:
 
     @cached_property
     def _plain(self) -> list[Result]:
-        return self._alone(self.model.method, self._greedy)
+        return self._run_alone(self.model.method, self._greedy)
 
     @cached_property
-    def _law(self) -> ExactLaw:
+    def _exact(self) -> ExactDistribution:
         """Of the short texts, one whose law rounding hardly moves, and of those the least certain."""
-        texts = [(t, self.model.tokens(t, raw=True)) for t in LAW_TEXTS]
-        distributions = [exact_law(self._runner, text, tokens) for text, tokens in texts if tokens]
-        return max(distributions, key=lambda distribution: (-round(distribution.rounding, 2), distribution.entropy))
+        texts = [(t, self.model.tokens(t, raw=True)) for t in SHORT_PROMPTS]
+        distributions = [exact_distribution(self._runner, text, tokens) for text, tokens in texts if tokens]
+        return max(
+            distributions, key=lambda distribution: (-round(distribution.rounding_variation, 2), distribution.entropy)
+        )
 
     @cached_property
-    def _noise(self) -> float:
+    def _rounding_variation(self) -> float:
         """How much rounding blurs the distribution of a token, as total variation."""
         readings = [
-            self._judge.readings([*r.prompt, *a.tokens]) for r, a in zip(self._greedy[:1], self._plain, strict=False)
+            self._classifier.logits_both_ways([*r.prompt, *a.tokens])
+            for r, a in zip(self._greedy[:1], self._plain, strict=False)
         ]
-        return max(variation(a, b) for a, b in readings)
+        return max(mean_total_variation(a, b) for a, b in readings)
 
 
-def buildable(model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()) -> list[str]:
+def buildable_methods(model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()) -> list[str]:
     """Methods of the catalogue that can be built from what is there."""
 
     def can(name: str) -> bool:
@@ -158,27 +165,27 @@ def buildable(model: Model, drafts: Sequence[Model | Path] = (), references: Seq
 def checks(
     model: Model,
     names: Sequence[str],
-    settings: Settings | None = None,
+    settings: VerifySettings | None = None,
     *,
     config: SpeculativeConfig | None = None,
     drafts: Sequence[Model | Path] = (),
     references: Sequence[str] = (),
-) -> Iterator[Report]:
+) -> Iterator[VerifyReport]:
     """As `verify`, one report after another."""
     verifier = Verifier(model, settings)
-    for name in names or buildable(model, drafts, references):
+    for name in names or buildable_methods(model, drafts, references):
         yield verifier.check(lambda n=name: model.method(n, config, drafts=drafts, references=references))  # type: ignore[misc]
 
 
 def verify(
     model: Model,
     names: Sequence[str] = (),
-    settings: Settings | None = None,
+    settings: VerifySettings | None = None,
     *,
     config: SpeculativeConfig | None = None,
     drafts: Sequence[Model | Path] = (),
     references: Sequence[str] = (),
-) -> list[Report]:
+) -> list[VerifyReport]:
     """Check that methods change nothing about what a model says.
 
     `names`: methods of the catalogue; none: all that can be built from the target, `drafts` and `references`.

@@ -5,23 +5,23 @@ of a cached text.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from foretell.bench.timestamps import Arrivals
+from foretell.bench.timestamps import TokenTimestamps
 
 
-class Stepper(ABC):
+class ForwardBackend(ABC):
     """Reads a few new tokens on top of a text that it holds, again and again, as a target pass does."""
 
     name: str
 
     @abstractmethod
-    def hold(self, text: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Read the text that every pass continues."""
 
     @abstractmethod
-    def read(self, tokens: Sequence[int]) -> None:
+    def forward(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens, a score of the whole vocabulary for each."""
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         """Drop what the last pass added; not timed."""
         return
 
@@ -32,5 +32,5 @@ class Peer(ABC):
     name: str
 
     @abstractmethod
-    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
+    def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
         """Exactly `count` tokens after the prompt, greedily; an end of sequence does not end it."""

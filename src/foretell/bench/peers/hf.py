@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from foretell.bench.timestamps import Arrivals, Clock
-from foretell.bench.peers.base import Peer, Stepper
+from foretell.bench.peers.base import ForwardBackend, Peer
+from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 from foretell.load import resolve
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
@@ -17,7 +17,7 @@ from foretell.model.load.weights import GGUFWeights, gguf_config
 Mode = Literal["plain", "lookup", "assisted"]
 
 
-def transformers() -> Any:
+def import_transformers() -> Any:
     """The package.
 
     Raises:
@@ -37,7 +37,7 @@ def load(reference: str, dtype: torch.dtype) -> Any:
         ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped
             here.
     """
-    package, path = transformers(), resolve(reference)
+    package, path = import_transformers(), resolve(reference)
     if path.is_dir():
         try:
             model = package.AutoModelForCausalLM.from_pretrained(
@@ -99,23 +99,23 @@ def _llama_config(package: Any, c: ModelConfig, tied: bool) -> Any:
     )
 
 
-class _Stream:
+class _TimingStreamer:
     """Tells the clock about every token that `generate` streams; the first thing it streams is the prompt."""
 
     def __init__(self) -> None:
-        self.clock, self._prompt = Clock(), True
+        self.clock, self._prompt = TokenTimer(), True
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt:
             self._prompt = False
             return
-        self.clock.note(value.flatten().tolist())
+        self.clock.add(value.flatten().tolist())
 
     def end(self) -> None:
         return
 
 
-class Transformers(Peer):
+class TransformersPeer(Peer):
     """`generate` of transformers: plain, with prompt lookup (n-grams up to 3, 10 tokens), or with an assistant
     model.
     """
@@ -132,17 +132,17 @@ class Transformers(Peer):
         self._options = modes[mode]
 
     @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
+    def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
         """Exactly `count` tokens after the prompt."""
         ids = torch.tensor([list(prompt)])
-        stream = _Stream()
+        stream = _TimingStreamer()
         self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=stream, **self._options
         )
-        return stream.clock.stop(count)
+        return stream.clock.timestamps(count)
 
 
-class TransformersStepper(Stepper):
+class TransformersForwardBackend(ForwardBackend):
     """The eager forward pass with a dynamic cache, cropped after every pass."""
 
     def __init__(self, model: Any, name: str = "transformers eager") -> None:
@@ -151,19 +151,19 @@ class TransformersStepper(Stepper):
         self._added = 0
 
     @torch.inference_mode()
-    def hold(self, text: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Read the text that every pass continues."""
-        self._cache = transformers().DynamicCache(config=self._model.config)
+        self._cache = import_transformers().DynamicCache(config=self._model.config)
         self._added = 0
-        self._model(torch.tensor([list(text)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int]) -> None:
+    def forward(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens."""
         self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
         self._added += len(tokens)
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         """Drop what the last pass added."""
         if self._added:
             self._cache.crop(-self._added)

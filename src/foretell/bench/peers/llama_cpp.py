@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foretell.bench.timestamps import Arrivals, Clock
-from foretell.bench.peers.base import Peer, Stepper
+from foretell.bench.peers.base import ForwardBackend, Peer
+from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 
 
-def llama_cpp() -> Any:
+def import_llama_cpp() -> Any:
     """The package.
 
     Raises:
@@ -25,7 +25,7 @@ def llama_cpp() -> Any:
 
 def load(path: Path, context: int, threads: int, lookup: bool = False) -> Any:
     """A llama.cpp model; `lookup` gives it the package's prompt lookup (n-grams up to 3, 10 tokens)."""
-    package = llama_cpp()
+    package = import_llama_cpp()
     draft = None
     if lookup:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -41,13 +41,13 @@ def load(path: Path, context: int, threads: int, lookup: bool = False) -> Any:
     )
 
 
-class LlamaCpp(Peer):
+class LlamaCppPeer(Peer):
     """llama-cpp-python's `generate` at temperature 0, its cache emptied before every prompt."""
 
     def __init__(self, model: Any, name: str = "llama.cpp") -> None:
         self.name, self._model = name, model
 
-    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
+    def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
         """Exactly `count` tokens after the prompt."""
         if len(prompt) + count > self._model.n_ctx():
             raise ValueError(
@@ -55,40 +55,40 @@ class LlamaCpp(Peer):
             )
         self._model.reset()
         self._model._ctx.kv_cache_clear()
-        clock = Clock()
+        clock = TokenTimer()
         for token in self._model.generate(list(prompt), top_k=1, temp=0.0, repeat_penalty=1.0):
-            clock.note([token])
+            clock.add([token])
             if len(clock.tokens) == count:
                 break
-        return clock.stop()
+        return clock.timestamps()
 
 
-class LlamaStepper(Stepper):
+class LlamaCppForwardBackend(ForwardBackend):
     """`llama_decode` over a batch of new tokens, all of them scored, through the C interface: nothing is copied into
     Python.
     """
 
     def __init__(self, model: Any, name: str = "llama.cpp") -> None:
-        self.name, self._api = name, llama_cpp()
+        self.name, self._api = name, import_llama_cpp()
         self._model, self._ctx = model, model.ctx
         self._memory = self._api.llama_get_memory(self._ctx)
         self._batch = self._api.llama_batch_init(512, 0, 1)
         self._held = 0
 
-    def hold(self, text: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int]) -> None:
         """Read the text that every pass continues."""
         self._held = 0
-        self.forget()
-        for start in range(0, len(text), 512):
-            self._decode(text[start : start + 512], scored=False)
-            self._held += len(text[start : start + 512])
+        self.rollback()
+        for start in range(0, len(tokens), 512):
+            self._decode(tokens[start : start + 512], scored=False)
+            self._held += len(tokens[start : start + 512])
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def forward(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens."""
         self._decode(tokens, scored=True)
         self._api.llama_get_logits(self._ctx)
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         """Drop what the last pass added."""
         self._api.llama_memory_seq_rm(self._memory, 0, self._held, -1)
 

@@ -8,7 +8,7 @@ import torch
 
 from foretell.bench.peers import hf
 from foretell.bench.peers import llama_cpp as llama
-from foretell.bench.peers.base import Peer, Stepper
+from foretell.bench.peers.base import ForwardBackend, Peer
 from foretell.bench.peers.export import PRECISIONS, export
 from foretell.utils.names import unknown
 
@@ -22,20 +22,20 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class PeerSettings:
     """What peers need to know: the model, its draft model, precision of the torch peers, longest text, threads, where
     converted files go.
     """
 
     model: str
-    draft: str | None
+    draft_model: str | None
     dtype: str
     context: int
     threads: int
     folder: Path
 
 
-def expand(names: Sequence[str], dtype: str, draft: bool) -> list[str]:
+def expand_names(names: Sequence[str], dtype: str, has_draft_model: bool) -> list[str]:
     """Full names, `runtime-mode/precision`; a runtime's bare name stands for its usual modes.
 
     Raises:
@@ -47,18 +47,18 @@ def expand(names: Sequence[str], dtype: str, draft: bool) -> list[str]:
         if name not in known:
             raise unknown("peer", name, known)
         members = [*GROUPS.get(name, (name,))]
-        members += ["transformers-assisted"] if name == "transformers" and draft else []
+        members += ["transformers-assisted"] if name == "transformers" and has_draft_model else []
         for member in members:
-            full = member if "/" in member else f"{member}/{_torch(dtype) if member in TRANSFORMERS else 'bf16'}"
+            full = member if "/" in member else f"{member}/{_torch_dtype(dtype) if member in TRANSFORMERS else 'bf16'}"
             out[full] = None
     return list(out)
 
 
-def _torch(dtype: str) -> str:
+def _torch_dtype(dtype: str) -> str:
     return "float32" if dtype == "float32" else "bfloat16"
 
 
-def check(names: Sequence[str]) -> None:
+def require_installed(names: Sequence[str]) -> None:
     """Fail early where a peer's package is missing.
 
     Raises:
@@ -66,12 +66,12 @@ def check(names: Sequence[str]) -> None:
     """
     for name in names:
         if name.startswith("transformers"):
-            hf.transformers()
+            hf.import_transformers()
         else:
-            llama.llama_cpp()
+            llama.import_llama_cpp()
 
 
-def peers(names: Sequence[str], setting: Setting) -> dict[str, Peer]:
+def load_peers(names: Sequence[str], setting: PeerSettings) -> dict[str, Peer]:
     """Ready peers by full name; modes of one runtime and precision share their weights where they can."""
     out: dict[str, Peer] = {}
     torch_model = assistant = None
@@ -80,30 +80,30 @@ def peers(names: Sequence[str], setting: Setting) -> dict[str, Peer]:
         if kind in TRANSFORMERS:
             dtype = getattr(torch, precision)
             torch_model = torch_model or hf.load(setting.model, dtype)
-            if kind == "transformers-assisted" and setting.draft:
-                assistant = assistant or hf.load(setting.draft, dtype)
+            if kind == "transformers-assisted" and setting.draft_model:
+                assistant = assistant or hf.load(setting.draft_model, dtype)
             modes: dict[str, hf.Mode] = {
                 "transformers-plain": "plain",
                 "transformers-lookup": "lookup",
                 "transformers-assisted": "assisted",
             }
-            out[name] = hf.Transformers(torch_model, modes[kind], assistant, name)
+            out[name] = hf.TransformersPeer(torch_model, modes[kind], assistant, name)
         else:
             path = export(setting.model, precision, setting.folder)
-            out[name] = llama.LlamaCpp(
+            out[name] = llama.LlamaCppPeer(
                 llama.load(path, setting.context, setting.threads, kind == "llama.cpp-lookup"), name
             )
     return out
 
 
-def steppers(names: Sequence[str], setting: Setting) -> list[Stepper]:
+def load_forward_backends(names: Sequence[str], setting: PeerSettings) -> list[ForwardBackend]:
     """The peers of a step measurement: transformers eager, llama.cpp in every precision."""
-    out: list[Stepper] = []
+    out: list[ForwardBackend] = []
     for name in names:
         if name == "transformers":
-            precision = _torch(setting.dtype)
+            precision = _torch_dtype(setting.dtype)
             out.append(
-                hf.TransformersStepper(
+                hf.TransformersForwardBackend(
                     hf.load(setting.model, getattr(torch, precision)), f"transformers eager {precision}"
                 )
             )
@@ -111,7 +111,9 @@ def steppers(names: Sequence[str], setting: Setting) -> list[Stepper]:
             for precision in PRECISIONS:
                 path = export(setting.model, precision, setting.folder)
                 out.append(
-                    llama.LlamaStepper(llama.load(path, setting.context, setting.threads), f"llama.cpp {precision}")
+                    llama.LlamaCppForwardBackend(
+                        llama.load(path, setting.context, setting.threads), f"llama.cpp {precision}"
+                    )
                 )
         else:
             raise unknown("peer", name, GROUPS)
