@@ -1,4 +1,4 @@
-"""What the tests of the bench share: a tiny random Llama in a directory, loaded, and records written by hand."""
+"""Helpers of the bench tests: a tiny random Llama, in a directory and loaded, and results written by hand."""
 
 import sys
 from functools import cache
@@ -60,19 +60,20 @@ def refused(*arguments: object) -> str:
     return lines[0]
 
 
-def make_answer(tokens: int, passes: int, at: tuple[float, ...], count: tuple[int, ...]) -> Answer:
-    """An answer with these arrivals."""
-    assert sum(count) == tokens
+def make_answer(tokens: int, passes: int, seconds: tuple[float, ...], counts: tuple[int, ...]) -> Answer:
+    """An answer whose tokens arrive at these times."""
+    assert sum(counts) == tokens
     return Answer(
-        prompt_tokens=3, tokens=tuple(range(tokens)), arrival_seconds=at, arrival_counts=count, retokenized_tokens=tokens, passes=passes,
-        tested_per_position=(passes - 1, 2), accepted_per_position=(2, 1), drafted=4, draft_seconds=0.1, verify_seconds=0.6, step_seconds=1.0,
+        prompt_tokens=3, tokens=tuple(range(tokens)), arrival_seconds=seconds, arrival_counts=counts,
+        retokenized_tokens=tokens, passes=passes, tested_per_position=(passes - 1, 2), accepted_per_position=(2, 1),
+        drafted=4, draft_seconds=0.1, verify_seconds=0.6, step_seconds=1.0,
     )  # fmt: skip
 
 
 def make_result(
-    question: str, competitor: str, turns: tuple[Answer, ...], category: str = "qa", repeat: int = 0
+    question: str, competitor: str, answers: tuple[Answer, ...], category: str = "qa", repeat: int = 0
 ) -> QuestionResult:
-    """One competitor's answer."""
+    """One competitor's answers to a question."""
     return QuestionResult(
-        question=question, category=category, group=category, competitor=competitor, repeat=repeat, answers=turns
+        question=question, category=category, group=category, competitor=competitor, repeat=repeat, answers=answers
     )

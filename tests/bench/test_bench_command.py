@@ -78,9 +78,7 @@ def test_peak_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_pa
     assert plain.peak_memory_bytes is not None and plain.peak_memory_bytes > 10_000_000
 
 
-def test_an_interruption_says_that_nothing_is_lost(
-    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_keeps_finished_work(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -91,7 +89,7 @@ def test_an_interruption_says_that_nothing_is_lost(
     assert bench(*run(questions, tmp_path / "out")).exit_code == 0
 
 
-def test_the_schema_is_told() -> None:
+def test_the_schema_is_printed() -> None:
     assert set(json.loads(bench("schema").stdout)["properties"]) == set(BenchResults.model_fields)
 
 
@@ -129,7 +127,7 @@ def test_wrong_options_are_one_sentence(questions: Path, tmp_path: Path, more: t
     assert words in refused(*run(questions, tmp_path / "out", *more))
 
 
-def test_a_missing_peer_says_the_pip_line(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_names_the_pip_command(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -163,8 +161,8 @@ def test_a_step_is_timed_with_ratios(tmp_path: Path) -> None:
         ("foretell float32", 1),
         ("foretell bfloat16 tree", 2),
     }
-    assert all(len(p["samples"]) == 2 and p["median_ms"] > 0 for p in report["passes"])
-    assert any("outside the target pass" in f["name"] for f in report["figures"])
+    assert all(len(p["samples_ms"]) == 2 and p["median_ms"] > 0 for p in report["passes"])
+    assert any("outside the target pass" in f["name"] for f in report["ratio_goals"])
     assert "whole numbers" in refused("step", "--model", target(), "--tokens", "1,x")
 
 

@@ -1,4 +1,4 @@
-"""Figures of records written by hand, against arithmetic done by hand."""
+"""Metrics of results written by hand, compared with arithmetic done by hand."""
 
 import pytest
 from bench_helpers import make_answer, make_result
@@ -13,24 +13,24 @@ MINE = [make_result("a", "ngram/x", (make_answer(5, 3, (1.0, 1.5, 2.0), (1, 3, 1
 
 
 def test_counts_and_acceptance() -> None:
-    f = compute_metrics(MINE, PLAIN, {})
-    assert (f.tokens, f.passes, f.tokens_per_pass, f.accepted_per_pass) == (5, 3, 5 / 3, 1.0)
-    assert f.acceptance_conditional == (2 / 2, 1 / 2) and f.acceptance_cumulative == (2 / 3, 1 / 3)
+    m = compute_metrics(MINE, PLAIN, {})
+    assert (m.tokens, m.passes, m.tokens_per_pass, m.accepted_per_pass) == (5, 3, 5 / 3, 1.0)
+    assert m.acceptance_conditional == (2 / 2, 1 / 2) and m.acceptance_cumulative == (2 / 3, 1 / 3)
 
 
-def test_speed_leaves_the_prefill_out_and_the_ratio_is_over_plain_decoding() -> None:
-    f = compute_metrics(MINE, PLAIN, {"peer": PLAIN})
-    assert f.tokens_per_second == pytest.approx(4 / 1.0)
-    assert f.speedup == pytest.approx(4.0) and f.over_peers == {"peer": pytest.approx(4.0)}
-    assert f.end_to_end_tokens_per_second == pytest.approx(5 / 2) and f.end_to_end_speedup == pytest.approx(2.5)
-    assert f.prefill_seconds == 1.0
+def test_speed_excludes_prefill_and_the_speedup_is_over_plain_decoding() -> None:
+    m = compute_metrics(MINE, PLAIN, {"peer": PLAIN})
+    assert m.tokens_per_second == pytest.approx(4 / 1.0)
+    assert m.speedup == pytest.approx(4.0) and m.over_peers == {"peer": pytest.approx(4.0)}
+    assert m.end_to_end_tokens_per_second == pytest.approx(5 / 2) and m.end_to_end_speedup == pytest.approx(2.5)
+    assert m.prefill_seconds == 1.0
 
 
-def test_tokens_that_arrive_together_share_the_wait() -> None:
-    f = compute_metrics(MINE, PLAIN, {})
-    assert f.inter_token_p50_ms == pytest.approx((500 / 3 + 500 / 3) / 2)
-    assert f.gap_p95_ms == pytest.approx(500)
-    assert (f.draft_share, f.verify_share, f.other_share) == pytest.approx((0.1, 0.6, 0.3))
+def test_tokens_that_arrive_together_share_the_inter_token_time() -> None:
+    m = compute_metrics(MINE, PLAIN, {})
+    assert m.inter_token_p50_ms == pytest.approx((500 / 3 + 500 / 3) / 2)
+    assert m.gap_p95_ms == pytest.approx(500)
+    assert (m.draft_share, m.verify_share, m.other_share) == pytest.approx((0.1, 0.6, 0.3))
 
 
 def test_times_are_medians_over_the_repeats() -> None:
@@ -61,10 +61,10 @@ def test_a_mean_is_over_categories() -> None:
     assert category_means([a, b]).speedup == pytest.approx(2.5)
 
 
-def test_the_report_tells_everything() -> None:
-    away = AnswerDivergence(question="a", turn=0, position=2, token=5, plain_token=6, margin=0.0125)
-    lost = QuestionResult(question="b", category="qa", group="qa", competitor="ngram/x", repeat=0, error="too long")
-    mine = [MINE[0].model_copy(update={"compared": True, "divergence": away}), lost]
+def test_the_report_has_every_table() -> None:
+    divergence = AnswerDivergence(question="a", turn=0, position=2, token=5, plain_token=6, margin=0.0125)
+    failed = QuestionResult(question="b", category="qa", group="qa", competitor="ngram/x", repeat=0, error="too long")
+    mine = [MINE[0].model_copy(update={"compared": True, "divergence": divergence}), failed]
     settings = BenchSettings(
         model="m", tasks="t", digest="d", max_new_tokens=5, temperature=0, seed=0, threads=1, dtypes=("x",)
     )

@@ -56,7 +56,7 @@ def test_broken_lines_are_named_and_the_others_read(tmp_path: Path) -> None:
     tasks = load_questions(source)
     assert [q.turns for q in tasks.questions] == [("good",)]
     assert [int(p.split("line ")[1].split(":")[0]) for p in tasks.problems] == [2, 3, 4, 5, 6]
-    assert "not valid JSON" in tasks.problems[0] and "already" in tasks.problems[-1]
+    assert "not valid JSON" in tasks.problems[0] and "appears twice" in tasks.problems[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,42 @@
-"""Who is measured: a method of ours at a precision, or a peer, each answering whole conversations."""
+"""What a run measures: a method of ours in one precision, or a peer. Both answer whole conversations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from jaxtyping import Bool
-
 from foretell.api import Model
-from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Peer
 from foretell.bench.questions import Question
 from foretell.bench.schema import Answer, MeanFidelityLoss, QuestionResult
 from foretell.bench.timestamps import TokenTimer, TokenTimestamps
+from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.core.context import ModelOutput
 from foretell.core.sampling import SamplingParams
-from foretell.core.tree import TokenTree
 from foretell.engine.engine import Engine, Request
 from foretell.engine.statistics import RequestStatistics
-from foretell.model.runner import Runner
+from foretell.load import load_draft
 from foretell.tokenizer.codec import Message
 
 PLAIN = "autoregressive"
+_MAX_BUDGET = 256
+"""Most drafted tokens that `name@budget` may ask for."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How much is generated, and how."""
+    """Length and sampling of the answers."""
 
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
     remember: bool = False
-    """A method keeps what it learned from earlier questions, each repeat on its own; else every question meets one that
-    remembers nothing.
-    """
+    """A method keeps its state from question to question, separately for each repeat; else it is built afresh."""
 
 
 class Competitor(ABC):
-    """Answers questions under a clock."""
+    """Answers questions and measures when the tokens arrive."""
 
     name: str
     """Unique in a run: method or runtime, a slash, the precision."""
@@ -49,7 +44,7 @@ class Competitor(ABC):
 
     @abstractmethod
     def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
-        """Every turn of the conversation. `plain`: what plain decoding answered, where that is known.
+        """Answer every turn of a conversation. `plain_result`: plain decoding's answers, where they are known.
 
         Raises:
             ValueError: the question does not fit the model.
@@ -58,15 +53,16 @@ class Competitor(ABC):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method as users write it: `name`, or `name@budget` for another number of drafted tokens."""
+    """A method of the catalogue with its number of drafted tokens."""
 
     label: str
+    """`method`, or `method@budget`."""
     method: str
     config: SpeculativeConfig
 
     @staticmethod
     def parse(text: str) -> "MethodSpec":
-        """Read it.
+        """Parse `name` or `name@budget`.
 
         Raises:
             ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or a method that
@@ -74,9 +70,9 @@ class MethodSpec:
         """
         name, at, budget = text.partition("@")
         entry = find(name)
-        if at and not (budget.isdigit() and 0 <= int(budget) <= 256):
+        if at and not (budget.isdigit() and 0 <= int(budget) <= _MAX_BUDGET):
             raise ValueError(
-                f"{text}: after @ comes the number of drafted tokens, 0 to 256; write for example {name}@8"
+                f"{text}: after @ comes the number of drafted tokens, 0 to {_MAX_BUDGET}; write for example {name}@8"
             )
         config = SpeculativeConfig(num_speculative_tokens=int(budget)) if at else SpeculativeConfig()
         try:
@@ -85,163 +81,129 @@ class MethodSpec:
             raise ValueError(f"{text}: {error}") from error
         return MethodSpec(entry.name + at + budget, entry.name, config)
 
+    @staticmethod
+    def parse_all(texts: Sequence[str]) -> "list[MethodSpec]":
+        """Plain decoding and these methods, without duplicates."""
+        specs = map(MethodSpec.parse, [PLAIN, *texts])
+        return list({s.label: s for s in specs}.values())
 
-class TracingRunner(Runner):
-    """Passes everything on to another runner and remembers each pass: its tree and what was kept of it."""
 
-    def __init__(self, inner: Runner) -> None:
-        self.inner, self.vocab, self.context = inner, inner.vocab, inner.context
-        self.passes: list[tuple[TokenTree, tuple[int, ...]]] = []
-        self._tree: TokenTree | None = None
+class Conversation:
+    """The messages of a conversation with one model."""
 
-    def length(self, row: int) -> int:
-        """How many tokens of a row have been read and kept."""
-        return self.inner.length(row)
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._messages: list[Message] = []
 
-    def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
-        """Read nodes of a tree; see `Runner.forward`."""
-        self._tree = tree
-        output = self.inner.forward(rows, tree, active=active, scored=scored, hidden_layers=hidden_layers)
-        # A GPU returns before it has finished: without this its work would count as accepting, not as verifying.
-        synchronize(output.logits.device)
-        return output
+    def add_user(self, text: str) -> list[int]:
+        """Add a message of the user; prompt tokens of the conversation.
 
-    def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keep these nodes of the last tree."""
-        if self._tree is not None:
-            self.passes.append((self._tree, tuple(path)))
-        self.inner.commit(row, path)
-
-    def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
-        self.inner.truncate(row, length)
-
-    def count_acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Passes that tested, and that accepted, a draft at depth 1, 2, …: one is tested where all before it stood and
-        the tree goes on.
+        A model without chat template reads the messages one after another.
         """
-        tested: list[int] = []
-        accepted: list[int] = []
-        for tree, path in self.passes:
-            depth = len(path) - int(tree.prefix_length[0])
-            goes_on = path[-1] in tree.children(0)
-            for counts, upto in ((tested, depth + goes_on), (accepted, depth)):
-                counts += [0] * (upto - len(counts))
-                for d in range(upto):
-                    counts[d] += 1
-        return tuple(tested), tuple(accepted)
+        self._messages.append({"role": "user", "content": text})
+        if self._model.codec.chat_template is not None:
+            return self._model.tokens(self._messages)
+        return self._model.tokens("\n\n".join(m["content"] for m in self._messages), raw=True)
+
+    def add_answer(self, tokens: Sequence[int]) -> None:
+        """Add an answer of the model."""
+        self._messages.append({"role": "assistant", "content": self._model.codec.decode(tokens)})
 
 
 class MethodCompetitor(Competitor):
-    """A method of the catalogue, made afresh for every question or kept (`GenerationSettings.remember`); the turns of a
-    conversation share it.
-    """
+    """A method of the catalogue. The turns of a conversation share one engine."""
 
     def __init__(
         self,
         model: Model,
         spec: MethodSpec,
-        limits: GenerationSettings,
+        settings: GenerationSettings,
         drafts: Sequence[Model | Path] = (),
         references: Sequence[str] = (),
     ) -> None:
         self.name = f"{spec.label}/{model.precision}"
-        self._model, self._spec, self._limits = model, spec, limits
+        self._model, self._spec, self._settings = model, spec, settings
         self._drafts, self._references = tuple(drafts), tuple(references)
         self._runner = model.runner()
-        self._kept: dict[int, Engine] = {}
-        self.lossless = self._engine().method.lossless
+        self._engines: dict[int, Engine] = {}
+        self.lossless = self._build_engine().method.lossless
 
-    def _engine(self) -> Engine:
+    def _build_engine(self) -> Engine:
         method = self._model.method(
             self._spec.method, self._spec.config, drafts=self._drafts, references=self._references
         )
         return Engine(TracingRunner(self._runner), method, rows=1)
 
     def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
-        """Every turn; the next one is asked after the method's own answer."""
-        engine = self._kept.get(repeat) or self._engine()
-        if self._limits.remember:
-            self._kept[repeat] = engine
-        messages, turns = list[Message](), list[Answer]()
-        sampling = SamplingParams(temperature=self._limits.temperature, seed=self._limits.seed)
+        """Answer every turn; each prompt contains the method's own earlier answers."""
+        engine = self._engines.get(repeat) or self._build_engine()
+        if self._settings.remember:
+            self._engines[repeat] = engine
+        conversation, answers = Conversation(self._model), list[Answer]()
+        sampling = SamplingParams(temperature=self._settings.temperature, seed=self._settings.seed)
         for text in question.turns:
-            messages.append({"role": "user", "content": text})
-            prompt = conversation(self._model, messages)
-            request = Request(prompt, sampling, self._limits.max_new_tokens, eos=self._model.eos)
-            turns.append(self._turn(engine, request))
-            messages.append({"role": "assistant", "content": self._model.codec.decode(turns[-1].tokens)})
-        return tuple(turns)
+            prompt = conversation.add_user(text)
+            request = Request(prompt, sampling, self._settings.max_new_tokens, eos=self._model.eos)
+            answers.append(self._complete(engine, request))
+            conversation.add_answer(answers[-1].tokens)
+        return tuple(answers)
 
-    def _turn(self, engine: Engine, request: Request) -> Answer:
-        watched = engine.runner
-        assert isinstance(watched, TracingRunner)
-        watched.passes = []
-        clock = TokenTimer()
-        (done,) = engine.complete([request], lambda update: clock.add(update.tokens))
-        stats = done.statistics
-        tested, accepted = watched.count_acceptance()
-        engine_says = {
-            "passes": stats.target_passes,
-            "drafted": stats.drafted,
-            "tested": tested,
-            "accepted": accepted,
-            "draft_seconds": stats.draft_seconds,
-            "verify_seconds": stats.verify_seconds,
-            "step_seconds": stats.decode_seconds,
-            "price": None if self.lossless else mean_fidelity_loss(stats),
+    def _complete(self, engine: Engine, request: Request) -> Answer:
+        runner = engine.runner
+        assert isinstance(runner, TracingRunner)
+        runner.passes = []
+        timer = TokenTimer()
+        (completion,) = engine.complete([request], lambda update: timer.add(update.tokens))
+        statistics = completion.statistics
+        tested, accepted = runner.count_acceptance()
+        counts = {
+            "passes": statistics.target_passes,
+            "drafted": statistics.drafted,
+            "tested_per_position": tested,
+            "accepted_per_position": accepted,
+            "draft_seconds": statistics.draft_seconds,
+            "verify_seconds": statistics.verify_seconds,
+            "step_seconds": statistics.decode_seconds,
+            "fidelity": None if self.lossless else _mean_fidelity_loss(statistics),
         }
-        return timed_answer(self._model, request.prompt, clock.timestamps()).model_copy(update=engine_says)
+        return timed_answer(self._model, request.prompt, timer.timestamps()).model_copy(update=counts)
 
 
 class PeerCompetitor(Competitor):
-    """Another runtime: the prompts of our plain decoding, and as many tokens as it wrote."""
+    """Another runtime: reads the prompts of our plain decoding and writes as many tokens."""
 
     def __init__(self, peer: Peer, model: Model) -> None:
         self.name, self._peer, self._model = peer.name, peer, model
 
     def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
-        """Every turn, after plain decoding's answers to the ones before."""
+        """Answer every turn; each prompt contains plain decoding's earlier answers."""
         if plain_result is None or plain_result.error:
             raise ValueError("plain decoding has no answer to this question")
-        messages, turns = list[Message](), list[Answer]()
-        for text, done in zip(question.turns, plain_result.answers, strict=True):
-            messages.append({"role": "user", "content": text})
-            prompt = conversation(self._model, messages)
-            turns.append(timed_answer(self._model, prompt, self._peer.generate(prompt, len(done.tokens))))
-            messages.append({"role": "assistant", "content": self._model.codec.decode(done.tokens)})
-        return tuple(turns)
+        conversation, answers = Conversation(self._model), list[Answer]()
+        for text, plain in zip(question.turns, plain_result.answers, strict=True):
+            prompt = conversation.add_user(text)
+            answers.append(timed_answer(self._model, prompt, self._peer.generate(prompt, len(plain.tokens))))
+            conversation.add_answer(plain.tokens)
+        return tuple(answers)
 
 
-def conversation(model: Model, messages: Sequence[Message]) -> list[int]:
-    """Prompt tokens of a conversation; a model without chat template reads its texts one after another."""
-    if model.codec.chat_template is not None:
-        return model.tokens(messages)
-    return model.tokens("\n\n".join(m["content"] for m in messages), raw=True)
+def load_drafts(references: str | None, precision: str, device: str) -> list[Model | Path]:
+    """Draft models and speculators of a comma-separated list."""
+    return [load_draft(r, precision, device) for r in (references or "").split(",") if r]
 
 
-def timed_answer(model: Model, prompt: Sequence[int], arrivals: TokenTimestamps) -> Answer:
-    """An answer with what every competitor has to say about it."""
-    text = model.codec.decode(arrivals.tokens).strip()
-    retokenized = len(model.codec.encode(text, special=False)) if text else 0
+def timed_answer(model: Model, prompt: Sequence[int], timestamps: TokenTimestamps) -> Answer:
+    """An answer with what is known of every competitor: tokens and times."""
+    text = model.codec.decode(timestamps.tokens).strip()
     return Answer(
         prompt_tokens=len(prompt),
-        tokens=arrivals.tokens,
-        arrival_seconds=arrivals.seconds,
-        arrival_counts=arrivals.counts,
-        retokenized_tokens=retokenized,
+        tokens=timestamps.tokens,
+        arrival_seconds=timestamps.seconds,
+        arrival_counts=timestamps.counts,
+        retokenized_tokens=len(model.codec.encode(text, special=False)) if text else 0,
     )
 
 
-def mean_fidelity_loss(statistics: RequestStatistics) -> MeanFidelityLoss:
-    """What a lossy method changed in this answer."""
-    p = statistics.fidelity
-    return MeanFidelityLoss(kl=p.mean_divergence, total_variation=p.mean_variation, changed=p.changed_share)
+def _mean_fidelity_loss(statistics: RequestStatistics) -> MeanFidelityLoss:
+    loss = statistics.fidelity
+    return MeanFidelityLoss(kl=loss.mean_divergence, total_variation=loss.mean_variation, changed=loss.changed_share)

@@ -1,23 +1,24 @@
-"""Our own runtime as a competitor of the step measurement."""
+"""Foretell in the measurement of single steps."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from foretell.api import Model
-from foretell.bench.competitor import TracingRunner
 from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import ForwardBackend
-from foretell.core.tree import root_tree, tree_from_lists
+from foretell.bench.tracing import TracingRunner, prefill
+from foretell.core.tree import tree_from_lists
 from foretell.engine.engine import Engine, Request
 from foretell.model.graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Runner
 
+_WARM_UP_TOKENS = 4
+"""New tokens of the first request that an engine decides before it is timed: by then every prompt has been read."""
+
 
 class OwnForwardBackend(ForwardBackend):
-    """`Runner.forward` over a chain, or over a binary tree of as many nodes, every node scored."""
+    """`Runner.forward` over a chain or a binary tree; every node is scored."""
 
     def __init__(self, name: str, runner: Runner, branching: bool = False) -> None:
         self.name = name + (" tree" if branching else "")
@@ -33,23 +34,18 @@ class OwnForwardBackend(ForwardBackend):
         return [OwnForwardBackend(n, r, branching) for n, r in runners.items() for branching in (False, True)]
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Read the text that every pass continues."""
-        self._runner.truncate(0, 0)
-        for start in range(0, len(tokens), 512):
-            part = list(tokens[start : start + 512])
-            tree = root_tree([part[-1]]).with_prefix([part])
-            self._runner.forward([0], tree, scored=np.zeros_like(tree.valid))
-            self._runner.commit(0, range(len(part)))
+        """Read the tokens that every pass continues."""
+        prefill(self._runner, tokens)
 
     def forward(self, tokens: Sequence[int]) -> None:
-        """One pass over new tokens; nothing is kept, so the next pass overwrites them."""
+        """One pass over new tokens; nothing is committed, so the next pass overwrites them."""
         parents = [(i - 1) // 2 if i and self._branching else i - 1 for i in range(len(tokens))]
         synchronize(self._runner.forward([0], tree_from_lists([tokens], [parents])).logits.device)
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """A few engine steps: tokens decided, seconds in all, seconds in the target's pass."""
+    """A few engine steps: tokens decided, seconds in all, seconds in the target's passes."""
 
     tokens: int
     seconds: float
@@ -57,20 +53,20 @@ class StepTiming:
 
 
 class EngineTimer:
-    """Steps of a whole engine that decodes `rows` texts at once without end, past their prompts."""
+    """Times steps of a whole engine that decodes `rows` sequences, after their prompts have been read."""
 
-    def __init__(self, model: Model, method: str, rows: int, text: Sequence[int], most: int) -> None:
+    def __init__(self, model: Model, method: str, rows: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         self._engine = Engine(
             TracingRunner(model.runner()), model.method(method), rows=rows, detokenizer=model.codec.detokenizer
         )
-        shifted = [[*text[r:], *text[:r]] for r in range(rows)]
-        numbers = [self._engine.submit(Request(t, max_new_tokens=most)) for t in shifted]
-        self._first = numbers[0]
-        while self._engine.statistics[self._first].new_tokens < 4:
+        prompts = [[*tokens[r:], *tokens[:r]] for r in range(rows)]
+        requests = [self._engine.submit(Request(p, max_new_tokens=max_new_tokens)) for p in prompts]
+        self._first = requests[0]
+        while self._engine.statistics[self._first].new_tokens < _WARM_UP_TOKENS:
             self._engine.step()
 
     def run(self, steps: int) -> StepTiming:
-        """Time some steps; the first request's account tells how much of them the target took."""
+        """Time some steps. The statistics of the first request give the share of the target's passes."""
         before, tokens = self._engine.statistics[self._first].verify_seconds, 0
         started = time.perf_counter()
         for _ in range(steps):

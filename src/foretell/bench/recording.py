@@ -1,20 +1,18 @@
-"""A target that says again what it said before: replays methods over recorded continuations, without a model."""
+"""Recordings: the target's greedy answers to a workload, with its best tokens at every position."""
 
 import base64
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from foretell.bench.schema import FrozenModel
-from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree
-from foretell.model.runner import Runner
+from foretell.bench.schema import BenchSettings, FileModel, FrozenModel
+from foretell.utils.store import read, settings
 
 
 class RecordedAnswer(FrozenModel):
-    """One recorded answer: the prompt, the greedy tokens, and the best scores before each of them."""
+    """One answer: the prompt, the greedy tokens, and the most probable tokens at each of their positions."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -25,32 +23,35 @@ class RecordedAnswer(FrozenModel):
 
     @staticmethod
     def pack(
-        prompt: Sequence[int], tokens: Sequence[int], best: Int[np.ndarray, "n k"], scores: Float[np.ndarray, "n k"]
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        top_tokens: Int[np.ndarray, "n k"],
+        top_logprobs: Float[np.ndarray, "n k"],
     ) -> "RecordedAnswer":
-        """Pack arrays."""
+        """Encode arrays."""
         return RecordedAnswer(
             prompt=tuple(prompt),
             tokens=tuple(tokens),
-            top_tokens=base64.b64encode(best.astype("<i4").tobytes()).decode(),
-            top_logprobs=base64.b64encode(scores.astype("<f4").tobytes()).decode(),
+            top_tokens=base64.b64encode(top_tokens.astype("<i4").tobytes()).decode(),
+            top_logprobs=base64.b64encode(top_logprobs.astype("<f4").tobytes()).decode(),
         )
 
     def unpack(self) -> tuple[Int[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
-        """Unpack them.
+        """Decode `top_tokens` and `top_logprobs`.
 
         Raises:
             ValueError: the arrays do not fit the tokens.
         """
         try:
-            ids = np.frombuffer(base64.b64decode(self.top_tokens, validate=True), "<i4")
-            scores = np.frombuffer(base64.b64decode(self.top_logprobs, validate=True), "<f4")
-            return ids.reshape(len(self.tokens), -1), scores.reshape(len(self.tokens), -1)
+            tokens = np.frombuffer(base64.b64decode(self.top_tokens, validate=True), "<i4")
+            logprobs = np.frombuffer(base64.b64decode(self.top_logprobs, validate=True), "<f4")
+            return tokens.reshape(len(self.tokens), -1), logprobs.reshape(len(self.tokens), -1)
         except ValueError as error:
             raise ValueError(f"a recorded distribution is damaged ({error}); record the workload again") from error
 
 
 class RecordedQuestion(FrozenModel):
-    """All turns of one question."""
+    """The answers to all turns of one question."""
 
     question: str
     category: str
@@ -58,10 +59,10 @@ class RecordedQuestion(FrozenModel):
     answers: tuple[RecordedAnswer, ...]
 
 
-class RecordingSettings(FrozenModel):
-    """What was recorded, and the facts about the model that replay needs."""
+class RecordingSettings(FileModel):
+    """Settings of a recording, and the properties of the model that replay needs."""
 
-    format: str = "foretell recording 1"
+    format: str = "foretell recording 2"
     model: str
     dtype: str
     tasks: str
@@ -72,79 +73,27 @@ class RecordingSettings(FrozenModel):
     context: int
     eos: tuple[int, ...]
     questions: int
-    """How many the recording holds when it is complete."""
+    """Questions of the complete recording."""
+
+    def bench_settings(self) -> BenchSettings:
+        """Settings of results that come from a replay."""
+        return BenchSettings(
+            model=self.model, tasks=self.tasks, digest=self.digest, max_new_tokens=self.max_new_tokens,
+            temperature=0.0, seed=0, threads=1, dtypes=(self.dtype,),
+        )  # fmt: skip
 
 
-class ReplayRunner(Runner):
-    """Scores the nodes that agree with the script as the target did; says nothing about the others, which greedy
-    decoding never reaches.
+def load_recording(folder: Path) -> tuple[RecordingSettings, list[RecordedQuestion]]:
+    """A complete recording.
 
-    Serves one text (row 0) at a time; `play` names its script. Scores outside the recorded best are -inf.
+    Raises:
+        ValueError: there is none here, it is damaged, or it was interrupted.
     """
-
-    def __init__(self, vocab: int, context: int) -> None:
-        self.vocab, self.context = vocab, context
-        self._length = 0
-
-    def set_answer(self, script: RecordedAnswer) -> None:
-        """Serve this script from now on."""
-        self._said = np.array([*script.prompt, *script.tokens], np.int64)
-        self._prompt = len(script.prompt)
-        self._best, self._scores = script.unpack()
-
-    def length(self, row: int) -> int:
-        """How many tokens have been read and kept."""
-        return self._length
-
-    def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
-        """Recorded scores after every wanted node that the script contains.
-
-        Raises:
-            ValueError: hidden states are asked for, or more than one text.
-        """
-        if hidden_layers:
-            raise ValueError(
-                "this method drafts from the target's hidden states, which a recording does not hold: measure it with "
-                "`foretell bench run`"
-            )
-        if len(rows) != 1:
-            raise ValueError(f"a script serves one text at a time, {len(rows)} were asked for")
-        wanted = tree.active if scored is None else tree.active & scored
-        position = self._length + tree.depth[0]
-        said = np.zeros(tree.nodes, bool)
-        for node, (parent, at, token) in enumerate(
-            zip(tree.parent[0].tolist(), position.tolist(), tree.token[0].tolist(), strict=True)
-        ):
-            said[node] = (parent < 0 or said[parent]) and at < len(self._said) and self._said[at] == token
-        served = np.flatnonzero(said & wanted[0])
-        index = np.full(wanted.shape, -1, np.int64)
-        index[0, served] = np.arange(len(served))
-        return ModelOutput(logits=self._logits(position[served] + 1 - self._prompt), logit_index=index)
-
-    def _logits(self, following: Int[np.ndarray, " k"]) -> Float[torch.Tensor, "k v"]:
-        """Scores of the recorded tokens numbered `following`; past the end of the script, of nothing in particular."""
-        logits = torch.full((len(following), self.vocab), -torch.inf)
-        for i, number in enumerate(following.tolist()):
-            if 0 <= number < len(self._best):
-                logits[i, torch.from_numpy(self._best[number].astype(np.int64))] = torch.from_numpy(
-                    self._scores[number].copy()
-                )
-            else:
-                logits[i] = 0.0
-        return logits
-
-    def commit(self, row: int, path: Sequence[int]) -> None:
-        """Count them as read."""
-        self._length += len(path)
-
-    def truncate(self, row: int, length: int) -> None:
-        """Forget tokens from `length` on."""
-        self._length = min(length, self._length)
+    found = settings(folder, RecordingSettings)
+    questions = list(read(folder, RecordedQuestion))
+    if len(questions) < found.questions:
+        raise ValueError(
+            f"{folder}: the recording was interrupted, it holds {len(questions)} of {found.questions} questions; "
+            "run `foretell bench record` with the same settings and --out to finish it"
+        )
+    return found, questions

@@ -1,9 +1,10 @@
-"""Results as sections: the Markdown and the HTML report are made of the same ones."""
+"""Tables of the report, and the report as Markdown. The HTML report has the same tables."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 from foretell.bench.schema import BenchResults, Metrics
-from foretell.bench.text_table import Cell, Section, TextTable
+from foretell.bench.text_table import Cell, TextTable
 
 _DEPTHS = 8
 """Depths of the acceptance table."""
@@ -13,58 +14,56 @@ def render_markdown(results: BenchResults) -> str:
     """The whole report as Markdown."""
     parts = [
         f"# {report_title(results)}\n\n{conditions(results)}\n",
-        *(s.markdown() for s in sections(results)),
-        "## What the figures mean\n",
+        *(f"## {name}\n\n{table.markdown()}" for name, table in sections(results).items()),
+        "## Definitions\n",
     ]
     return "\n".join([*parts, "".join(f"- **{name}**: {text}\n" for name, text in results.definitions.items())])
 
 
 def report_title(results: BenchResults) -> str:
-    """What was measured."""
+    """Title of the report."""
     return f"Decoding methods on {results.settings.model}"
 
 
 def conditions(results: BenchResults) -> str:
-    """Under which conditions."""
+    """Settings and machine in one sentence."""
     s, repeats = results.settings, results.repeats
     return (
-        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, {repeats} "
-        f"repeat{'s' * (repeats > 1)}, "
-        f"{s.threads} thread{'s' * (s.threads > 1)}, {device_name(results)}, {results.created}."
+        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, "
+        f"{repeats} repeat{'s' * (repeats > 1)}, {s.threads} thread{'s' * (s.threads > 1)}, "
+        f"{device_name(results)}, {results.created}."
     )
 
 
 def device_name(results: BenchResults) -> str:
-    """The device that ran the models."""
+    """The GPU, or else the processor."""
     return results.machine.get("gpu") or results.machine.get("processor", "unknown processor")
 
 
-def sections(results: BenchResults) -> list[Section]:
-    """Every table, those without content left out."""
+def sections(results: BenchResults) -> dict[str, TextTable]:
+    """Tables by title, without empty ones."""
     peers = [c.name for c in results.competitors if c.peer]
-    found = [
-        Section("All categories", summary_table(results)),
-        Section(
-            "Speed-up over our own plain decoding, by category", category_table(results, lambda f: f.speedup, True)
-        ),
-        *(Section(f"Speed over {p}, by category", category_table(results, _over(p), False)) for p in peers),
-        Section("Tokens per pass, by category", category_table(results, lambda f: f.tokens_per_pass, False)),
-        Section("Acceptance by depth, conditional / cumulative", acceptance_table(results)),
-        Section("Where the time goes", time_table(results)),
-        Section("Spec-Bench's own figures", spec_bench_table(results)),
-        Section("Answers that differ from plain decoding", divergence_table(results)),
-        Section("Price of the lossy methods", fidelity_table(results)),
-        Section("Questions without an answer", error_table(results)),
-    ]
-    return [s for s in found if isinstance(s.body, str) or s.body.rows]
+    tables = {
+        "All categories": summary_table(results),
+        "Speed-up over our own plain decoding, by category": category_table(results, lambda m: m.speedup, True),
+        **{f"Speed over {p}, by category": category_table(results, _over_peer(p), False) for p in peers},
+        "Tokens per pass, by category": category_table(results, lambda m: m.tokens_per_pass, False),
+        "Acceptance by depth, conditional / cumulative": acceptance_table(results),
+        "Time": time_table(results),
+        "Metrics of Spec-Bench": spec_bench_table(results),
+        "Answers that differ from plain decoding": divergence_table(results),
+        "Fidelity loss of lossy methods": fidelity_table(results),
+        "Questions without an answer": error_table(results),
+    }
+    return {name: table for name, table in tables.items() if table.rows}
 
 
-def _over(peer: str) -> Callable[[Metrics], float | None]:
-    return lambda f: f.over_peers.get(peer)
+def _over_peer(peer: str) -> Callable[[Metrics], float | None]:
+    return lambda m: m.over_peers.get(peer)
 
 
 def summary_table(results: BenchResults) -> TextTable:
-    """One line per competitor: means over the categories, and identity."""
+    """Means over the categories, identical answers and peak memory of every competitor."""
     peers = [c.name for c in results.competitors if c.peer]
     rows: list[list[Cell]] = [
         [
@@ -84,24 +83,24 @@ def summary_table(results: BenchResults) -> TextTable:
     )
 
 
-def category_table(results: BenchResults, figure: Callable[[Metrics], float | None], peers: bool) -> TextTable:
-    """A figure of every competitor (`peers`: theirs too) and category."""
+def category_table(results: BenchResults, metric: Callable[[Metrics], float | None], peers: bool) -> TextTable:
+    """A metric by competitor and category; `peers`: include other runtimes."""
     shown = [c for c in results.competitors if peers or not c.peer]
     names = list(dict.fromkeys(n for c in shown for n in c.categories))
     rows: list[list[Cell]] = [
-        [c.name, *(figure(c.categories[n]) if n in c.categories else None for n in names)] for c in shown
+        [c.name, *(metric(c.categories[n]) if n in c.categories else None for n in names)] for c in shown
     ]
     return TextTable(["competitor", *names], rows)
 
 
 def acceptance_table(results: BenchResults) -> TextTable:
-    """Per depth, for methods that draft."""
+    """Acceptance by depth of the methods that draft."""
     drafting = [c for c in results.competitors if c.pooled.acceptance_conditional]
     depth = min(_DEPTHS, max((len(c.pooled.acceptance_conditional) for c in drafting), default=0))
 
-    def cells(f: Metrics) -> list[str]:
-        reached = [*f.acceptance_cumulative, *[0.0] * len(f.acceptance_conditional)]
-        shown = [f"{a:.2f} / {b:.2f}" for a, b in zip(f.acceptance_conditional, reached, strict=False)][:depth]
+    def cells(m: Metrics) -> list[str]:
+        pairs = zip_longest(m.acceptance_conditional, m.acceptance_cumulative, fillvalue=0.0)
+        shown = [f"{conditional:.2f} / {cumulative:.2f}" for conditional, cumulative in pairs][:depth]
         return shown + [""] * (depth - len(shown))
 
     rows: list[list[Cell]] = [
@@ -111,7 +110,7 @@ def acceptance_table(results: BenchResults) -> TextTable:
 
 
 def time_table(results: BenchResults) -> TextTable:
-    """Draft, verify, other; prefill; inter-token times."""
+    """Shares of drafting and verifying, prefill, and inter-token times."""
     header = [
         "competitor",
         "draft",
@@ -127,16 +126,16 @@ def time_table(results: BenchResults) -> TextTable:
     def share(value: float | None) -> str | None:
         return None if value is None else f"{value:.1%}"
 
-    def row(name: str, f: Metrics) -> list[Cell]:
-        shares = [share(f.draft_share), share(f.verify_share), share(f.other_share)]
-        waits = [f.prefill_seconds, f.inter_token_p50_ms, f.inter_token_p95_ms, f.gap_p95_ms]
-        return [name, *shares, *waits, f.end_to_end_tokens_per_second]
+    def row(name: str, m: Metrics) -> list[Cell]:
+        shares = [share(m.draft_share), share(m.verify_share), share(m.other_share)]
+        waits = [m.prefill_seconds, m.inter_token_p50_ms, m.inter_token_p95_ms, m.gap_p95_ms]
+        return [name, *shares, *waits, m.end_to_end_tokens_per_second]
 
     return TextTable(header, [row(c.name, c.pooled) for c in results.competitors if c.pooled.tokens_per_second])
 
 
 def spec_bench_table(results: BenchResults) -> TextTable:
-    """#MAT and speed-ups its way."""
+    """#MAT and speed-ups as Spec-Bench computes them."""
     groups = list(dict.fromkeys(g for c in results.competitors for g in c.spec_bench.speedup))
     rows: list[list[Cell]] = [
         [
@@ -151,16 +150,16 @@ def spec_bench_table(results: BenchResults) -> TextTable:
 
 
 def divergence_table(results: BenchResults) -> TextTable:
-    """Answers of ours that left plain decoding's."""
+    """First tokens in which our answers differ from those of plain decoding."""
     found = [(c.name, d) for c in results.competitors if not c.peer for d in c.divergences]
     rows: list[list[Cell]] = [[name, d.question, d.turn + 1, d.position, d.margin] for name, d in found]
     return TextTable(["competitor", "question", "turn", "at token", "margin, logits"], rows, digits=4)
 
 
 def fidelity_table(results: BenchResults) -> TextTable:
-    """What lossy methods changed."""
+    """Fidelity loss of lossy methods."""
     found = [(c.name, c.fidelity) for c in results.competitors if c.fidelity is not None]
-    rows: list[list[Cell]] = [[name, p.kl, p.total_variation, p.changed] for name, p in found]
+    rows: list[list[Cell]] = [[name, f.kl, f.total_variation, f.changed] for name, f in found]
     return TextTable(["competitor", "KL, nats", "total variation", "changed"], rows, digits=4)
 
 

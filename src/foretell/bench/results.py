@@ -1,4 +1,4 @@
-"""Records put together into `results.json`."""
+"""All metrics of a run, as written to `results.json`."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,25 +17,25 @@ from foretell.bench.schema import BenchResults, BenchSettings, CompetitorResult,
 
 
 def build_results(
-    records: Sequence[QuestionResult],
+    results: Sequence[QuestionResult],
     settings: BenchSettings,
     lossless: Mapping[str, bool],
     memory: Mapping[str, int] | None = None,
 ) -> BenchResults:
-    """All figures of a run. `lossless` names its competitors in order, `memory` their peaks in bytes where measured."""
-    by_name = {name: [r for r in records if r.competitor == name] for name in lossless}
-    own = f"{PLAIN}/{settings.dtypes[0]}"
+    """Metrics of a run. `lossless`: its competitors in order; `memory`: their peaks in bytes where measured."""
+    by_name = {name: [r for r in results if r.competitor == name] for name in lossless}
+    first_plain = by_name.get(f"{PLAIN}/{settings.dtypes[0]}", [])
     peers = {n: rs for n, rs in by_name.items() if is_peer(n)}
     competitors = []
     for name, mine in by_name.items():
-        plain = by_name.get(f"{PLAIN}/{name.split('/')[1]}") if not is_peer(name) else None
-        plain = by_name.get(own, []) if plain is None else plain
-        competitors.append(_competitor(name, mine, plain, peers, lossless[name], (memory or {}).get(name)))
+        same_precision = None if is_peer(name) else by_name.get(f"{PLAIN}/{name.split('/')[1]}")
+        plain = first_plain if same_precision is None else same_precision
+        competitors.append(_competitor_result(name, mine, plain, peers, lossless[name], (memory or {}).get(name)))
     return BenchResults(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=describe_machine(settings.device),
         settings=settings,
-        repeats=1 + max((r.repeat for r in records), default=0),
+        repeats=1 + max((r.repeat for r in results), default=0),
         definitions=DEFINITIONS,
         competitors=tuple(competitors),
     )
@@ -46,7 +46,7 @@ def is_peer(name: str) -> bool:
     return name.startswith(("transformers-", "llama.cpp-"))
 
 
-def _competitor(
+def _competitor_result(
     name: str,
     mine: Sequence[QuestionResult],
     plain: Sequence[QuestionResult],
@@ -57,10 +57,11 @@ def _competitor(
     categories = {}
     for category in dict.fromkeys(r.category for r in mine if r.error is None):
 
-        def here(records: Sequence[QuestionResult], category: str = category) -> list[QuestionResult]:
-            return [r for r in records if r.category == category]
+        def select(results: Sequence[QuestionResult], category: str = category) -> list[QuestionResult]:
+            return [r for r in results if r.category == category]
 
-        categories[category] = compute_metrics(here(mine), here(plain), {n: here(rs) for n, rs in peers.items()})
+        peers_here = {n: select(rs) for n, rs in peers.items()}
+        categories[category] = compute_metrics(select(mine), select(plain), peers_here)
     compared = [r for r in mine if r.compared]
     return CompetitorResult(
         name=name,

@@ -1,24 +1,23 @@
-"""A run: every question to every competitor, in turn, so that drift of the machine meets all alike."""
+"""A run: every competitor answers every question, interleaved, so that drift of the machine affects all alike."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from foretell.api import Model
-from foretell.bench.competitor import PLAIN, Competitor, conversation
+from foretell.bench.competitor import PLAIN, Competitor, Conversation
 from foretell.bench.questions import Question
 from foretell.bench.schema import AnswerDivergence, QuestionResult
-from foretell.core.tree import root_tree
-from foretell.tokenizer.codec import Message
+from foretell.bench.tracing import prefill
 from foretell.utils.store import RunStore
 
 ProgressCallback = Callable[[str], None]
+_SHIFT = 3
+"""Places by which the order of the competitors is rotated from repeat to repeat."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """Who answers, how often, and the models that judge where answers diverge, by precision.
+    """Competitors, number of repeats, and the target by precision, which scores divergences.
 
     The first competitor is plain decoding.
     """
@@ -29,11 +28,11 @@ class BenchRun:
 
     @property
     def answers_per_question(self) -> int:
-        """Answers per question."""
+        """Of all competitors and repeats."""
         return len(self.competitors) * self.repeats
 
-    def run(self, questions: Sequence[Question], store: RunStore[QuestionResult], tick: ProgressCallback) -> None:
-        """Ask everything that the store has no answer to yet."""
+    def run(self, questions: Sequence[Question], store: RunStore[QuestionResult], report: ProgressCallback) -> None:
+        """Answer every question whose result is not in the store yet."""
         done = {(r.question, r.competitor, r.repeat): r for r in store.records}
         if len(done) < len(questions) * self.answers_per_question:
             self._warm_up()
@@ -42,90 +41,83 @@ class BenchRun:
                 for competitor in self._order(repeat):
                     key = question.id, competitor.name, repeat
                     if key not in done:
-                        done[key] = self._ask(competitor, question, repeat, done)
+                        done[key] = self._answer(competitor, question, repeat, done)
                         store.append(done[key])
-                    tick(f"{question.category} {question.id}: {competitor.name}")
+                    report(f"{question.category} {question.id}: {competitor.name}")
 
     def _warm_up(self) -> None:
-        """A short question that is not counted: first calls allocate, compile and page in."""
+        """Answer a short question that is not counted: first calls allocate, compile and page in."""
         question = Question("warm-up", "warm-up", ("Count from one to ten, then count from one to ten again.",))
         plain = None
         for competitor in self.competitors:
-            turns = competitor.answer(question, plain, -1)
-            plain = plain or QuestionResult(
-                question=question.id, category="", group="", competitor=competitor.name, repeat=0, answers=turns
-            )
+            answers = competitor.answer(question, plain, -1)
+            plain = plain or _result(competitor, question, 0).model_copy(update={"answers": answers})
 
     def _order(self, repeat: int) -> Sequence[Competitor]:
-        """Everyone's neighbours change from repeat to repeat; in the first, plain decoding comes first, since peers
-        follow its lengths.
+        """Rotated, so that neighbours change from repeat to repeat.
+
+        In the first repeat plain decoding comes first, since peers write as many tokens as it.
         """
-        shift = repeat * 3 % len(self.competitors)
+        shift = repeat * _SHIFT % len(self.competitors)
         return [*self.competitors[shift:], *self.competitors[:shift]]
 
-    def _ask(
+    def _answer(
         self,
         competitor: Competitor,
         question: Question,
         repeat: int,
         done: Mapping[tuple[str, str, int], QuestionResult],
     ) -> QuestionResult:
-        name, precision = competitor.name.split("/")
-        own = done.get((question.id, f"{PLAIN}/{precision}", 0))
-        plain = own or done.get((question.id, self.competitors[0].name, 0))
-        record = QuestionResult(
-            question=question.id,
-            category=question.category,
-            group=question.group,
-            competitor=competitor.name,
-            repeat=repeat,
-        )
+        method, precision = competitor.name.split("/")
+        same_precision = done.get((question.id, f"{PLAIN}/{precision}", 0))
+        plain = same_precision or done.get((question.id, self.competitors[0].name, 0))
+        result = _result(competitor, question, repeat)
         try:
-            record = record.model_copy(update={"turns": competitor.answer(question, plain, repeat)})
+            result = result.model_copy(update={"answers": competitor.answer(question, plain, repeat)})
         except ValueError as error:
-            return record.model_copy(update={"refused": " ".join(str(error).split())})
-        if name == PLAIN or plain is None or plain.error or repeat:
-            return record
-        judge = self.models[precision if own else next(iter(self.models))]
-        return record.model_copy(
-            update={"compared": True, "divergence": first_divergence(record, plain, question, judge)}
-        )
+            return result.model_copy(update={"error": " ".join(str(error).split())})
+        if method == PLAIN or plain is None or plain.error or repeat:
+            return result
+        model = self.models[precision if same_precision else next(iter(self.models))]
+        divergence = first_divergence(result, plain, question, model)
+        return result.model_copy(update={"compared": True, "divergence": divergence})
+
+
+def _result(competitor: Competitor, question: Question, repeat: int) -> QuestionResult:
+    """A result without answers."""
+    return QuestionResult(
+        question=question.id,
+        category=question.category,
+        group=question.group,
+        competitor=competitor.name,
+        repeat=repeat,
+    )
 
 
 def first_divergence(
-    record: QuestionResult, plain: QuestionResult, question: Question, judge: Model
+    result: QuestionResult, plain: QuestionResult, question: Question, model: Model
 ) -> AnswerDivergence | None:
-    """Where the answers first differ, and how nearly the target was undecided there; None if they are identical."""
-    messages = list[Message]()
-    for turn, (mine, theirs) in enumerate(zip(record.answers, plain.answers, strict=True)):
-        messages.append({"role": "user", "content": question.turns[turn]})
+    """The first token in which the answers differ, with the margin of the target's logits; None if there is none."""
+    conversation = Conversation(model)
+    for turn, (mine, theirs) in enumerate(zip(result.answers, plain.answers, strict=True)):
+        prompt = conversation.add_user(question.turns[turn])
         if mine.tokens != theirs.tokens:
-            at = next((i for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=False)) if a != b), None)
+            pairs = enumerate(zip(mine.tokens, theirs.tokens, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), None)
             if at is None:
-                ends = min(len(mine.tokens), len(theirs.tokens))
+                end = min(len(mine.tokens), len(theirs.tokens))
                 return AnswerDivergence(
-                    question=question.id, turn=turn, position=ends, token=None, plain_token=None, margin=None
+                    question=question.id, turn=turn, position=end, token=None, plain_token=None, margin=None
                 )
-            token, chosen = mine.tokens[at], theirs.tokens[at]
-            text = [*conversation(judge, messages), *theirs.tokens[:at]]
+            token, plain_token = mine.tokens[at], theirs.tokens[at]
+            logits = prefill(model.runner(), [*prompt, *theirs.tokens[:at]])
             return AnswerDivergence(
                 question=question.id,
                 turn=turn,
                 position=at,
                 token=token,
-                plain_token=chosen,
-                margin=logit_margin(judge, text, chosen, token),
+                plain_token=plain_token,
+                margin=float(logits[plain_token] - logits[token]),
             )
-        messages.append({"role": "assistant", "content": judge.codec.decode(theirs.tokens)})
+        conversation.add_answer(theirs.tokens)
     return None
-
-
-def logit_margin(model: Model, text: Sequence[int], first: int, second: int) -> float:
-    """Logit of `first` less that of `second` after a text, read without speculation."""
-    runner = model.runner()
-    for start in range(0, len(text), 512):
-        part = list(text[start : start + 512])
-        tree = root_tree([part[-1]]).with_prefix([part])
-        output = runner.forward([0], tree, scored=np.arange(len(part))[None] == len(part) - 1)
-        runner.commit(0, range(len(part)))
-    return float(output.logits[0, first] - output.logits[0, second])

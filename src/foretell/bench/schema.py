@@ -1,66 +1,80 @@
-"""What a run writes: one record per finished answer while it goes, and `results.json` at the end.
+"""Files of a run: one `QuestionResult` per line while it goes, and `results.json` (`BenchResults`) at the end.
 
-`foretell bench schema` prints its JSON schema.
+`foretell bench schema` prints the JSON schema of `results.json`.
 """
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class FrozenModel(BaseModel):
-    """Data that does not change, and knows all its fields."""
+    """Immutable data; unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class FileModel(FrozenModel):
+    """A file with a version: the subclass's default of `format`. A file of another version is refused."""
+
+    format: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_format(cls, values: object) -> object:
+        wanted = cls.model_fields["format"].default
+        if isinstance(values, dict) and (found := values.get("format", wanted)) != wanted:
+            raise ValueError(f"the file has the format {found!r}, this version of foretell reads {wanted!r}; run again")
+        return values
+
+
 class AnswerDivergence(FrozenModel):
-    """Where an answer first leaves that of plain decoding."""
+    """The first token at which an answer differs from that of plain decoding."""
 
     question: str
     turn: int
     position: int
-    """Index among the new tokens; equal to the length where one answer is the beginning of the other."""
+    """Index among the new tokens; the shorter answer's length where one answer is a prefix of the other."""
     token: int | None
     plain_token: int | None
     margin: float | None
-    """How much more plain decoding's token scores than the other one, in logits, when the target reads the common text
-    in one go; near zero is a tie that rounding decided. None where one answer has ended.
+    """Logit of plain decoding's token minus logit of the other one, when the target reads the common prefix without
+    speculation. Near zero: a tie that rounding decided. None where one answer has ended.
     """
 
 
 class MeanFidelityLoss(FrozenModel):
-    """What a lossy method changed, in means per token: divergences of the law it followed from the target's, in nats
-    and as a probability.
-    """
+    """How far a lossy method's distribution is from the target's, in means per token."""
 
     kl: float
+    """Kullback-Leibler divergence, in nats."""
     total_variation: float
     changed: float
+    """Share of tokens that a lossless method would not have chosen."""
 
 
 class Answer(FrozenModel):
-    """One answer."""
+    """The answer to one turn of a conversation."""
 
     prompt_tokens: int
     tokens: tuple[int, ...]
     arrival_seconds: tuple[float, ...]
-    """Seconds after the request at which tokens arrived."""
+    """Times after the request at which tokens arrived."""
     arrival_counts: tuple[int, ...]
-    """How many arrived together then."""
+    """How many tokens arrived at each of these times."""
     retokenized_tokens: int
-    """Tokens of the stripped text, as Spec-Bench counts those of the baseline."""
+    """Tokens of the stripped text encoded again, which Spec-Bench counts for the baseline."""
     passes: int = 0
-    """Target passes that decided tokens; 0 for peers, which do not say."""
+    """Target passes that decided tokens; 0 for peers, which do not report them."""
     drafted: int = 0
     tested_per_position: tuple[int, ...] = ()
-    """Passes that got to test a draft at depth 1, 2, …"""
+    """Passes that tested a draft at depth 1, 2, …: all drafts before it were accepted."""
     accepted_per_position: tuple[int, ...] = ()
-    """Passes that accepted one there."""
+    """Passes that accepted a draft at depth 1, 2, …"""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
-    """Of all decoding steps; less drafting and verifying: everything else the engine does."""
+    """Of all decoding steps, drafting and verifying included."""
     fidelity: MeanFidelityLoss | None = None
 
 
@@ -70,18 +84,19 @@ class QuestionResult(FrozenModel):
     question: str
     category: str
     group: str
+    """Column of Spec-Bench's table."""
     competitor: str
     repeat: int
     answers: tuple[Answer, ...] = ()
     divergence: AnswerDivergence | None = None
     compared: bool = False
-    """Whether the answers were held against plain decoding's."""
+    """Whether the answers were compared with those of plain decoding."""
     error: str | None = None
     """Why there is no answer."""
 
 
 class QuestionMetrics(FrozenModel):
-    """Figures of one question: medians over the repeats; what `compare` resamples."""
+    """Metrics of one question: times are medians over the repeats. `compare` resamples these."""
 
     question: str
     category: str
@@ -93,7 +108,7 @@ class QuestionMetrics(FrozenModel):
 
 
 class Metrics(FrozenModel):
-    """Pooled over questions; `DEFINITIONS` says what each is."""
+    """Metrics pooled over questions; `DEFINITIONS` defines each."""
 
     questions: int
     tokens: int
@@ -127,7 +142,7 @@ class CategoryMeans(FrozenModel):
 
 
 class SpecBenchMetrics(FrozenModel):
-    """Figures computed as Spec-Bench's `speed.py` does."""
+    """Metrics computed as Spec-Bench's `speed.py` does."""
 
     mean_accepted_tokens: float | None
     speedup: Mapping[str, float]
@@ -136,7 +151,7 @@ class SpecBenchMetrics(FrozenModel):
 
 
 class CompetitorResult(FrozenModel):
-    """Everything about one competitor."""
+    """All metrics of one competitor."""
 
     name: str
     peer: bool
@@ -149,17 +164,21 @@ class CompetitorResult(FrozenModel):
     compared: int
     divergences: tuple[AnswerDivergence, ...]
     errors: Mapping[str, str]
+    """Reason by question."""
     fidelity: MeanFidelityLoss | None = None
     peak_memory_bytes: int | None = None
     per_question: tuple[QuestionMetrics, ...] = ()
 
 
-class BenchSettings(FrozenModel):
-    """What a run was asked to do. Runs that go on in one folder must agree in all but methods, peers and repeats."""
+class BenchSettings(FileModel):
+    """Settings of a run. A run continued in the same folder may change methods, peers and repeats only."""
 
+    format: str = "foretell bench run 2"
     model: str
     tasks: str
+    """The question file, or `builtin`."""
     digest: str
+    """Hash of its questions."""
     max_new_tokens: int
     temperature: float
     seed: int
@@ -167,15 +186,16 @@ class BenchSettings(FrozenModel):
     dtypes: tuple[str, ...]
     device: str = "cpu"
     remember: bool = False
-    """Methods kept what they learned from earlier questions."""
+    """Methods keep their state from question to question."""
     draft_model: str | None = None
+    """Comma-separated references."""
     references: tuple[str, ...] = ()
 
 
-class BenchResults(FrozenModel):
+class BenchResults(FileModel):
     """`results.json`."""
 
-    format: str = "foretell bench 1"
+    format: str = "foretell bench 2"
     created: str
     machine: Mapping[str, str]
     settings: BenchSettings

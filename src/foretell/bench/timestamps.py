@@ -1,4 +1,4 @@
-"""When the tokens of one answer arrived: the one clock that every competitor, ours or not, is read by."""
+"""Arrival times of the tokens of an answer, measured in the same way for every competitor."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TokenTimestamps:
-    """Tokens of one answer; `count[i]` of them arrived together `at[i]` seconds after the request was made."""
+    """Tokens of one answer; `counts[i]` of them arrived together, `seconds[i]` after the request."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -16,7 +16,7 @@ class TokenTimestamps:
 
 @dataclass
 class TokenTimer:
-    """Notes what arrives; starts when made."""
+    """Notes the arrival times of tokens; starts when it is made."""
 
     started: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
@@ -24,18 +24,17 @@ class TokenTimer:
     counts: list[int] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """These tokens are here now."""
+        """Note tokens that arrive now."""
         self.seconds.append(time.perf_counter() - self.started)
         self.counts.append(len(tokens))
         self.tokens.extend(tokens)
 
     def timestamps(self, limit: int | None = None) -> TokenTimestamps:
-        """What arrived, no more than `most` tokens of it."""
-        count, left = list[int](), len(self.tokens) if limit is None else limit
+        """The tokens so far, at most the first `limit`."""
+        counts, left = list[int](), len(self.tokens) if limit is None else limit
         for n in self.counts:
-            count.append(min(n, left))
-            left -= count[-1]
-        kept = [i for i, n in enumerate(count) if n]
-        return TokenTimestamps(
-            tuple(self.tokens[:limit]), tuple(self.seconds[i] for i in kept), tuple(count[i] for i in kept)
-        )
+            counts.append(min(n, left))
+            left -= counts[-1]
+        kept = [i for i, n in enumerate(counts) if n]
+        seconds = tuple(self.seconds[i] for i in kept)
+        return TokenTimestamps(tuple(self.tokens[:limit]), seconds, tuple(counts[i] for i in kept))

@@ -1,4 +1,4 @@
-"""Proof on your own model and machine that a decoding method changes nothing.
+"""Check on your own model and machine that a decoding method keeps the target's output.
 
 import foretell
 from foretell.verify import verify

@@ -1,4 +1,4 @@
-"""The target read without the engine: in one pass, or one token at a time as plain decoding does."""
+"""Logits of the target without the engine: in one pass, or token by token as plain decoding computes them."""
 
 from collections.abc import Sequence
 
@@ -11,23 +11,22 @@ from foretell.model.runner import Runner
 
 
 def target_logits(runner: Runner, tokens: Sequence[int], last: int, single_pass: bool) -> Float[torch.Tensor, "last v"]:
-    """Scores of what follows each of the `last` tokens of a text.
+    """Logits after each of the `last` tokens of a sequence.
 
-    `at_once`: all of it read in one pass; else the tokens before these in one pass and these one by one. In exact
-    arithmetic the two agree.
+    `single_pass`: read everything in one pass; else the earlier tokens in one pass and the last ones one by one. The
+    two are equal up to rounding.
     """
     runner.truncate(0, 0)
     head = len(tokens) if single_pass else len(tokens) - last
-    pieces = [tokens[:head]] if head else []
-    pieces += [] if single_pass else [[t] for t in tokens[head:]]
-    read = [_read(runner, piece, min(last, len(piece))) for piece in pieces]
-    return torch.cat(read)[-last:]
+    chunks = [tokens[:head]] if head else []
+    chunks += [[t] for t in tokens[head:]]
+    return torch.cat([_read(runner, chunk, min(last, len(chunk))) for chunk in chunks])[-last:]
 
 
-def _read(runner: Runner, piece: Sequence[int], last: int) -> Float[torch.Tensor, "last v"]:
-    tree = root_tree([piece[-1]]).with_prefix([piece])
+def _read(runner: Runner, chunk: Sequence[int], last: int) -> Float[torch.Tensor, "last v"]:
+    tree = root_tree([chunk[-1]]).with_prefix([chunk])
     scored = np.zeros(tree.valid.shape, bool)
     scored[:, -last:] = True
     output = runner.forward([0], tree, scored=scored)
-    runner.commit(0, range(len(piece)))
+    runner.commit(0, range(len(chunk)))
     return output.logits

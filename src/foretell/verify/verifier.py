@@ -1,7 +1,7 @@
-"""The three checks of a method, on one model."""
+"""The three checks of a method on one model: greedy equality, distribution, batch invariance."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,24 +10,23 @@ from foretell.api import Model
 from foretell.catalogue import catalogue
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Request
+from foretell.engine.engine import Completion, Engine, Request
 from foretell.engine.method import AnyMethod
-from foretell.verify.batch_invariance import BatchInvariance, rounding_explains
+from foretell.verify.batch_invariance import BatchInvariance, compare_sampled
 from foretell.verify.classifier import DivergenceClassifier, TokenDivergence, mean_total_variation
 from foretell.verify.distribution import DistributionTest, ExactDistribution, check_distribution, exact_distribution
 from foretell.verify.greedy_equality import GreedyEquality
 from foretell.verify.prompts import PROMPTS, SHORT_PROMPTS
-from foretell.verify.run import Result, run, tokens_per_pass
 
 MethodFactory = Callable[[], AnyMethod]
-"""Builds a method afresh: what one run taught its drafter must not help the next."""
+"""Builds a method afresh, so that its drafter has no state of an earlier run."""
 
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """How hard to look.
+    """Prompts and sample sizes of the checks.
 
-    `effect`: the total variation whose chance to be seen is reported.
+    `effect_size`: the total variation for which the power of the distribution test is reported.
 
     Raises:
         ValueError: no prompts, or a count below 1.
@@ -49,11 +48,11 @@ class VerifySettings:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What the checks of one method found."""
+    """Results of the three checks of one method."""
 
     method: str
     lossless: bool
-    """What the method claims."""
+    """Whether the method claims to be lossless."""
     greedy_equality: GreedyEquality
     distribution: DistributionTest
     batch_invariance: BatchInvariance
@@ -61,12 +60,12 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """All three checks found nothing."""
+        """Whether all three checks passed."""
         return self.greedy_equality.passed and self.distribution.passed and self.batch_invariance.passed
 
 
 class Verifier:
-    """Checks methods of one model; what plain decoding says is computed once."""
+    """Checks methods of one model; answers of plain decoding are computed once."""
 
     def __init__(self, model: Model, settings: VerifySettings | None = None) -> None:
         self.model, self.settings = model, settings or VerifySettings()
@@ -74,40 +73,34 @@ class Verifier:
         self._classifier = DivergenceClassifier(self._runner, model.precision, model.codec.decode)
 
     def check(self, make_method: MethodFactory) -> VerifyReport:
-        """Run the three checks on the method that `make` builds."""
-        started, method = time.perf_counter(), make_method()
-        alone = self._run_alone(make_method, self._greedy)
-        identity = GreedyEquality(
-            prompts=len(alone),
-            tokens=sum(len(r.tokens) for r in alone),
-            tokens_per_pass=tokens_per_pass(alone),
-            divergences=self._compare(self._plain, alone),
-        )
-        s = self.settings
-        distribution = check_distribution(self._runner, make_method, self._exact, s.samples, s.seed, s.effect_size)
-        company = self._batch_invariance(make_method, alone)
-        return VerifyReport(
-            method.name, method.lossless, identity, distribution, company, time.perf_counter() - started
-        )
+        """Run the three checks on the method that `make_method` builds."""
+        started, method, s = time.perf_counter(), make_method(), self.settings
+        alone = self._complete_alone(make_method, self._greedy)
+        greedy_equality = GreedyEquality.of(alone, self._compare(self._plain, alone))
+        distribution = check_distribution(self._runner, make_method(), self._exact, s.samples, s.seed, s.effect_size)
+        batch_invariance = self._check_batch(make_method, alone)
+        seconds = time.perf_counter() - started
+        return VerifyReport(method.name, method.lossless, greedy_equality, distribution, batch_invariance, seconds)
 
-    def _batch_invariance(self, make_method: MethodFactory, alone: Sequence[Result]) -> BatchInvariance:
-        sampled_alone = self._run_alone(make_method, self._sampled)
-        count = len(self._greedy) + len(self._sampled)
-        rows = max(2, count * 2 // 3)
-        together = run(self._runner, make_method(), [*self._sampled, *self._greedy], rows)
-        sampled, greedy = together[: len(self._sampled)], together[len(self._sampled) :]
-        differ, p_value = rounding_explains(
-            [r.tokens for r in sampled_alone], [r.tokens for r in sampled], self._rounding_variation
+    def _check_batch(self, make_method: MethodFactory, greedy_alone: Sequence[Completion]) -> BatchInvariance:
+        sampled_alone = self._complete_alone(make_method, self._sampled)
+        requests = [*self._sampled, *self._greedy]
+        rows = max(2, len(requests) * 2 // 3)  # fewer rows than requests: some join while others are running
+        batched = Engine(self._runner, make_method(), rows=rows).complete(requests)
+        sampled, greedy = batched[: len(self._sampled)], batched[len(self._sampled) :]
+        differences, p_value = compare_sampled(
+            [c.tokens for c in sampled_alone], [c.tokens for c in sampled], self._rounding_variation
         )
-        return BatchInvariance(len(greedy), len(sampled), rows, self._compare(alone, greedy), differ, p_value)
+        divergences = self._compare(greedy_alone, greedy)
+        return BatchInvariance(len(greedy), len(sampled), rows, divergences, differences, p_value)
 
-    def _run_alone(self, make_method: MethodFactory, requests: Sequence[Request]) -> list[Result]:
-        return [run(self._runner, make_method(), [r], rows=1)[0] for r in requests]
+    def _complete_alone(self, make_method: MethodFactory, requests: Sequence[Request]) -> list[Completion]:
+        return [Engine(self._runner, make_method(), rows=1).complete([r])[0] for r in requests]
 
-    def _compare(self, expected: Sequence[Result], found: Sequence[Result]) -> tuple[TokenDivergence, ...]:
+    def _compare(self, expected: Sequence[Completion], found: Sequence[Completion]) -> tuple[TokenDivergence, ...]:
         triples = enumerate(zip(self._greedy, expected, found, strict=True))
-        judged = (self._classifier.classify(i, r.prompt, a.tokens, b.tokens) for i, (r, a, b) in triples)
-        return tuple(d for d in judged if d is not None)
+        divergences = (self._classifier.classify(i, r.prompt, a.tokens, b.tokens) for i, (r, a, b) in triples)
+        return tuple(d for d in divergences if d is not None)
 
     @cached_property
     def _greedy(self) -> list[Request]:
@@ -127,54 +120,34 @@ class Verifier:
         ]
 
     @cached_property
-    def _plain(self) -> list[Result]:
-        return self._run_alone(self.model.method, self._greedy)
+    def _plain(self) -> list[Completion]:
+        return self._complete_alone(self.model.method, self._greedy)
 
     @cached_property
     def _exact(self) -> ExactDistribution:
-        """Of the short texts, one whose law rounding hardly moves, and of those the least certain."""
-        texts = [(t, self.model.tokens(t, raw=True)) for t in SHORT_PROMPTS]
-        distributions = [exact_distribution(self._runner, text, tokens) for text, tokens in texts if tokens]
-        return max(
-            distributions, key=lambda distribution: (-round(distribution.rounding_variation, 2), distribution.entropy)
-        )
+        """Of the short prompts, one whose distribution rounding hardly changes, and of those the highest entropy."""
+        prompts = [(t, self.model.tokens(t, raw=True)) for t in SHORT_PROMPTS]
+        distributions = [exact_distribution(self._runner, text, tokens) for text, tokens in prompts if tokens]
+        return max(distributions, key=lambda d: (-round(d.rounding_variation, 2), d.entropy))
 
     @cached_property
     def _rounding_variation(self) -> float:
-        """How much rounding blurs the distribution of a token, as total variation."""
-        readings = [
-            self._classifier.logits_both_ways([*r.prompt, *a.tokens])
-            for r, a in zip(self._greedy[:1], self._plain, strict=False)
-        ]
-        return max(mean_total_variation(a, b) for a, b in readings)
+        """Total variation by which rounding changes the distribution of a token."""
+        tokens = [*self._greedy[0].prompt, *self._plain[0].tokens]
+        return mean_total_variation(*self._classifier.logits_both_ways(tokens))
 
 
 def buildable_methods(model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()) -> list[str]:
-    """Methods of the catalogue that can be built from what is there."""
+    """Methods of the catalogue that can be built with this target, `drafts` and `references`."""
 
-    def can(name: str) -> bool:
+    def is_buildable(name: str) -> bool:
         try:
             model.method(name, drafts=drafts, references=references)
         except ValueError:
             return False
         return True
 
-    return [name for name in catalogue() if can(name)]
-
-
-def checks(
-    model: Model,
-    names: Sequence[str],
-    settings: VerifySettings | None = None,
-    *,
-    config: SpeculativeConfig | None = None,
-    drafts: Sequence[Model | Path] = (),
-    references: Sequence[str] = (),
-) -> Iterator[VerifyReport]:
-    """As `verify`, one report after another."""
-    verifier = Verifier(model, settings)
-    for name in names or buildable_methods(model, drafts, references):
-        yield verifier.check(lambda n=name: model.method(n, config, drafts=drafts, references=references))  # type: ignore[misc]
+    return [name for name in catalogue() if is_buildable(name)]
 
 
 def verify(
@@ -186,11 +159,16 @@ def verify(
     drafts: Sequence[Model | Path] = (),
     references: Sequence[str] = (),
 ) -> list[VerifyReport]:
-    """Check that methods change nothing about what a model says.
+    """Check that methods keep the target's output.
 
     `names`: methods of the catalogue; none: all that can be built from the target, `drafts` and `references`.
 
     Raises:
         ValueError: an unknown method, or one that needs what is not there.
     """
-    return list(checks(model, names, settings, config=config, drafts=drafts, references=references))
+    verifier = Verifier(model, settings)
+
+    def factory(name: str) -> MethodFactory:
+        return lambda: model.method(name, config, drafts=drafts, references=references)
+
+    return [verifier.check(factory(name)) for name in names or buildable_methods(model, drafts, references)]

@@ -1,28 +1,29 @@
-"""What a runtime must do to be measured beside ours: generate a fixed number of tokens greedily, and read tokens on top
-of a cached text.
-"""
+"""Interfaces of another runtime: generate greedily, and read tokens on top of a prefix."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from foretell.bench.timestamps import TokenTimestamps
 
+LOOKUP_NGRAM, LOOKUP_TOKENS = 3, 10
+"""Prompt lookup of the peers: longest n-gram that is searched, and tokens drafted."""
+
 
 class ForwardBackend(ABC):
-    """Reads a few new tokens on top of a text that it holds, again and again, as a target pass does."""
+    """Forward passes over new tokens on top of a cached prefix, as verification does; the prefix stays the same."""
 
     name: str
 
     @abstractmethod
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Read the text that every pass continues."""
+        """Read the prefix."""
 
     @abstractmethod
     def forward(self, tokens: Sequence[int]) -> None:
-        """One pass over new tokens, a score of the whole vocabulary for each."""
+        """One pass over new tokens, with logits over the whole vocabulary for each."""
 
     def rollback(self) -> None:
-        """Drop what the last pass added; not timed."""
+        """Remove the tokens of the last pass from the cache; not timed."""
         return
 
 
@@ -33,4 +34,4 @@ class Peer(ABC):
 
     @abstractmethod
     def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
-        """Exactly `count` tokens after the prompt, greedily; an end of sequence does not end it."""
+        """Generate exactly `count` tokens greedily; an end-of-sequence token does not end it."""

@@ -1,4 +1,4 @@
-"""From the names that users write to peers that are ready to run."""
+"""Names of the peers, and loading them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,37 +6,40 @@ from pathlib import Path
 
 import torch
 
-from foretell.bench.peers import hf
-from foretell.bench.peers import llama_cpp as llama
+from foretell.bench.peers import hf, llama_cpp
 from foretell.bench.peers.base import ForwardBackend, Peer
 from foretell.bench.peers.export import PRECISIONS, export
 from foretell.utils.names import unknown
 
-TRANSFORMERS = ("transformers-plain", "transformers-lookup", "transformers-assisted")
+TRANSFORMERS: dict[str, hf.Mode] = {
+    "transformers-plain": "plain",
+    "transformers-lookup": "lookup",
+    "transformers-assisted": "assisted",
+}
+"""Modes by name."""
 LLAMA_CPP = ("llama.cpp-plain", "llama.cpp-lookup")
 GROUPS = {
     "transformers": ("transformers-plain", "transformers-lookup"),
     "llama.cpp": (*(f"llama.cpp-plain/{p}" for p in PRECISIONS), "llama.cpp-lookup/bf16"),
 }
-"""What a runtime's bare name stands for."""
+"""Peers that the bare name of a runtime selects."""
 
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """What peers need to know: the model, its draft model, precision of the torch peers, longest text, threads, where
-    converted files go.
-    """
+    """Settings of the peers. `dtype`: of the torch peers; `folder`: for converted files."""
 
     model: str
     draft_model: str | None
     dtype: str
     context: int
+    """Longest sequence, in tokens."""
     threads: int
     folder: Path
 
 
 def expand_names(names: Sequence[str], dtype: str, has_draft_model: bool) -> list[str]:
-    """Full names, `runtime-mode/precision`; a runtime's bare name stands for its usual modes.
+    """Full names, `runtime-mode/precision`; the bare name of a runtime selects the modes in `GROUPS`.
 
     Raises:
         ValueError: an unknown name (the nearest is suggested).
@@ -59,60 +62,55 @@ def _torch_dtype(dtype: str) -> str:
 
 
 def require_installed(names: Sequence[str]) -> None:
-    """Fail early where a peer's package is missing.
+    """Check that the packages of these peers are installed.
 
     Raises:
-        ValueError: says how to install it.
+        ValueError: a package is missing.
     """
     for name in names:
         if name.startswith("transformers"):
             hf.import_transformers()
         else:
-            llama.import_llama_cpp()
+            llama_cpp.import_llama_cpp()
 
 
-def load_peers(names: Sequence[str], setting: PeerSettings) -> dict[str, Peer]:
-    """Ready peers by full name; modes of one runtime and precision share their weights where they can."""
+def load_peers(names: Sequence[str], settings: PeerSettings) -> dict[str, Peer]:
+    """Peers by full name; the modes of transformers share their weights."""
     out: dict[str, Peer] = {}
     torch_model = assistant = None
     for name in names:
-        kind, precision = name.split("/")
-        if kind in TRANSFORMERS:
+        mode, precision = name.split("/")
+        if mode in TRANSFORMERS:
             dtype = getattr(torch, precision)
-            torch_model = torch_model or hf.load(setting.model, dtype)
-            if kind == "transformers-assisted" and setting.draft_model:
-                assistant = assistant or hf.load(setting.draft_model, dtype)
-            modes: dict[str, hf.Mode] = {
-                "transformers-plain": "plain",
-                "transformers-lookup": "lookup",
-                "transformers-assisted": "assisted",
-            }
-            out[name] = hf.TransformersPeer(torch_model, modes[kind], assistant, name)
+            torch_model = torch_model or hf.load(settings.model, dtype)
+            if mode == "transformers-assisted" and settings.draft_model:
+                assistant = assistant or hf.load(settings.draft_model, dtype)
+            out[name] = hf.TransformersPeer(torch_model, TRANSFORMERS[mode], assistant, name)
         else:
-            path = export(setting.model, precision, setting.folder)
-            out[name] = llama.LlamaCppPeer(
-                llama.load(path, setting.context, setting.threads, kind == "llama.cpp-lookup"), name
+            path = export(settings.model, precision, settings.folder)
+            out[name] = llama_cpp.LlamaCppPeer(
+                llama_cpp.load(path, settings.context, settings.threads, mode == "llama.cpp-lookup"), name
             )
     return out
 
 
-def load_forward_backends(names: Sequence[str], setting: PeerSettings) -> list[ForwardBackend]:
-    """The peers of a step measurement: transformers eager, llama.cpp in every precision."""
+def load_forward_backends(names: Sequence[str], settings: PeerSettings) -> list[ForwardBackend]:
+    """Backends of `foretell bench step`: transformers eager, llama.cpp in every precision."""
     out: list[ForwardBackend] = []
     for name in names:
         if name == "transformers":
-            precision = _torch_dtype(setting.dtype)
+            precision = _torch_dtype(settings.dtype)
             out.append(
                 hf.TransformersForwardBackend(
-                    hf.load(setting.model, getattr(torch, precision)), f"transformers eager {precision}"
+                    hf.load(settings.model, getattr(torch, precision)), f"transformers eager {precision}"
                 )
             )
         elif name == "llama.cpp":
             for precision in PRECISIONS:
-                path = export(setting.model, precision, setting.folder)
+                path = export(settings.model, precision, settings.folder)
                 out.append(
-                    llama.LlamaCppForwardBackend(
-                        llama.load(path, setting.context, setting.threads), f"llama.cpp {precision}"
+                    llama_cpp.LlamaCppForwardBackend(
+                        llama_cpp.load(path, settings.context, settings.threads), f"llama.cpp {precision}"
                     )
                 )
         else:
