@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check and time Foretell on a GPU, from a source checkout: tests/cuda, then the time of a pass over 1 to 64 tokens
-# against memory bandwidth, on random models of three sizes and on the models named. Nothing is downloaded.
+# Test and time Foretell on a GPU, from a source checkout: tests/cuda, then passes over 1 to 64 tokens compared with
+# memory bandwidth, on random models of three sizes and on the models named. Nothing is downloaded.
 #
 #   tools/cuda.sh OUT_FOLDER [MODEL ...]
 #

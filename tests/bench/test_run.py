@@ -74,9 +74,12 @@ class Failing(MethodCompetitor):
 def test_the_second_prompt_contains_the_first_answer() -> None:
     plain = own("autoregressive").answer(QUESTIONS[0], None)
     answer = model().codec.decode(plain[0].tokens)
-    first, second = QUESTIONS[0].turns
-    assert model().codec.chat_template is None
-    assert plain[1].prompt_tokens == len(model().tokens(f"{first}\n\n{answer}\n\n{second}", raw=True))
+    messages = [
+        {"role": "user", "content": QUESTIONS[0].turns[0]},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": QUESTIONS[0].turns[1]},
+    ]
+    assert plain[1].prompt_tokens == len(model().tokens(messages))
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix@4", "sam_recycling", "draft_model"])

@@ -44,7 +44,7 @@ def test_lossy_methods_fail_only_with_strict() -> None:
         '{"posterior_threshold": 1e-9}',
     )
     result = foretell(*lossy)
-    assert result.exit_code == 0 and "  lossy " in result.stdout and "says it is LOSSY" in result.stdout
+    assert result.exit_code == 0 and "  lossy " in result.stdout and "is LOSSY" in result.stdout
     strict = foretell(*lossy, "--strict")
     assert strict.exit_code == 1 and strict.stderr.startswith("foretell: typical_lossy changed")
 

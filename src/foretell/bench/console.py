@@ -47,14 +47,14 @@ def print_summary(results: BenchResults) -> None:
     for c in results.competitors:
         m = c.category_means
         identical = f"{c.identical}/{c.compared}" if c.compared else "–"
-        values = map(_format, (m.tokens_per_pass, m.tokens_per_second, m.speedup))
+        values = [_format(v) for v in (m.tokens_per_pass, m.tokens_per_second, m.speedup)]
         table.add_row(c.name + ("" if c.lossless else " (lossy)"), *values, identical)
     console.print(table)
     if peers:
         table = _table("tokens/s over each peer", ["competitor"], peers)
         for c in results.competitors:
             if not c.peer:
-                values = (_format(c.category_means.over_peers.get(p)) for p in peers)
+                values = [_format(c.category_means.over_peers.get(p)) for p in peers]
                 table.add_row(c.name + ("" if c.lossless else " (lossy)"), *values)
         console.print(table)
     for name, text in results.definitions.items():

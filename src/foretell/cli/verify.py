@@ -92,7 +92,7 @@ def print_report(report: "VerifyReport") -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    claim = ("claims to be lossless", "dim") if report.lossless else ("says it is LOSSY", "red")
+    claim = ("claims to be lossless", "dim") if report.lossless else ("is LOSSY", "red")
     console.print(Text.assemble((report.method, "bold"), "  ", claim, (f", {report.seconds:.0f} s", "dim")))
     for passed, text in (
         (report.greedy_equality.passed, format_greedy_equality(report.greedy_equality)),
