@@ -28,7 +28,8 @@ status=0
 step() {
   name=$1
   shift
-  "$python" -m foretell bench step --device cuda --context 1024 --repeats 10 --json "$out/step-$name.json" "$@" || status=1
+  "$python" -m foretell bench step --device cuda --context 1024 --repeats 10 --json "$out/step-$name.json" "$@" ||
+    status=1
 }
 for shape in smollm2-135m llama-3.2-1b llama-2-7b; do step "$shape" --shape "$shape"; done
 for model in "$@"; do step "$(basename "$model")" --model "$model"; done

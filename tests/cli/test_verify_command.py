@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,12 @@ def test_a_broken_lossless_method_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_missing_draft_model_is_named() -> None:
     assert "needs a draft model" in refused("verify", "draft_model", *QUICK)
+
+
+def test_prompts_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abab"}\n{"messages": [{"role": "user", "content": "one two"}]}\n')
+    (report,) = json.loads(foretell("verify", "suffix", *QUICK, "--prompts", file, "--json").stdout)
+    assert report["greedy_equality"]["prompts"] == 2 and report["batch_invariance"]["passed"]
+    file.write_text('{"prompt": "abab"}\n{"promt": "x"}\n')
+    assert "line 2: " in refused("verify", "suffix", *QUICK, "--prompts", file)
