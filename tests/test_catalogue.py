@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretell.bench.contender import Spec
+from foretell.bench.competitor import MethodSpec
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions
@@ -120,19 +120,19 @@ def shapes() -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize(("text", "shape"), list(shapes()))
 def test_a_number_of_drafted_tokens_is_what_is_drafted(text: str, shape: object) -> None:
-    spec = Spec.parse(text)
+    spec = MethodSpec.parse(text)
     assert build(spec.method, context(drafts=1), spec.config).tree == shape
 
 
 def test_a_number_of_drafted_tokens_bounds_the_cost_aware_trie() -> None:
-    spec = Spec.parse("hybrid@16")
+    spec = MethodSpec.parse("hybrid@16")
     tree = build(spec.method, context(), spec.config).tree
     assert isinstance(tree, CostAwareTrie) and tree.budget == 16
 
 
 def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
     with pytest.raises(ValueError, match="plain@4: method autoregressive does not read 'num_speculative_tokens'"):
-        Spec.parse("plain@4")
+        MethodSpec.parse("plain@4")
 
 
 def test_what_stands_beside_retrieval_reads_its_own_options() -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check and time Foretell on a GPU, from a source checkout: tests/cuda, then the time of a pass over 1 to 64 tokens
-# against memory bandwidth, on random models of three sizes and on the models named. Nothing is downloaded.
+# Test and time Foretell on a GPU, from a source checkout: tests/cuda, then passes over 1 to 64 tokens compared with
+# memory bandwidth, on random models of three sizes and on the models named. Nothing is downloaded.
 #
 #   tools/cuda.sh OUT_FOLDER [MODEL ...]
 #
@@ -28,7 +28,8 @@ status=0
 step() {
   name=$1
   shift
-  "$python" -m foretell bench step --device cuda --context 1024 --repeats 10 --json "$out/step-$name.json" "$@" || status=1
+  "$python" -m foretell bench step --device cuda --context 1024 --repeats 10 --json "$out/step-$name.json" "$@" ||
+    status=1
 }
 for shape in smollm2-135m llama-3.2-1b llama-2-7b; do step "$shape" --shape "$shape"; done
 for model in "$@"; do step "$(basename "$model")" --model "$model"; done

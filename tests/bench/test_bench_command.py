@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miniature import bench, refused, target
+from bench_helpers import bench, refused, target
 
-from foretell.bench.schema import Record, Results, Settings
-from foretell.bench.session import Session
-from foretell.bench.tasks import load
+from foretell.bench.questions import load_questions
+from foretell.bench.run import BenchRun
+from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.utils.store import LINES, RunStore
 
 
@@ -46,10 +46,10 @@ def test_a_run_writes_results_that_resume_and_compare(questions: Path, tmp_path:
     out = tmp_path / "out"
     result = bench(*run(questions, out))
     assert result.exit_code == 0, result.output
-    found = Results.model_validate_json((out / "results.json").read_bytes())
-    assert [c.name for c in found.contenders] == ["autoregressive/float32", "ngram/float32", "suffix@4/float32"]
-    assert all(c.identical == c.compared for c in found.contenders) and found.contenders[1].compared == 2
-    assert found.contenders[0].pooled.tokens_per_pass == 1.0 and found.settings.tasks == str(questions)
+    found = BenchResults.model_validate_json((out / "results.json").read_bytes())
+    assert [c.name for c in found.competitors] == ["autoregressive/float32", "ngram/float32", "suffix@4/float32"]
+    assert all(c.identical == c.compared for c in found.competitors) and found.competitors[1].compared == 2
+    assert found.competitors[0].pooled.tokens_per_pass == 1.0 and found.settings.tasks == str(questions)
     assert (out / "report.md").read_text().startswith("# Decoding methods") and (out / "report.html").is_file()
     lines = (out / LINES).read_text()
     assert bench(*run(questions, out)).exit_code == 0
@@ -64,7 +64,9 @@ def test_broken_lines_are_named_and_the_rest_measured(questions: Path, tmp_path:
     assert result.exit_code == 1
     assert "line 3" in result.stderr and "left out" in result.stderr
     assert (
-        Results.model_validate_json((tmp_path / "out" / "results.json").read_bytes()).contenders[0].pooled.questions
+        BenchResults.model_validate_json((tmp_path / "out" / "results.json").read_bytes())
+        .competitors[0]
+        .pooled.questions
         == 2
     )
 
@@ -72,25 +74,23 @@ def test_broken_lines_are_named_and_the_rest_measured(questions: Path, tmp_path:
 def test_peak_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert bench(*run(questions, out, "--memory", "--methods", "autoregressive")).exit_code == 0
-    (plain,) = Results.model_validate_json((out / "results.json").read_bytes()).contenders
+    (plain,) = BenchResults.model_validate_json((out / "results.json").read_bytes()).competitors
     assert plain.peak_memory_bytes is not None and plain.peak_memory_bytes > 10_000_000
 
 
-def test_an_interruption_says_that_nothing_is_lost(
-    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_keeps_finished_work(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "run", stop)
+    monkeypatch.setattr(BenchRun, "run", stop)
     result = bench(*run(questions, tmp_path / "out"))
     assert result.exit_code == 130 and "give the same command again" in result.stderr
     monkeypatch.undo()
     assert bench(*run(questions, tmp_path / "out")).exit_code == 0
 
 
-def test_the_schema_is_told() -> None:
-    assert set(json.loads(bench("schema").stdout)["properties"]) == set(Results.model_fields)
+def test_the_schema_is_printed() -> None:
+    assert set(json.loads(bench("schema").stdout)["properties"]) == set(BenchResults.model_fields)
 
 
 def test_settings_may_not_change_in_a_folder(questions: Path, tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_settings_may_not_change_in_a_folder(questions: Path, tmp_path: Path) ->
 
 def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    settings = Settings(
+    settings = BenchSettings(
         model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("float32",)
     )
-    with RunStore(out, settings, Record):
+    with RunStore(out, settings, QuestionResult):
         assert "another run is writing" in refused(*run(questions, out))
 
 
@@ -127,7 +127,7 @@ def test_wrong_options_are_one_sentence(questions: Path, tmp_path: Path, more: t
     assert words in refused(*run(questions, tmp_path / "out", *more))
 
 
-def test_a_missing_peer_says_the_pip_line(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_names_the_pip_command(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -157,12 +157,12 @@ def test_a_step_is_timed_with_ratios(tmp_path: Path) -> None:
     result = bench("step", "--model", target(), *sizes, "--json", out)
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
-    assert {(p["contender"], p["tokens"]) for p in report["passes"]} >= {
+    assert {(p["competitor"], p["tokens"]) for p in report["passes"]} >= {
         ("foretell float32", 1),
         ("foretell bfloat16 tree", 2),
     }
-    assert all(len(p["samples"]) == 2 and p["median_ms"] > 0 for p in report["passes"])
-    assert any("outside the target pass" in f["name"] for f in report["figures"])
+    assert all(len(p["samples_ms"]) == 2 and p["median_ms"] > 0 for p in report["passes"])
+    assert any("outside the target pass" in f["name"] for f in report["ratio_goals"])
     assert "whole numbers" in refused("step", "--model", target(), "--tokens", "1,x")
 
 
@@ -208,4 +208,4 @@ def test_wrong_shapes_and_devices_are_one_sentence(arguments: tuple[str, ...], w
 
 
 def test_the_built_in_questions_are_the_default() -> None:
-    assert len(load("builtin").questions) == 24
+    assert len(load_questions("builtin").questions) == 24

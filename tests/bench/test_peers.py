@@ -6,12 +6,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from miniature import bench, model, target
+from bench_helpers import bench, model, target
 
-from foretell.bench.contender import Limits, OwnContender, Spec
-from foretell.bench.peers.choose import expand
+from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
 from foretell.bench.peers.export import export
-from foretell.bench.tasks import Question
+from foretell.bench.peers.registry import expand_names
+from foretell.bench.questions import Question
 from foretell.model.load.gguf import GGUF
 
 PROMPT = "abcabcabc"
@@ -19,10 +19,13 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_names_are_expanded() -> None:
-    assert expand(["transformers"], "int8", False) == ["transformers-plain/bfloat16", "transformers-lookup/bfloat16"]
-    assert expand(["transformers"], "float32", True)[-1] == "transformers-assisted/float32"
-    assert expand(["llama.cpp"], "int8", False)[0] == "llama.cpp-plain/bf16"
-    assert expand(["llama.cpp-lookup"], "int8", False) == ["llama.cpp-lookup/bf16"]
+    assert expand_names(["transformers"], "int8", False) == [
+        "transformers-plain/bfloat16",
+        "transformers-lookup/bfloat16",
+    ]
+    assert expand_names(["transformers"], "float32", True)[-1] == "transformers-assisted/float32"
+    assert expand_names(["llama.cpp"], "int8", False)[0] == "llama.cpp-plain/bf16"
+    assert expand_names(["llama.cpp-lookup"], "int8", False) == ["llama.cpp-lookup/bf16"]
 
 
 def write_gguf(path: Path) -> dict[str, np.ndarray]:
@@ -71,14 +74,14 @@ def test_a_directory_cannot_be_exported() -> None:
 def test_transformers_answers_as_we_do(mode: str) -> None:
     from foretell.bench.peers import hf
 
-    peer = hf.Transformers(hf.load(str(target()), torch.float32), mode)  # type: ignore[arg-type]
-    (plain,) = OwnContender(model(), Spec.parse("autoregressive"), Limits(12)).answer(
+    peer = hf.TransformersPeer(hf.load(str(target()), torch.float32), mode)  # type: ignore[arg-type]
+    (plain,) = MethodCompetitor(model(), MethodSpec.parse("autoregressive"), GenerationSettings(12)).answer(
         Question("q", "c", (PROMPT,)), None
     )
     prompt = model().tokens(PROMPT)
     found = peer.generate(prompt, 12)
     assert found.tokens[: len(plain.tokens)] == plain.tokens
-    assert len(found.tokens) == sum(found.count) == 12 and list(found.at) == sorted(found.at)
+    assert len(found.tokens) == sum(found.counts) == 12 and list(found.seconds) == sorted(found.seconds)
 
 
 @pytest.mark.filterwarnings("ignore")

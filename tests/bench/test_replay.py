@@ -1,16 +1,17 @@
-"""Replay says what a real run says; the pinned counts have not moved."""
+"""Replay counts what a real run counts; the pinned counts are unchanged."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from miniature import QUESTIONS, bench, draft, model, refused, target
+from bench_helpers import QUESTIONS, bench, draft, model, refused, target
 
-from foretell.bench import record as recording
-from foretell.bench.contender import Limits, OwnContender, Spec
-from foretell.bench.replay import Baseline, casts, load, replay
-from foretell.bench.scripted import Recording, RecordingSettings, Script, ScriptedRunner
-from foretell.bench.tasks import Tasks
+from foretell.bench.baseline import Baseline
+from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
+from foretell.bench.questions import QuestionSet
+from foretell.bench.recorder import record_questions, recording_settings
+from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings, load_recording
+from foretell.bench.replay import ReplayRunner, method_replays, replay_all
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model
 from foretell.load import resolve
@@ -20,54 +21,54 @@ HERE = Path(__file__).parent
 TOKENS = 16
 
 
-def quiet(_: str) -> None:
-    """Nobody watches."""
+def ignore(_: str) -> None:
+    """No progress is shown."""
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    setting = recording.describe(model(), Tasks("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
-    with RunStore(tmp_path / "recording", setting, Recording) as store:
-        recording.record(model(), QUESTIONS, setting, store, quiet)
+    settings = recording_settings(model(), QuestionSet("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
+    with RunStore(tmp_path / "recording", settings, RecordedQuestion) as store:
+        record_questions(model(), QUESTIONS, settings, store, ignore)
     return tmp_path / "recording"
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "ngram@3", "suffix", "draft_model"])
 def test_replay_and_real_runs_agree(recorded: Path, method: str) -> None:
-    setting, recordings = load(recorded)
-    setting = setting.model_copy(update={"model": str(target())})
-    needs = method == "draft_model"
-    drafts = [load_model(str(draft()), "float32")] if needs else []
-    played = replay(recordings, casts(setting, [method], str(draft()) if needs else None), quiet)
-    real = OwnContender(model(), Spec.parse(method), Limits(TOKENS), drafts)
-    for question, found in zip(QUESTIONS, played[-len(QUESTIONS) :], strict=True):
-        for a, b in zip(found.turns, real.answer(question, None), strict=True):
-            assert (a.tokens, a.passes, a.drafted, a.tested, a.accepted) == (
+    settings, questions = load_recording(recorded)
+    settings = settings.model_copy(update={"model": str(target())})
+    needs_draft = method == "draft_model"
+    drafts = [load_model(str(draft()), "float32")] if needs_draft else []
+    replayed = replay_all(method_replays(settings, [method], str(draft()) if needs_draft else None), questions, ignore)
+    real = MethodCompetitor(model(), MethodSpec.parse(method), GenerationSettings(TOKENS), drafts)
+    for question, found in zip(QUESTIONS, replayed[-len(QUESTIONS) :], strict=True):
+        for a, b in zip(found.answers, real.answer(question, None), strict=True):
+            assert (a.tokens, a.passes, a.drafted, a.tested_per_position, a.accepted_per_position) == (
                 b.tokens,
                 b.passes,
                 b.drafted,
-                b.tested,
-                b.accepted,
+                b.tested_per_position,
+                b.accepted_per_position,
             )
 
 
 def test_methods_that_learn_from_rejected_nodes_come_close(recorded: Path) -> None:
-    setting, recordings = load(recorded)
+    settings, questions = load_recording(recorded)
     for method in ("recycling", "lookahead"):
-        played = replay(recordings, casts(setting, [method]), quiet)[-len(QUESTIONS) :]
-        real = OwnContender(model(), Spec.parse(method), Limits(TOKENS))
+        replayed = replay_all(method_replays(settings, [method]), questions, ignore)[-len(QUESTIONS) :]
+        real = MethodCompetitor(model(), MethodSpec.parse(method), GenerationSettings(TOKENS))
         passes = sum(t.passes for q in QUESTIONS for t in real.answer(q, None))
-        assert sum(t.passes for r in played for t in r.turns) == pytest.approx(passes, rel=0.35)
+        assert sum(t.passes for r in replayed for t in r.answers) == pytest.approx(passes, rel=0.35)
 
 
 @pytest.mark.parametrize(
     ("method", "words"), [("typical_lossy", "lossy"), ("layer_skip", "own decoder"), ("ngrms", "did you mean 'ngram'")]
 )
 def test_what_cannot_be_replayed_is_refused(recorded: Path, method: str, words: str) -> None:
-    setting, _ = load(recorded)
-    setting = setting.model_copy(update={"model": str(target())})
+    settings, _ = load_recording(recorded)
+    settings = settings.model_copy(update={"model": str(target())})
     with pytest.raises(ValueError, match=words):
-        casts(setting, [method], str(draft()))
+        method_replays(settings, [method], str(draft()))
 
 
 def test_an_interrupted_recording_is_finished_not_replayed(recorded: Path) -> None:
@@ -75,24 +76,24 @@ def test_an_interrupted_recording_is_finished_not_replayed(recorded: Path) -> No
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
     assert "interrupted, it holds 1 of 2 questions" in refused("replay", recorded)
-    setting = recording.describe(model(), Tasks("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
-    with RunStore(recorded, setting, Recording) as store:
-        recording.record(model(), QUESTIONS, setting, store, quiet)
+    settings = recording_settings(model(), QuestionSet("mine", QUESTIONS), len(QUESTIONS), TOKENS, 16)
+    with RunStore(recorded, settings, RecordedQuestion) as store:
+        record_questions(model(), QUESTIONS, settings, store, ignore)
     assert path.read_bytes() == whole
 
 
 def test_damaged_distributions_are_refused(recorded: Path) -> None:
-    _, recordings = load(recorded)
-    script = recordings[0].turns[0]
-    for broken in ("!!!", script.best[:-8]):
+    _, questions = load_recording(recorded)
+    answer = questions[0].answers[0]
+    for broken in ("!!!", answer.top_tokens[:-8]):
         with pytest.raises(ValueError, match="damaged"):
-            script.model_copy(update={"best": broken}).distributions()
+            answer.model_copy(update={"top_tokens": broken}).unpack()
 
 
-def test_a_script_answers_on_its_path_only() -> None:
-    runner = ScriptedRunner(vocab=9, context=64)
+def test_only_nodes_that_agree_with_the_answer_get_logits() -> None:
+    runner = ReplayRunner(vocab=9, context=64)
     best = np.array([[4, 1], [5, 2], [6, 3]])
-    runner.play(Script.of([1, 2], [4, 5, 6], best, np.log([[0.5, 0.25]] * 3)))
+    runner.set_answer(RecordedAnswer.pack([1, 2], [4, 5, 6], best, np.log([[0.5, 0.25]] * 3)))
     prompt = root_tree([2]).with_prefix([[1, 2]])
     out = runner.forward([0], prompt, scored=np.array([[False, True]]))
     assert out.logits.argmax(-1).tolist() == [4]
@@ -103,12 +104,12 @@ def test_a_script_answers_on_its_path_only() -> None:
         runner.forward([0], root_tree([4]), hidden_layers=(1,))
 
 
-def test_the_pinned_counts_have_not_moved() -> None:
+def test_the_pinned_counts_are_unchanged() -> None:
     result = bench("replay", HERE / "recording", "--check", HERE / "baseline.json")
     assert result.exit_code == 0, result.stderr
 
 
-def test_moved_counts_are_told(tmp_path: Path) -> None:
+def test_changed_counts_are_named(tmp_path: Path) -> None:
     pinned = Baseline(counts={"ngram/float32": {"a": (40, 20), "b": (40, 10), "c": (40, 40)}})
     now = Baseline(counts={"ngram/float32": {"a": (40, 21), "b": (40, 9)}})
     assert [d.split(": ")[1] for d in pinned.differences(now)] == [
@@ -123,21 +124,21 @@ def test_moved_counts_are_told(tmp_path: Path) -> None:
     assert "not a baseline" in refused("replay", HERE / "recording", "--check", tmp_path / "c.json")
 
 
-def test_the_real_model_still_says_what_was_recorded() -> None:
+def test_the_real_model_still_gives_the_recorded_answers() -> None:
     try:
         resolve("smollm2-135m")
     except ValueError as error:
         pytest.skip(str(error))
-    _, recordings = load(HERE / "recording")
+    _, questions = load_recording(HERE / "recording")
     found = load_model("smollm2-135m", "float32")
-    script = next(r for r in recordings if r.category == "translation").turns[0]
+    answer = next(r for r in questions if r.category == "translation").answers[0]
     engine = found.engine("ngram", rows=1)
     request = found.request("x", max_new_tokens=6)
-    engine.submit(type(request)(script.prompt, max_new_tokens=6))
-    assert tuple(t for u in engine.run() for t in u.tokens) == script.tokens[:6]
+    engine.submit(type(request)(answer.prompt, max_new_tokens=6))
+    assert tuple(t for u in engine.run() for t in u.tokens) == answer.tokens[:6]
 
 
-def test_settings_say_what_was_recorded() -> None:
-    setting, recordings = load(HERE / "recording")
-    assert isinstance(setting, RecordingSettings) and setting.dtype == "float32"
-    assert len(recordings) == setting.questions == 6
+def test_the_recording_of_the_repository_is_complete() -> None:
+    settings, questions = load_recording(HERE / "recording")
+    assert isinstance(settings, RecordingSettings) and settings.dtype == "float32"
+    assert len(questions) == settings.questions == 6

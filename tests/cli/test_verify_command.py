@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,12 +27,12 @@ def test_reports_as_text_and_json() -> None:
     result = foretell("verify", "suffix", *QUICK)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("pass ") == 3 and "1 method changes nothing here" in result.stdout
-    assert "degrees of freedom" in result.stdout and "would be seen with a chance of" in result.stdout
+    assert "degrees of freedom" in result.stdout and "is detected with a power of" in result.stdout
     (report,) = json.loads(foretell("verify", "pld", *QUICK, "--json").stdout)
-    assert report["method"] == "ngram" and report["passed"] and report["law"]["samples"] == 60
+    assert report["method"] == "ngram" and report["passed"] and report["distribution"]["samples"] == 60
 
 
-def test_lossy_methods_show_their_price_and_fail_only_strictly() -> None:
+def test_lossy_methods_fail_only_with_strict() -> None:
     lossy = (
         "verify",
         "typical_lossy",
@@ -44,21 +45,30 @@ def test_lossy_methods_show_their_price_and_fail_only_strictly() -> None:
         '{"posterior_threshold": 1e-9}',
     )
     result = foretell(*lossy)
-    assert result.exit_code == 0 and "price" in result.stdout and "says it is LOSSY" in result.stdout
+    assert result.exit_code == 0 and "  lossy " in result.stdout and "is LOSSY" in result.stdout
     strict = foretell(*lossy, "--strict")
     assert strict.exit_code == 1 and strict.stderr.startswith("foretell: typical_lossy changed")
 
 
-def test_a_lossless_method_that_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Match.accept
+def test_a_broken_lossless_method_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = Match.accept
 
-    def spoilt(self: Match, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
-        found, drafts = honest(self, tree, row, distributions), tree.valid[row].sum() > tree.prefix_length[row]
+    def broken(self: Match, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        found, drafts = accept(self, tree, row, distributions), tree.valid[row].sum() > tree.prefix_length[row]
         return replace(found, token=(found.token + 1) % 256) if drafts else found
 
-    monkeypatch.setattr(Match, "accept", spoilt)
-    assert "suffix changed what the model says" in foretell("verify", "suffix", *QUICK).stderr
+    monkeypatch.setattr(Match, "accept", broken)
+    assert "suffix changed the target's output" in foretell("verify", "suffix", *QUICK).stderr
 
 
-def test_what_is_missing() -> None:
+def test_a_missing_draft_model_is_named() -> None:
     assert "needs a draft model" in refused("verify", "draft_model", *QUICK)
+
+
+def test_prompts_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abab"}\n{"messages": [{"role": "user", "content": "one two"}]}\n')
+    (report,) = json.loads(foretell("verify", "suffix", *QUICK, "--prompts", file, "--json").stdout)
+    assert report["greedy_equality"]["prompts"] == 2 and report["batch_invariance"]["passed"]
+    file.write_text('{"prompt": "abab"}\n{"promt": "x"}\n')
+    assert "line 2: " in refused("verify", "suffix", *QUICK, "--prompts", file)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: logits, texts and distributions are those of the CPU, with and without CUDA graphs.
+"""The engine on a GPU: logits, sequences and distributions are those of the CPU, with and without CUDA graphs.
 
 Every test also runs on the CPU, where the graph's static tensors are used without a graph, so that the suite itself is
 checked without a GPU.
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from command import foretell, tiny
-from foretell.bench.stepper import OwnStepper
+from foretell.bench.own_backend import OwnForwardBackend
 from foretell.catalogue import BUILT_IN, Entry
 from foretell.core.context import ModelOutput
 from foretell.core.sampling import SamplingParams
@@ -52,7 +52,7 @@ CONFIGS = {
     ),
 }
 PROMPT = 300
-"""Tokens read before the tree: beyond one block of 256 slots, to which captured passes are padded."""
+"""Tokens before the tree: more than one block of 256 slots, to which captured passes are padded."""
 METHODS = {e.name: e for e in BUILT_IN}
 FAMILIES = (
     "autoregressive",
@@ -86,7 +86,7 @@ def graphed(network: Decoder) -> Network:
 
 
 def logits_after(network: Network, prompt: list[int], nodes: int) -> torch.Tensor:
-    """Scores at the nodes of a binary tree below a prompt."""
+    """Logits at the nodes of a binary tree below a prompt."""
     runner = DecoderRunner(network)
     runner.forward([0], chain_tree(prompt))
     runner.commit(0, range(len(prompt)))
@@ -123,7 +123,7 @@ def error(name: str, dtype: torch.dtype, device: str) -> float:
     ids=str,
 )
 def test_logits_are_as_exact_as_those_of_the_cpu(device: str, name: str, dtype: torch.dtype) -> None:
-    """A mixture in bfloat16 is left out: rounding there changes which experts are visited."""
+    """A mixture in bfloat16 is left out: its rounding changes which experts are chosen."""
     assert 0 < error(name, dtype, device) <= 4 * error(name, dtype, "cpu")
 
 
@@ -137,13 +137,13 @@ def test_trees_of_any_size_have_the_logits_of_the_cpu(device: str, nodes: int) -
 
 @on_every_device
 def test_eight_bit_weights_have_the_logits_of_the_cpu(device: str) -> None:
-    def scores(place: str) -> torch.Tensor:
+    def logits(place: str) -> torch.Tensor:
         decoder = tiny_decoder(WIDE, dtype=torch.float32, device=place)
         quantize(decoder)
         return logits_after(GraphedDecoder(decoder), random_tokens(PROMPT, WIDE.vocab), 13)
 
-    expected = scores("cpu")
-    torch.testing.assert_close(scores(device), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    expected = logits("cpu")
+    torch.testing.assert_close(logits(device), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert float((expected - exact_logits("grouped heads", 13)).abs().max()) > 1e-3, "the weights were quantised"
 
 
@@ -162,38 +162,36 @@ def requests() -> list[Request]:
 
 
 @cache
-def naive_texts() -> list[list[int]]:
+def naive_sequences() -> list[list[int]]:
     return [naive(target(), r) for r in requests()]
 
 
 @on_every_device
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_texts_are_those_of_naive_decoding_on_the_cpu(device: str, name: str) -> None:
+def test_greedy_sequences_are_those_of_naive_decoding_on_the_cpu(device: str, name: str) -> None:
     engine = engine_on(device, METHODS[name], VOCAB, rows=3)
-    assert [tokens_of(u) for u in run(engine, requests())] == naive_texts()
+    assert [tokens_of(u) for u in run(engine, requests())] == naive_sequences()
     assert engine.runner.network.device.type == device  # type: ignore[attr-defined]
 
 
-def fit(device: str, name: str) -> float:
-    """Chance of texts as far from the target's distribution as those sampled; few rows, so that passes are replayed as
-    graphs.
-    """
+def distribution_p_value(device: str, name: str) -> float:
+    """p-value of sampled sequences under the target's distribution; few rows, so that passes are replayed as graphs."""
     requests = [Request(START, replace(FLAT, seed=i), max_new_tokens=LENGTH) for i in range(SAMPLES)]
     with unchecked():
-        texts = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
-    where = np.ravel_multi_index(np.array(texts).T, (SMALL,) * LENGTH)
-    return p_value(np.bincount(where, minlength=SMALL**LENGTH), exact_law(target(SMALL), START, LENGTH, FLAT))
+        sequences = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
+    outcomes = np.ravel_multi_index(np.array(sequences).T, (SMALL,) * LENGTH)
+    return p_value(np.bincount(outcomes, minlength=SMALL**LENGTH), exact_law(target(SMALL), START, LENGTH, FLAT))
 
 
 @on_every_device
 @pytest.mark.parametrize("name", SAMPLED)
-def test_sampled_texts_follow_the_distribution_of_the_target(device: str, name: str) -> None:
-    assert fit(device, name) > 1e-3
+def test_sampled_sequences_follow_the_distribution_of_the_target(device: str, name: str) -> None:
+    assert distribution_p_value(device, name) > 1e-3
 
 
 @on_every_device
-def test_a_lossy_method_does_not_follow_it(device: str) -> None:
-    assert fit(device, "typical_lossy") < 1e-6
+def test_a_lossy_method_does_not_follow_the_distribution(device: str) -> None:
+    assert distribution_p_value(device, "typical_lossy") < 1e-6
 
 
 @needs_gpu
@@ -206,9 +204,9 @@ def test_small_passes_are_replayed_as_graphs_and_large_ones_are_not() -> None:
 
 
 @on_every_device
-def test_a_graph_serves_other_tokens_and_a_cache_that_has_grown(device: str) -> None:
-    """Each pass is compared with one without graphs; the cache grows past 256 slots, which a graph that was captured
-    before must not write to.
+def test_a_graph_is_reused_for_other_tokens_and_a_longer_cache(device: str) -> None:
+    """Each pass is compared with one without graphs. The cache grows past 256 slots, while graphs captured before write
+    to fewer.
     """
     decoder = tiny_decoder(WIDE, device=device)
     runners = [DecoderRunner(GraphedDecoder(decoder)), DecoderRunner(decoder)]
@@ -237,16 +235,16 @@ def test_replaying_a_graph_changes_no_bit(device: str) -> None:
 
 @needs_gpu
 def test_a_timed_pass_has_finished() -> None:
-    stepper = OwnStepper("own", DecoderRunner(tiny_decoder(WIDE, device="cuda")))
+    backend = OwnForwardBackend("own", DecoderRunner(tiny_decoder(WIDE, device="cuda")))
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
-    stepper.read([1, 2, 3])
-    assert torch.cuda.current_stream().query(), "the GPU still works on what was timed"
+    backend.forward([1, 2, 3])
+    assert torch.cuda.current_stream().query(), "the timed pass is still running"
 
 
 @on_every_device
 def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_path: Path) -> None:
     common = ("--model", tiny(), "--device", device, "--dtype", "float32")
-    texts = {
+    answers = {
         place: foretell(
             "generate",
             "abcabc",
@@ -261,12 +259,12 @@ def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_pa
         ).stdout
         for place, method in (("cpu", "autoregressive"), (device, "sam_recycling"))
     }
-    assert len(set(texts.values())) == 1 and all(texts.values())
+    assert len(set(answers.values())) == 1 and all(answers.values())
     checked = foretell("verify", "ngram", *common, "--samples", "200", "--max-new-tokens", "12")
     assert checked.exit_code == 0, checked.output
     sizes = ("--tokens", "1,8", "--context", "32", "--repeats", "2", "--rows", "1,4", "--json", tmp_path / "step.json")
     timed = foretell("bench", "step", *common, *sizes)
     assert timed.exit_code == 0, timed.output
     report = json.loads((tmp_path / "step.json").read_text())
-    contenders = {p["contender"] for p in report["passes"]}
-    assert report["device"] == device and ("foretell float32 without graphs" in contenders) == (device == "cuda")
+    competitors = {p["competitor"] for p in report["passes"]}
+    assert report["device"] == device and ("foretell float32 without graphs" in competitors) == (device == "cuda")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretell.accept import Match, Rejection
-from foretell.bench.contender import Watched
+from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.core.sampling import SamplingParams
@@ -67,8 +67,8 @@ def perfect(decoder: Decoder, tokens: Sequence[int]) -> LookAheadEmbeddings:
     return out
 
 
-def watched(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tuple[list[list[int]], Watched]:
-    runner = Watched(DecoderRunner(target()))
+def trace(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tuple[list[list[int]], TracingRunner]:
+    runner = TracingRunner(DecoderRunner(target()))
     return [tokens_of(u) for u in run(Engine(runner, method, rows=rows), requests)], runner
 
 
@@ -144,7 +144,7 @@ def test_a_branch_of_real_tokens_is_the_text_itself(config: ModelConfig) -> None
 
 def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
     prompt = random_tokens(5, seed=1)
-    _, runner = watched(Method(drafter(groups=0), Chain(3, draw=False), Match()), [Request(prompt, max_new_tokens=40)])
+    _, runner = trace(Method(drafter(groups=0), Chain(3, draw=False), Match()), [Request(prompt, max_new_tokens=40)])
     trees = [(int(t.valid[0].sum() - t.prefix_length[0]), int(t.probe[0].sum())) for t, _ in runner.passes]
     whole = len(trees) - 8
     assert whole > 10 and trees[:whole] == [((0, 3), (3, 0))[i % 2] for i in range(whole)]
@@ -156,7 +156,7 @@ def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
 def test_groups_stand_after_every_node_or_after_the_likeliest() -> None:
     request = [Request(random_tokens(5, seed=1), max_new_tokens=16)]
     for groups, expected in ((None, 7), (2, 2)):
-        _, runner = watched(Method(drafter(groups), BranchingTree((2, 2), draw=False), Match()), request)
+        _, runner = trace(Method(drafter(groups), BranchingTree((2, 2), draw=False), Match()), request)
         full = [t for t, _ in runner.passes[1:-6] if t.valid[0].sum() == 7]
         assert full and all((t.token[0] == VOCAB).sum() == expected for t in full)
 
@@ -165,15 +165,15 @@ def test_the_likeliest_end_is_where_the_text_goes_on_if_the_guesses_are_sure() -
     """With the drafter's law sharpened to certainty, a chain is expected to stand whole."""
     guesser = drafter(groups=1)
     guesser.network.register_buffer("_borrowed_head", guesser.network.get_buffer("_borrowed_head") * 1e4)
-    _, runner = watched(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
+    _, runner = trace(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
     ends = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
     assert ends and all(place == last for place, last in ends)
 
 
 def test_without_vectors_it_is_plain_decoding() -> None:
     request = [Request(random_tokens(5, seed=1), max_new_tokens=12)]
-    texts, runner = watched(Method(drafter(ahead=0), Chain(3), Rejection()), request)
-    plain, others = watched(Method(NoDrafter(), RootOnly(), Match()), request)
+    texts, runner = trace(Method(drafter(ahead=0), Chain(3), Rejection()), request)
+    plain, others = trace(Method(NoDrafter(), RootOnly(), Match()), request)
     assert texts == plain
     assert [t.nodes for t, _ in runner.passes] == [t.nodes for t, _ in others.passes]
 

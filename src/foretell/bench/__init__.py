@@ -1,3 +1,1 @@
-"""Measuring: what a method gains on this machine, over plain decoding and over other runtimes, in one interleaved
-run.
-"""
+"""Measure methods against plain decoding and other runtimes on this machine, in one interleaved run."""

@@ -1,4 +1,4 @@
-"""Two results side by side: is the second better, or is it chance?"""
+"""Compare two results question by question, with bootstrap confidence intervals of the ratios."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,20 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from foretell.bench.schema import Contender, PerQuestion, Results
+from foretell.bench.schema import BenchResults, CompetitorResult, QuestionMetrics
 
 RESAMPLES = 4000
+"""Bootstrap samples."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of one contender in one category (`all`: pooled): both values, their ratio, and its confidence
-    interval.
-    """
+    """One metric of one competitor in one category (`all`: pooled): both values, and the interval of their ratio."""
 
-    contender: str
+    competitor: str
     category: str
-    figure: str
+    metric: str
     a: float
     b: float
     low: float
@@ -33,7 +32,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """What the interval allows to say."""
+        """Whether the second value is higher or lower, as far as the interval decides it."""
         if self.questions < 2:
             return "–"
         if self.low <= 1 <= self.high:
@@ -41,24 +40,24 @@ class Comparison:
         return "higher" if self.low > 1 else "lower"
 
 
-Pair = tuple[PerQuestion, PerQuestion]
-_FIGURES: dict[str, tuple[Callable[[PerQuestion], float], Callable[[PerQuestion], float]]] = {
+Pair = tuple[QuestionMetrics, QuestionMetrics]
+_METRICS: dict[str, tuple[Callable[[QuestionMetrics], float], Callable[[QuestionMetrics], float]]] = {
     "tokens per pass": (lambda q: q.tokens, lambda q: q.passes),
     "tokens/s": (lambda q: q.decode_tokens, lambda q: q.decode_seconds),
 }
 
 
-def compare(a: Results, b: Results, confidence: float = 0.95, seed: int = 0) -> list[Comparison]:
-    """Pairs questions of contenders that both results have, and resamples them (percentile bootstrap).
+def compare(a: BenchResults, b: BenchResults, confidence: float = 0.95, seed: int = 0) -> list[Comparison]:
+    """Resample the questions that a competitor answered in both results (percentile bootstrap).
 
     Raises:
-        ValueError: they share no contender or no question.
+        ValueError: they share no competitor or no question.
     """
-    common = _common(a, b)
+    common = _common_competitors(a, b)
     if not common:
-        theirs = [c.name for c in b.contenders]
+        theirs = [c.name for c in b.competitors]
         raise ValueError(
-            f"the two results share no contender: {', '.join(c.name for c in a.contenders)} and {', '.join(theirs)}"
+            f"the two results share no competitor: {', '.join(c.name for c in a.competitors)} and {', '.join(theirs)}"
         )
     out = []
     for mine, other in common:
@@ -67,28 +66,30 @@ def compare(a: Results, b: Results, confidence: float = 0.95, seed: int = 0) -> 
         categories = dict.fromkeys(q.category for q, _ in pairs)
         for category in ("all", *categories) if len(categories) > 1 else ("all",):
             here = [p for p in pairs if category in ("all", p[0].category)]
-            for figure in _FIGURES:
-                found = _one(mine.name, category, figure, here, confidence, np.random.default_rng(seed))
+            for metric in _METRICS:
+                found = _compare_metric(mine.name, category, metric, here, confidence, np.random.default_rng(seed))
                 out += [found] if found else []
     if not out:
-        raise ValueError("the two results share no question: were they taken on other tasks?")
+        raise ValueError("the two results share no question: do they come from different question files?")
     return out
 
 
-def _common(a: Results, b: Results) -> list[tuple[Contender, Contender]]:
-    """Contenders of one name; where no name is shared, those of one method at different precisions."""
-    theirs = {c.name: c for c in b.contenders}
-    found = [(c, theirs[c.name]) for c in a.contenders if c.name in theirs]
-    by_method = {c.name.split("/")[0]: c for c in b.contenders if not c.peer}
-    mine = {c.name.split("/")[0]: c for c in a.contenders if not c.peer}
+def _common_competitors(a: BenchResults, b: BenchResults) -> list[tuple[CompetitorResult, CompetitorResult]]:
+    """Competitors of the same name; if there are none, those of the same method in different precisions."""
+    theirs = {c.name: c for c in b.competitors}
+    found = [(c, theirs[c.name]) for c in a.competitors if c.name in theirs]
+    by_method = {c.name.split("/")[0]: c for c in b.competitors if not c.peer}
+    mine = {c.name.split("/")[0]: c for c in a.competitors if not c.peer}
     return found or [(c, by_method[name]) for name, c in mine.items() if name in by_method]
 
 
-def _one(
-    contender: str, category: str, figure: str, pairs: Sequence[Pair], confidence: float, random: np.random.Generator
+def _compare_metric(
+    competitor: str, category: str, metric: str, pairs: Sequence[Pair], confidence: float, random: np.random.Generator
 ) -> Comparison | None:
-    above, below = _FIGURES[figure]
-    values = np.array([[above(x), below(x), above(y), below(y)] for x, y in pairs], float).reshape(-1, 4)
+    numerator, denominator = _METRICS[metric]
+    values = np.array([[numerator(x), denominator(x), numerator(y), denominator(y)] for x, y in pairs], float).reshape(
+        -1, 4
+    )
     sums = values.sum(0)
     if not sums.all():
         return None
@@ -96,7 +97,7 @@ def _one(
     ratios = _ratio(drawn[(drawn > 0).all(1)])
     low, high = np.percentile(ratios, [50 * (1 - confidence), 50 * (1 + confidence)])
     return Comparison(
-        contender, category, figure, sums[0] / sums[1], sums[2] / sums[3], float(low), float(high), len(pairs)
+        competitor, category, metric, sums[0] / sums[1], sums[2] / sums[3], float(low), float(high), len(pairs)
     )
 
 
@@ -104,7 +105,7 @@ def _ratio(sums: Float[np.ndarray, "r 4"]) -> Float[np.ndarray, " r"]:
     return (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
 
 
-def differing(a: Results, b: Results) -> list[str]:
-    """Sentences about settings that differ, so that nobody compares apples and pears unawares."""
+def settings_differences(a: BenchResults, b: BenchResults) -> list[str]:
+    """One sentence per setting that differs."""
     first, second = a.settings.model_dump(), b.settings.model_dump()
     return [f"note: {key} differs ({first[key]} and {second[key]})" for key in first if first[key] != second[key]]

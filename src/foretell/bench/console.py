@@ -1,109 +1,122 @@
-"""What a person sees while a run goes and when it is over, and the files it leaves."""
+"""Progress bar and result tables in the terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foretell.bench.chart import charts
-from foretell.bench.page import html
-from foretell.bench.report import by_category, markdown
-from foretell.bench.schema import Contender, Results
-from foretell.utils.validation import validate_json
+from foretell.bench.compare import Comparison
+from foretell.bench.report import category_table
+from foretell.bench.schema import BenchResults
+from foretell.bench.step import StepReport
 
 
 @contextmanager
-def progress(total: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; call what it gives once per finished piece of work."""
+def progress_bar(total: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; the function that it yields counts one finished item and shows its name."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("warming up", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
+        yield lambda name: bar.update(task, advance=1, description=name)
 
 
-def write(folder: Path, results: Results) -> list[Path]:
-    """`results.json`, `report.md`, `report.html` and, where matplotlib is installed, charts; each file is replaced as a
-    whole.
-    """
-    files = {"results.json": results.model_dump_json(indent=1).encode(), "report.md": markdown(results).encode()}
-    pictures: dict[str, bytes] = {}
-    if find_spec("matplotlib") is not None:
-        pictures = charts(results)
-    files["report.html"] = html(results, pictures).encode()
-    files |= {f"{name}.png": png for name, png in pictures.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        part = folder / (name + ".part")
-        part.write_bytes(content)
-        part.replace(folder / name)
-    return [folder / name for name in files]
+def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str]) -> Table:
+    """An empty table; columns of text come first."""
+    table = Table(title=title)
+    for i, name in enumerate(text_columns):
+        table.add_column(name, no_wrap=not i)
+    for name in number_columns:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
 
 
-def read(path: Path) -> Results:
-    """Results of an earlier run: `results.json`, or the folder it is in.
-
-    Raises:
-        ValueError: there are none, or the file is damaged or of another format.
-    """
-    file = path / "results.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"{path}: no results here; give a results.json that `foretell bench run` or `replay` wrote, or its folder"
-        )
-    return validate_json(Results, file.read_bytes(), f"{file}: not results of `foretell bench`")
+def _format(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
-def print_summary(results: Results) -> None:
-    """Means over the categories, and the definitions."""
-    console, peers = Console(), [c.name for c in results.contenders if c.peer]
-    figures = [(c, [c.mean.tokens_per_pass, c.mean.tokens_per_second, c.mean.speedup]) for c in results.contenders]
-    console.print(
-        _means(
-            f"{results.settings.tasks}: means over the categories",
-            ["tokens per pass", "tokens/s", "speed-up"],
-            figures,
-            True,
-        )
+def print_summary(results: BenchResults) -> None:
+    """Print means over the categories, and the definitions."""
+    console, peers = Console(), [c.name for c in results.competitors if c.peer]
+    table = _table(
+        f"{results.settings.tasks}: means over the categories",
+        ["competitor"],
+        ["tokens per pass", "tokens/s", "speed-up", "identical"],
     )
+    for c in results.competitors:
+        m = c.category_means
+        identical = f"{c.identical}/{c.compared}" if c.compared else "–"
+        values = [_format(v) for v in (m.tokens_per_pass, m.tokens_per_second, m.speedup)]
+        table.add_row(c.name + ("" if c.lossless else " (lossy)"), *values, identical)
+    console.print(table)
     if peers:
-        over = [(c, [c.mean.over_peers.get(p) for p in peers]) for c in results.contenders if not c.peer]
-        console.print(_means("tokens/s over each peer", peers, over, False))
+        table = _table("tokens/s over each peer", ["competitor"], peers)
+        for c in results.competitors:
+            if not c.peer:
+                values = [_format(c.category_means.over_peers.get(p)) for p in peers]
+                table.add_row(c.name + ("" if c.lossless else " (lossy)"), *values)
+        console.print(table)
     for name, text in results.definitions.items():
         console.print(f"[bold]{name}[/]: {text}", style="dim", highlight=False)
 
 
-def _means(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[Contender, Sequence[float | None]]], identity: bool
-) -> Table:
-    table = Table(title=title)
-    table.add_column("contender", no_wrap=True)
-    for name in [*columns, *(["identical"] if identity else [])]:
-        table.add_column(name, justify="right", overflow="fold")
-    for c, figures in rows:
-        same = [f"{c.identical}/{c.compared}" if c.compared else "–"] if identity else []
-        table.add_row(
-            c.name + ("" if c.lossless else " (lossy)"), *("–" if f is None else f"{f:.2f}" for f in figures), *same
-        )
-    return table
-
-
-def print_replay(results: Results) -> None:
-    """Tokens per pass by category."""
-    sheet = by_category(results, lambda f: f.tokens_per_pass, False)
-    table = Table(title=f"tokens per pass on recorded {results.settings.tasks}")
-    for i, name in enumerate([*sheet.header, "mean", "drafted per pass"]):
-        table.add_column(name, no_wrap=not i, justify="right" if i else "left")
-    for row, c in zip(sheet.rows, results.contenders, strict=True):
-        figures = [*row[1:], c.mean.tokens_per_pass, c.pooled.drafted_per_pass]
-        table.add_row(c.name, *(f"{f:.2f}" if isinstance(f, float) else "–" for f in figures))
+def print_replay(results: BenchResults) -> None:
+    """Print tokens per pass by category."""
+    categories = category_table(results, lambda m: m.tokens_per_pass, False)
+    title = f"tokens per pass on recorded {results.settings.tasks}"
+    table = _table(title, categories.header[:1], [*categories.header[1:], "mean", "drafted per pass"])
+    for row, c in zip(categories.rows, results.competitors, strict=True):
+        values = [*row[1:], c.category_means.tokens_per_pass, c.pooled.drafted_per_pass]
+        table.add_row(c.name, *(_format(v if isinstance(v, float) else None) for v in values))
     console = Console()
     console.print(table)
     console.print(
-        "Lower bounds for methods that learn from the target's scores at rejected or probed nodes: recycling, "
+        "Lower bounds for methods that learn from the target's logits at rejected or probed nodes: recycling, "
         "lookahead, Jacobi.",
         style="dim",
     )
+
+
+def print_step_report(report: StepReport) -> None:
+    """Print times of a pass, bandwidth, batch throughput, and the ratios with their goals."""
+    console = Console()
+    sizes = sorted({p.tokens for p in report.passes})
+    sized = [f"n={n}" for n in sizes]
+    device = f"{report.threads} threads" if report.device == "cpu" else report.device
+    title = f"one pass over n new tokens, {report.context} cached, {device}: median ms"
+    times = _table(title, ["competitor"], sized)
+    passes = {(p.competitor, p.tokens): p for p in report.passes}
+    names = list(dict.fromkeys(p.competitor for p in report.passes))
+    for name in names:
+        times.add_row(name, *(f"{passes[name, n].median_ms:.2f}" for n in sizes))
+    console.print(times)
+    if report.bandwidth is not None:
+        title = f"weights and cache over time, as a share of the measured {report.bandwidth / 1e9:.0f} GB/s"
+        shares = _table(title, ["competitor"], sized)
+        for name in names:
+            speeds = [passes[name, n].bytes_per_second for n in sizes]
+            if None not in speeds:
+                shares.add_row(name, *(f"{(s or 0.0) / report.bandwidth:.0%}" for s in speeds))
+        console.print(shares)
+    if report.throughput:
+        table = _table("plain decoding of a batch, whole engine steps", ["competitor"], ["rows", "tokens/s"])
+        for t in report.throughput:
+            table.add_row(t.competitor, str(t.rows), f"{t.tokens_per_second:.1f}")
+        console.print(table)
+    if report.ratio_goals:
+        table = _table("ratios (median over the rounds) and goals", ["ratio"], ["value", "goal", ""])
+        for g in report.ratio_goals:
+            goal = f"{'≤' if g.is_upper_bound else '≥'} {g.goal:g}"
+            table.add_row(g.name, f"{g.value:.3f}", goal, "met" if g.met else "[red]missed[/]")
+        console.print(table)
+
+
+def print_comparison(comparisons: Sequence[Comparison], names: tuple[str, str]) -> None:
+    """Print both values, the ratio and its interval."""
+    title = f"A: {names[0]}   B: {names[1]}"
+    table = _table(title, ["competitor", "category", "metric"], ["A", "B", "B/A", "95 %", "n", "B is"])
+    for c in comparisons:
+        values = f"{c.a:.2f}", f"{c.b:.2f}", f"{c.ratio:.3f}", f"{c.low:.2f}–{c.high:.2f}", str(c.questions), c.verdict
+        table.add_row(c.competitor, c.category, c.metric, *values)
+    Console().print(table)

@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""The machine that is measured: description, GPU synchronisation, memory bandwidth."""
 
 import os
 import platform
@@ -10,10 +10,11 @@ import torch
 _STREAM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 """Size of the block that is read to measure bandwidth: many times the caches."""
 _STREAM_REPEATS = 8
+"""Reads of the block; the fastest counts."""
 
 
-def describe(device: str = "cpu") -> dict[str, str]:
-    """What was measured on: processor, cores, GPU, versions."""
+def describe_machine(device: str = "cpu") -> dict[str, str]:
+    """Processor, cores, threads, GPU and versions."""
     found = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -36,12 +37,12 @@ def describe(device: str = "cpu") -> dict[str, str]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched on a GPU; a CPU is never behind."""
+    """Wait until a GPU has finished; on a CPU nothing runs asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def read_bandwidth(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of reading memory: the fastest of several sums over one block."""
     block = torch.ones(_STREAM_BYTES[device.type] // 4, device=device)
 

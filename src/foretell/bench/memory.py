@@ -1,6 +1,4 @@
-"""Peak memory of one contender (the GPU's on CUDA): a process of its own that loads nothing else and answers one
-prompt.
-"""
+"""Peak memory of one competitor (the GPU's on CUDA), measured in a process that loads nothing else."""
 
 import ctypes
 import gc
@@ -10,31 +8,28 @@ from pathlib import Path
 
 import torch
 
-from foretell.bench.collect import is_peer
-from foretell.bench.contender import Spec
-from foretell.bench.peers import choose
-from foretell.bench.schema import Frozen
+from foretell.bench.competitor import MethodSpec, load_drafts
+from foretell.bench.peers import registry
+from foretell.bench.results import is_peer
+from foretell.bench.schema import BenchSettings, FrozenModel
 from foretell.engine.engine import Request
-from foretell.load import load, load_draft
+from foretell.load import load
 
 
-class Task(Frozen):
-    """What the process is told: the contender, what it needs, and the prompt."""
+class MemoryTask(FrozenModel):
+    """Input of the process: the competitor and the prompt that it answers."""
 
-    contender: str
-    model: str
-    draft_model: str | None
-    references: tuple[str, ...]
-    threads: int
-    device: str
+    competitor: str
+    settings: BenchSettings
     context: int
+    """Longest sequence of a peer, in tokens."""
     folder: str
+    """Where GGUF files for llama.cpp go."""
     prompt: tuple[int, ...]
-    max_new_tokens: int
 
 
-def peak(task: Task) -> int | None:
-    """Most resident bytes while it answers; None where the system does not tell or the contender fails."""
+def measure_peak_memory(task: MemoryTask) -> int | None:
+    """Most resident bytes while it answers; None where the system does not report them or the competitor fails."""
     done = subprocess.run(
         [sys.executable, "-m", "foretell.bench.memory"],
         input=task.model_dump_json(),
@@ -46,35 +41,37 @@ def peak(task: Task) -> int | None:
     return int(last[0]) if last and last[0].isdigit() else None
 
 
-def _reset() -> None:
-    """Give freed memory back and let the kernel's high-water mark start afresh."""
+def _reset_peak() -> None:
+    """Return freed memory to the system and reset the kernel's high-water mark."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _highest() -> int:
+def _read_peak() -> int:
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def main(text: str) -> None:
     """Answer the prompt of the task; print the peak in bytes."""
-    task = Task.model_validate_json(text)
-    torch.set_num_threads(task.threads)
-    kind, precision = task.contender.split("/")
-    if is_peer(task.contender):
-        setting = choose.Setting(task.model, task.draft_model, precision, task.context, task.threads, Path(task.folder))
-        peer = choose.peers([task.contender], setting)[task.contender]
-        _reset()
-        peer.generate(task.prompt, task.max_new_tokens)
+    task = MemoryTask.model_validate_json(text)
+    s = task.settings
+    torch.set_num_threads(s.threads)
+    kind, precision = task.competitor.split("/")
+    if is_peer(task.competitor):
+        settings = registry.PeerSettings(s.model, s.draft_model, precision, task.context, s.threads, Path(task.folder))
+        peer = registry.load_peers([task.competitor], settings)[task.competitor]
+        _reset_peak()
+        peer.generate(task.prompt, s.max_new_tokens)
     else:
-        model, spec = load(task.model, precision, task.device), Spec.parse(kind)
-        drafts = [load_draft(r, precision, task.device) for r in (task.draft_model or "").split(",") if r]
-        engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=task.references), rows=1)
-        _reset()
-        engine.complete([Request(task.prompt, max_new_tokens=task.max_new_tokens)])
-    print(torch.cuda.max_memory_allocated(task.device) if task.device.startswith("cuda") else _highest())
+        model, spec = load(s.model, precision, s.device), MethodSpec.parse(kind)
+        drafts = load_drafts(s.draft_model, precision, s.device)
+        references = [Path(r).read_text("utf-8") for r in s.references]
+        engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=references), rows=1)
+        _reset_peak()
+        engine.complete([Request(task.prompt, max_new_tokens=s.max_new_tokens)])
+    print(torch.cuda.max_memory_allocated(s.device) if s.device.startswith("cuda") else _read_peak())
 
 
 if __name__ == "__main__":

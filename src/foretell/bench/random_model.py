@@ -1,6 +1,4 @@
-"""Models with random weights in the shape of a published one: pass times depend on shapes alone, so nothing is
-downloaded.
-"""
+"""Models with random weights in the shape of a published one: times of a pass depend on the shape only."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -25,9 +23,7 @@ from foretell.utils.names import unknown
 
 
 class DeviceRandomWeights(Weights):
-    """Gaussian matrices scaled by their input width, drawn where they will stay: 7B parameters take seconds on a
-    GPU.
-    """
+    """Gaussian matrices scaled by their input width, drawn on the device: 7B parameters take seconds on a GPU."""
 
     source = "random weights"
 
@@ -35,7 +31,7 @@ class DeviceRandomWeights(Weights):
         self._config, self._dtype, self._device = config, dtype, device
 
     def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
-        """The head of a model that does not share it with the embedding; no other optional tensor exists."""
+        """The untied head; no other optional tensor exists."""
         return self.need(name, self._config.vocab, self._config.hidden) if name == "lm_head.weight" else None
 
     def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
@@ -47,13 +43,11 @@ class DeviceRandomWeights(Weights):
         return tensor.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=generator)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""
 
 
 def random_network(config: ModelConfig, precision: Precision, device: torch.device) -> Network:
-    """A random network as `foretell.load` would run it on this device: native kernels, captured graphs or plain
-    torch.
-    """
+    """A random network with what `foretell.load` uses on this device: native kernels, CUDA graphs or plain torch."""
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     decoder = build(config, DeviceRandomWeights(config, dtype, device), dtype, device)
     if device.type == "cpu" and native.available() and NativeDecoder.supports(config):

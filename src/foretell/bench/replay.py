@@ -1,199 +1,205 @@
-"""Replay any method: its tokens per pass on a recorded workload, through the same engine, without running the target.
+"""Tokens per pass of any method on a recorded workload, through the same engine, without running the target.
 
-Exact for greedy decoding with methods that learn from decided tokens only. Limits: no hidden states, no parts of the
-target as drafter, lossless methods only. Drafters that learn from the target's scores at rejected or probed nodes
-(token recycling, lookahead, Jacobi) see fewer of them than in a real run, because nobody recorded what the target would
-have said there; methods that learn from the clock (hybrid) decide otherwise than on a real target. Times are of the
-replay and mean nothing.
+Exact for greedy decoding with methods that learn from decided tokens only. Not supported: hidden states, drafters that
+run parts of the target, lossy methods. Drafters that learn from the target's logits at rejected or probed nodes (token
+recycling, lookahead, Jacobi) see fewer of them than in a real run, because a recording holds the logits of the answer
+only. Methods that learn from measured times (hybrid) decide otherwise than on a real target. Times of a replay are
+meaningless.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foretell.bench.contender import PLAIN, Spec, Watched
-from foretell.bench.schema import Frozen, Record, Settings, Turn
-from foretell.bench.scripted import Recording, RecordingSettings, ScriptedRunner
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.bench.competitor import MethodSpec
+from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings
+from foretell.bench.schema import Answer, QuestionResult
+from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import BuildContext, build
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
 from foretell.engine.engine import Engine, Request
-from foretell.load import load as load_model
+from foretell.load import load
 from foretell.model.runner import Runner
-from foretell.utils.store import read, settings
-from foretell.utils.validation import validate_json
 
 
-def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
-    """A complete recording.
+class ReplayRunner(Runner):
+    """A runner that replays recorded answers, one row at a time.
 
-    Raises:
-        ValueError: there is none here, it is damaged, or it was interrupted.
+    Nodes that agree with the answer get the recorded log-probabilities, and -inf for tokens outside the recorded best.
+    The other nodes get no logits: greedy decoding never accepts them.
     """
-    setting = settings(folder, RecordingSettings)
-    recordings = list(read(folder, Recording))
-    if len(recordings) < setting.questions:
-        raise ValueError(
-            f"{folder}: the recording was interrupted, it holds {len(recordings)} of {setting.questions} questions; "
-            "run `foretell bench record` with the same settings and --out to finish it"
-        )
-    return setting, recordings
 
+    def __init__(self, vocab: int, context: int) -> None:
+        self.vocab, self.context = vocab, context
+        self._length = 0
 
-class Cast:
-    """Makes a fresh method for every question. `context` makes what it is built from."""
+    def set_answer(self, answer: RecordedAnswer) -> None:
+        """Replay this answer from now on."""
+        self._sequence = np.array([*answer.prompt, *answer.tokens], np.int64)
+        self._prompt_length = len(answer.prompt)
+        self._top_tokens, self._top_logprobs = answer.unpack()
 
-    def __init__(self, setting: RecordingSettings, spec: Spec, context: Callable[[], BuildContext]) -> None:
-        self.setting, self.spec, self._context = setting, spec, context
-        self.name = f"{spec.text}/{setting.dtype}"
-        if not self.engine(ScriptedRunner(setting.vocab, setting.context)).method.lossless:
-            raise ValueError(
-                "it is lossy, and what the target says after a token it did not choose was not recorded; measure it "
-                "with `foretell bench run`"
-            )
+    def length(self, row: int) -> int:
+        """How many tokens have been read and kept."""
+        return self._length
 
-    def engine(self, runner: Runner) -> Engine:
-        """An engine with a method that remembers nothing."""
-        return Engine(Watched(runner), build(self.spec.method, self._context(), self.spec.config), rows=1)
-
-    def play(self, recording: Recording) -> Record:
-        """The method's passes over one question.
+    def forward(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        *,
+        active: Bool[np.ndarray, "b n"] | None = None,
+        scored: Bool[np.ndarray, "b n"] | None = None,
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
+        """Recorded log-probabilities after every scored node that agrees with the answer.
 
         Raises:
-            ValueError: the method needs what a recording does not hold.
+            ValueError: hidden states are wanted, or more than one row.
         """
-        scripted = ScriptedRunner(self.setting.vocab, self.setting.context)
-        engine = self.engine(scripted)
-        watched = engine.runner
-        assert isinstance(watched, Watched)
-        turns = []
-        for script in recording.turns:
-            scripted.play(script)
-            watched.passes = []
-            request = Request(script.prompt, max_new_tokens=self.setting.max_new_tokens, eos=self.setting.eos)
-            (done,) = engine.complete([request])
-            stats = done.statistics
-            tested, accepted = watched.acceptance()
-            turns.append(
-                Turn(
-                    prompt_tokens=len(script.prompt), tokens=done.tokens, at=(), count=(), retokenized=0,
-                    passes=stats.target_passes, drafted=stats.drafted, tested=tested, accepted=accepted,
+        if hidden_layers:
+            raise ValueError(
+                "this method drafts from the target's hidden states, which a recording does not hold: measure it with "
+                "`foretell bench run`"
+            )
+        if len(rows) != 1:
+            raise ValueError(f"a recorded answer is replayed for one row at a time, found {len(rows)} rows")
+        wanted = tree.active if scored is None else tree.active & scored
+        positions = self._length + tree.depth[0]
+        agrees = np.zeros(tree.nodes, bool)
+        for node, (parent, at, token) in enumerate(
+            zip(tree.parent[0].tolist(), positions.tolist(), tree.token[0].tolist(), strict=True)
+        ):
+            on_path = parent < 0 or agrees[parent]
+            agrees[node] = on_path and at < len(self._sequence) and self._sequence[at] == token
+        nodes = np.flatnonzero(agrees & wanted[0])
+        index = np.full(wanted.shape, -1, np.int64)
+        index[0, nodes] = np.arange(len(nodes))
+        return ModelOutput(logits=self._logits(positions[nodes] + 1 - self._prompt_length), logit_index=index)
+
+    def _logits(self, following: Int[np.ndarray, " k"]) -> Float[torch.Tensor, "k v"]:
+        """Recorded log-probabilities of the answer's tokens `following`; past the end of the answer, zeros."""
+        logits = torch.full((len(following), self.vocab), -torch.inf)
+        for i, number in enumerate(following.tolist()):
+            if 0 <= number < len(self._top_tokens):
+                tokens = torch.from_numpy(self._top_tokens[number].astype(np.int64))
+                logits[i, tokens] = torch.from_numpy(self._top_logprobs[number].copy())
+            else:
+                logits[i] = 0.0
+        return logits
+
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Count them as read."""
+        self._length += len(path)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget tokens from `length` on."""
+        self._length = min(length, self._length)
+
+
+class MethodReplay:
+    """Replays recordings with one method, built afresh for every question from what `context` returns."""
+
+    def __init__(self, settings: RecordingSettings, spec: MethodSpec, context: Callable[[], BuildContext]) -> None:
+        self.settings, self.spec, self._context = settings, spec, context
+        self.name = f"{spec.label}/{settings.dtype}"
+        try:
+            lossless = self._build_engine(ReplayRunner(settings.vocab, settings.context)).method.lossless
+        except ValueError as error:
+            raise ValueError(f"{spec.label} cannot be replayed: {error}") from error
+        if not lossless:
+            raise ValueError(
+                f"{spec.label} cannot be replayed: it is lossy, and the target's logits after a token that it did not "
+                "choose were not recorded; measure it with `foretell bench run`"
+            )
+
+    def _build_engine(self, runner: Runner) -> Engine:
+        return Engine(TracingRunner(runner), build(self.spec.method, self._context(), self.spec.config), rows=1)
+
+    def replay(self, recorded: RecordedQuestion) -> QuestionResult:
+        """Replay one question.
+
+        Raises:
+            ValueError: the method needs what a recording does not hold, or its answer differs from the recorded one,
+                which is a bug of a lossless method.
+        """
+        replay_runner = ReplayRunner(self.settings.vocab, self.settings.context)
+        engine = self._build_engine(replay_runner)
+        tracing = engine.runner
+        assert isinstance(tracing, TracingRunner)
+        answers = []
+        for answer in recorded.answers:
+            replay_runner.set_answer(answer)
+            tracing.passes = []
+            request = Request(answer.prompt, max_new_tokens=self.settings.max_new_tokens, eos=self.settings.eos)
+            (completion,) = engine.complete([request])
+            if completion.tokens != answer.tokens:
+                raise ValueError(
+                    f"{self.name} answered question {recorded.question} otherwise than the recorded target: this is a "
+                    "bug, please report it"
+                )
+            statistics = completion.statistics
+            tested, accepted = tracing.count_acceptance()
+            answers.append(
+                Answer(
+                    prompt_tokens=len(answer.prompt), tokens=completion.tokens,
+                    arrival_seconds=(), arrival_counts=(), retokenized_tokens=0,
+                    passes=statistics.target_passes, drafted=statistics.drafted,
+                    tested_per_position=tested, accepted_per_position=accepted,
                 )
             )  # fmt: skip
-        return Record(
-            question=recording.question,
-            category=recording.category,
-            group=recording.group,
-            contender=self.name,
+        return QuestionResult(
+            question=recorded.question,
+            category=recorded.category,
+            group=recorded.group,
+            competitor=self.name,
             repeat=0,
-            turns=tuple(turns),
+            answers=tuple(answers),
         )
 
 
-def casts(
-    setting: RecordingSettings, methods: Sequence[str], draft_model: str | None = None, references: Sequence[Path] = ()
-) -> list[Cast]:
-    """Plain decoding and these methods, ready to play; models are loaded only where drafting needs them.
+def method_replays(
+    settings: RecordingSettings, methods: Sequence[str], draft_model: str | None = None, references: Sequence[Path] = ()
+) -> list[MethodReplay]:
+    """Plain decoding and these methods; models are loaded only where drafting needs them.
 
     Raises:
         ValueError: an unknown or lossy method, or one that needs what is not there.
     """
-    specs = {s.text: s for s in map(Spec.parse, [PLAIN, *methods])}
-    drafts = [load_model(r, setting.dtype) for r in (draft_model or "").split(",") if r]
-    codec = load_model(setting.model, setting.dtype).codec if references or drafts else None
+    specs = MethodSpec.parse_all(methods)
+    drafts = [load(r, settings.dtype) for r in (draft_model or "").split(",") if r]
+    codec = load(settings.model, settings.dtype).codec if references or drafts else None
     texts = [] if codec is None else [tuple(codec.encode(p.read_text("utf-8"), special=False)) for p in references]
 
     def context() -> BuildContext:
         return BuildContext(
-            vocab=setting.vocab,
+            vocab=settings.vocab,
             network=None,
             drafts=tuple(d.runner() for d in drafts),
             references=tuple(texts),
-            eos=setting.eos,
+            eos=settings.eos,
             codec=codec,
             draft_codecs=tuple(d.codec for d in drafts),
         )
 
-    return [_cast(setting, spec, context) for spec in specs.values()]
+    return [MethodReplay(settings, spec, context) for spec in specs]
 
 
-def _cast(setting: RecordingSettings, spec: Spec, context: Callable[[], BuildContext]) -> Cast:
-    try:
-        return Cast(setting, spec, context)
-    except ValueError as error:
-        raise ValueError(f"{spec.text} cannot be replayed: {error}") from error
-
-
-def replay(recordings: Sequence[Recording], casts: Sequence[Cast], tick: Callable[[str], None]) -> list[Record]:
-    """Every method over every question.
+def replay_all(
+    replays: Sequence[MethodReplay], questions: Sequence[RecordedQuestion], report: Callable[[str], None]
+) -> list[QuestionResult]:
+    """Replay every question with every method.
 
     Raises:
-        ValueError: an answer came out otherwise than recorded, which no lossless method may do.
+        ValueError: as `MethodReplay.replay`.
     """
-    records = []
-    for cast in casts:
-        for recording in recordings:
-            record = cast.play(recording)
-            if [t.tokens for t in record.turns] != [s.tokens for s in recording.turns]:
-                raise ValueError(
-                    f"{cast.name} answered question {recording.question} otherwise than the recorded target: this is a "
-                    f"bug, please report it"
-                )
-            records.append(record)
-            tick(f"{cast.name} {recording.question}")
-    return records
-
-
-def as_settings(setting: RecordingSettings) -> Settings:
-    """The header of results that come from a replay."""
-    return Settings(
-        model=setting.model, tasks=setting.tasks, digest=setting.digest, max_new_tokens=setting.max_new_tokens,
-        temperature=0.0, seed=0,
-        threads=1, dtypes=(setting.dtype,),
-    )  # fmt: skip
-
-
-class Baseline(Frozen):
-    """Pinned counts: tokens and passes by method and question."""
-
-    format: str = "foretell baseline 1"
-    counts: dict[str, dict[str, tuple[int, int]]]
-
-    @property
-    def methods(self) -> list[str]:
-        """As users name them."""
-        return [name.split("/")[0] for name in self.counts]
-
-    @staticmethod
-    def read(path: Path) -> "Baseline":
-        """A pinned file.
-
-        Raises:
-            ValueError: it is not one.
-        """
-        return validate_json(
-            Baseline, path.read_bytes(), f"{path}: not a baseline that `foretell bench replay --pin` wrote"
-        )
-
-    @staticmethod
-    def of(records: Sequence[Record]) -> "Baseline":
-        """Counts of a replay or a run; plain decoding left out, whose every pass gives one token."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for r in records:
-            if r.repeat == 0 and not r.contender.startswith(f"{PLAIN}/"):
-                sums = sum(len(t.tokens) for t in r.turns), sum(t.passes for t in r.turns)
-                found.setdefault(r.contender, {})[r.question] = sums
-        return Baseline(counts=found)
-
-    def differences(self, now: "Baseline") -> list[str]:
-        """Sentences about everything that is not as pinned."""
-        out = []
-        for method, questions in self.counts.items():
-            for question, (tokens, passes) in questions.items():
-                found = now.counts.get(method, {}).get(question)
-                if found is None:
-                    out.append(f"{method}, question {question}: pinned, but not measured now")
-                elif found != (tokens, passes):
-                    better = "fewer" if found[1] * tokens < passes * found[0] else "more"
-                    out.append(
-                        f"{method}, question {question}: {found[0]} tokens in {found[1]} passes, pinned {tokens} in "
-                        f"{passes} ({better} per token)"
-                    )
-        return out
+    results = []
+    for replay in replays:
+        for question in questions:
+            results.append(replay.replay(question))
+            report(f"{replay.name} {question.question}")
+    return results

@@ -1,115 +1,118 @@
-"""Results as sections: the Markdown and the HTML report are made of the same ones."""
+"""Tables of the report, and the report as Markdown. The HTML report has the same tables."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 
-from foretell.bench.schema import Figures, Results
-from foretell.bench.sheet import Cell, Section, Sheet
+from foretell.bench.schema import BenchResults, Metrics
+from foretell.bench.text_table import Cell, TextTable
 
 _DEPTHS = 8
 """Depths of the acceptance table."""
 
 
-def markdown(results: Results) -> str:
+def render_markdown(results: BenchResults) -> str:
     """The whole report as Markdown."""
     parts = [
-        f"# {title(results)}\n\n{setting(results)}\n",
-        *(s.markdown() for s in sections(results)),
-        "## What the figures mean\n",
+        f"# {report_title(results)}\n\n{conditions(results)}\n",
+        *(f"## {name}\n\n{table.markdown()}" for name, table in sections(results).items()),
+        "## Definitions\n",
     ]
     return "\n".join([*parts, "".join(f"- **{name}**: {text}\n" for name, text in results.definitions.items())])
 
 
-def title(results: Results) -> str:
-    """What was measured."""
+def report_title(results: BenchResults) -> str:
+    """Title of the report."""
     return f"Decoding methods on {results.settings.model}"
 
 
-def setting(results: Results) -> str:
-    """Under which conditions."""
+def conditions(results: BenchResults) -> str:
+    """Settings and machine in one sentence."""
     s, repeats = results.settings, results.repeats
     return (
-        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, {repeats} "
-        f"repeat{'s' * (repeats > 1)}, "
-        f"{s.threads} thread{'s' * (s.threads > 1)}, {machine(results)}, {results.created}."
+        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, "
+        f"{repeats} repeat{'s' * (repeats > 1)}, {s.threads} thread{'s' * (s.threads > 1)}, "
+        f"{device_name(results)}, {results.created}."
     )
 
 
-def machine(results: Results) -> str:
-    """The device that ran the models."""
+def device_name(results: BenchResults) -> str:
+    """The GPU, or else the processor."""
     return results.machine.get("gpu") or results.machine.get("processor", "unknown processor")
 
 
-def sections(results: Results) -> list[Section]:
-    """Every table, those without content left out."""
-    peers = [c.name for c in results.contenders if c.peer]
-    found = [
-        Section("All categories", summary(results)),
-        Section("Speed-up over our own plain decoding, by category", by_category(results, lambda f: f.speedup, True)),
-        *(Section(f"Speed over {p}, by category", by_category(results, _over(p), False)) for p in peers),
-        Section("Tokens per pass, by category", by_category(results, lambda f: f.tokens_per_pass, False)),
-        Section("Acceptance by depth, conditional / cumulative", acceptance(results)),
-        Section("Where the time goes", times(results)),
-        Section("Spec-Bench's own figures", spec_bench(results)),
-        Section("Answers that differ from plain decoding", divergences(results)),
-        Section("Price of the lossy methods", prices(results)),
-        Section("Questions without an answer", refusals(results)),
-    ]
-    return [s for s in found if isinstance(s.body, str) or s.body.rows]
+def sections(results: BenchResults) -> dict[str, TextTable]:
+    """Tables by title, without empty ones."""
+    peers = [c.name for c in results.competitors if c.peer]
+    tables = {
+        "All categories": summary_table(results),
+        "Speed-up over our own plain decoding, by category": category_table(results, lambda m: m.speedup, True),
+        **{f"Speed over {p}, by category": category_table(results, _over_peer(p), False) for p in peers},
+        "Tokens per pass, by category": category_table(results, lambda m: m.tokens_per_pass, False),
+        "Acceptance by depth, conditional / cumulative": acceptance_table(results),
+        "Time": time_table(results),
+        "Metrics of Spec-Bench": spec_bench_table(results),
+        "Answers that differ from plain decoding": divergence_table(results),
+        "Fidelity loss of lossy methods": fidelity_table(results),
+        "Questions without an answer": error_table(results),
+    }
+    return {name: table for name, table in tables.items() if table.rows}
 
 
-def _over(peer: str) -> Callable[[Figures], float | None]:
-    return lambda f: f.over_peers.get(peer)
+def _over_peer(peer: str) -> Callable[[Metrics], float | None]:
+    return lambda m: m.over_peers.get(peer)
 
 
-def summary(results: Results) -> Sheet:
-    """One line per contender: means over the categories, and identity."""
-    peers = [c.name for c in results.contenders if c.peer]
+def summary_table(results: BenchResults) -> TextTable:
+    """Means over the categories, identical answers and peak memory of every competitor."""
+    peers = [c.name for c in results.competitors if c.peer]
     rows: list[list[Cell]] = [
         [
             c.name + ("" if c.lossless else " (lossy)"),
-            c.mean.tokens_per_pass,
-            c.mean.tokens_per_second,
-            c.mean.speedup,
-            *(c.mean.over_peers.get(p) for p in peers),
+            c.category_means.tokens_per_pass,
+            c.category_means.tokens_per_second,
+            c.category_means.speedup,
+            *(c.category_means.over_peers.get(p) for p in peers),
             f"{c.identical}/{c.compared}" if c.compared else None,
             None if c.peak_memory_bytes is None else round(c.peak_memory_bytes / 1e6),
         ]
-        for c in results.contenders
+        for c in results.competitors
     ]
     over = [f"over {p}" for p in peers]
-    return Sheet(["contender", "tokens per pass", "tokens/s", "speed-up", *over, "identical", "peak memory, MB"], rows)
+    return TextTable(
+        ["competitor", "tokens per pass", "tokens/s", "speed-up", *over, "identical", "peak memory, MB"], rows
+    )
 
 
-def by_category(results: Results, figure: Callable[[Figures], float | None], peers: bool) -> Sheet:
-    """A figure of every contender (`peers`: theirs too) and category."""
-    shown = [c for c in results.contenders if peers or not c.peer]
+def category_table(results: BenchResults, metric: Callable[[Metrics], float | None], peers: bool) -> TextTable:
+    """A metric by competitor and category; `peers`: include other runtimes."""
+    shown = [c for c in results.competitors if peers or not c.peer]
     names = list(dict.fromkeys(n for c in shown for n in c.categories))
     rows: list[list[Cell]] = [
-        [c.name, *(figure(c.categories[n]) if n in c.categories else None for n in names)] for c in shown
+        [c.name, *(metric(c.categories[n]) if n in c.categories else None for n in names)] for c in shown
     ]
-    return Sheet(["contender", *names], rows)
+    return TextTable(["competitor", *names], rows)
 
 
-def acceptance(results: Results) -> Sheet:
-    """Per depth, for methods that draft."""
-    drafting = [c for c in results.contenders if c.pooled.acceptance_conditional]
+def acceptance_table(results: BenchResults) -> TextTable:
+    """Acceptance by depth of the methods that draft."""
+    drafting = [c for c in results.competitors if c.pooled.acceptance_conditional]
     depth = min(_DEPTHS, max((len(c.pooled.acceptance_conditional) for c in drafting), default=0))
 
-    def cells(f: Figures) -> list[str]:
-        reached = [*f.acceptance_cumulative, *[0.0] * len(f.acceptance_conditional)]
-        shown = [f"{a:.2f} / {b:.2f}" for a, b in zip(f.acceptance_conditional, reached, strict=False)][:depth]
+    def cells(m: Metrics) -> list[str]:
+        pairs = zip_longest(m.acceptance_conditional, m.acceptance_cumulative, fillvalue=0.0)
+        shown = [f"{conditional:.2f} / {cumulative:.2f}" for conditional, cumulative in pairs][:depth]
         return shown + [""] * (depth - len(shown))
 
     rows: list[list[Cell]] = [
         [c.name, c.pooled.accepted_per_pass, c.pooled.drafted_per_pass, *cells(c.pooled)] for c in drafting
     ]
-    return Sheet(["contender", "without bonus", "drafted per pass", *(str(d) for d in range(1, depth + 1))], rows)
+    return TextTable(["competitor", "without bonus", "drafted per pass", *(str(d) for d in range(1, depth + 1))], rows)
 
 
-def times(results: Results) -> Sheet:
-    """Draft, verify, other; prefill; inter-token times."""
+def time_table(results: BenchResults) -> TextTable:
+    """Shares of drafting and verifying, prefill, and inter-token times."""
     header = [
-        "contender",
+        "competitor",
         "draft",
         "verify",
         "other",
@@ -123,39 +126,44 @@ def times(results: Results) -> Sheet:
     def share(value: float | None) -> str | None:
         return None if value is None else f"{value:.1%}"
 
-    def row(name: str, f: Figures) -> list[Cell]:
-        shares = [share(f.draft_share), share(f.verify_share), share(f.other_share)]
-        waits = [f.prefill_seconds, f.inter_token_p50_ms, f.inter_token_p95_ms, f.gap_p95_ms]
-        return [name, *shares, *waits, f.end_to_end_tokens_per_second]
+    def row(name: str, m: Metrics) -> list[Cell]:
+        shares = [share(m.draft_share), share(m.verify_share), share(m.other_share)]
+        waits = [m.prefill_seconds, m.inter_token_p50_ms, m.inter_token_p95_ms, m.gap_p95_ms]
+        return [name, *shares, *waits, m.end_to_end_tokens_per_second]
 
-    return Sheet(header, [row(c.name, c.pooled) for c in results.contenders if c.pooled.tokens_per_second])
+    return TextTable(header, [row(c.name, c.pooled) for c in results.competitors if c.pooled.tokens_per_second])
 
 
-def spec_bench(results: Results) -> Sheet:
-    """#MAT and speed-ups its way."""
-    groups = list(dict.fromkeys(g for c in results.contenders for g in c.spec_bench.speedup))
+def spec_bench_table(results: BenchResults) -> TextTable:
+    """#MAT and speed-ups as Spec-Bench computes them."""
+    groups = list(dict.fromkeys(g for c in results.competitors for g in c.spec_bench.speedup))
     rows: list[list[Cell]] = [
-        [c.name, *(c.spec_bench.speedup.get(g) for g in groups), c.spec_bench.mat, c.spec_bench.overall]
-        for c in results.contenders
+        [
+            c.name,
+            *(c.spec_bench.speedup.get(g) for g in groups),
+            c.spec_bench.mean_accepted_tokens,
+            c.spec_bench.overall,
+        ]
+        for c in results.competitors
     ]
-    return Sheet(["contender", *groups, "#MAT", "overall"], rows if groups else [])
+    return TextTable(["competitor", *groups, "#MAT", "overall"], rows if groups else [])
 
 
-def divergences(results: Results) -> Sheet:
-    """Answers of ours that left plain decoding's."""
-    found = [(c.name, d) for c in results.contenders if not c.peer for d in c.divergences]
+def divergence_table(results: BenchResults) -> TextTable:
+    """First tokens in which our answers differ from those of plain decoding."""
+    found = [(c.name, d) for c in results.competitors if not c.peer for d in c.divergences]
     rows: list[list[Cell]] = [[name, d.question, d.turn + 1, d.position, d.margin] for name, d in found]
-    return Sheet(["contender", "question", "turn", "at token", "margin, logits"], rows, digits=4)
+    return TextTable(["competitor", "question", "turn", "at token", "margin, logits"], rows, digits=4)
 
 
-def prices(results: Results) -> Sheet:
-    """What lossy methods changed."""
-    found = [(c.name, c.price) for c in results.contenders if c.price is not None]
-    rows: list[list[Cell]] = [[name, p.kl, p.total_variation, p.changed] for name, p in found]
-    return Sheet(["contender", "KL, nats", "total variation", "changed"], rows, digits=4)
+def fidelity_table(results: BenchResults) -> TextTable:
+    """Fidelity loss of lossy methods."""
+    found = [(c.name, c.fidelity) for c in results.competitors if c.fidelity is not None]
+    rows: list[list[Cell]] = [[name, f.kl, f.total_variation, f.changed] for name, f in found]
+    return TextTable(["competitor", "KL, nats", "total variation", "changed"], rows, digits=4)
 
 
-def refusals(results: Results) -> Sheet:
+def error_table(results: BenchResults) -> TextTable:
     """Questions without an answer, and why."""
-    rows: list[list[Cell]] = [[c.name, q, why] for c in results.contenders for q, why in c.refused.items()]
-    return Sheet(["contender", "question", "why"], rows)
+    rows: list[list[Cell]] = [[c.name, q, why] for c in results.competitors for q, why in c.errors.items()]
+    return TextTable(["competitor", "question", "why"], rows)

@@ -1,87 +1,102 @@
-"""What a run writes: one record per finished answer while it goes, and `results.json` at the end.
+"""Files of a run: one `QuestionResult` per line while it goes, and `results.json` (`BenchResults`) at the end.
 
-`foretell bench schema` prints its JSON schema.
+`foretell bench schema` prints the JSON schema of `results.json`.
 """
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
-class Frozen(BaseModel):
-    """Data that does not change, and knows all its fields."""
+class FrozenModel(BaseModel):
+    """Immutable data; unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Divergence(Frozen):
-    """Where an answer first leaves that of plain decoding."""
+class FileModel(FrozenModel):
+    """A file with a version: the subclass's default of `format`. A file of another version is refused."""
+
+    format: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_format(cls, values: object) -> object:
+        wanted = cls.model_fields["format"].default
+        if isinstance(values, dict) and (found := values.get("format", wanted)) != wanted:
+            raise ValueError(f"the file has the format {found!r}, this version of foretell reads {wanted!r}; run again")
+        return values
+
+
+class AnswerDivergence(FrozenModel):
+    """The first token at which an answer differs from that of plain decoding."""
 
     question: str
     turn: int
     position: int
-    """Index among the new tokens; equal to the length where one answer is the beginning of the other."""
+    """Index among the new tokens; the shorter answer's length where one answer is a prefix of the other."""
     token: int | None
-    plain: int | None
+    plain_token: int | None
     margin: float | None
-    """How much more plain decoding's token scores than the other one, in logits, when the target reads the common text
-    in one go; near zero is a tie that rounding decided. None where one answer has ended.
+    """Logit of plain decoding's token minus logit of the other one, when the target reads the common prefix without
+    speculation. Near zero: a tie that rounding decided. None where one answer has ended.
     """
 
 
-class Price(Frozen):
-    """What a lossy method changed, in means per token: divergences of the law it followed from the target's, in nats
-    and as a probability.
-    """
+class MeanFidelityLoss(FrozenModel):
+    """How far a lossy method's distribution is from the target's, in means per token."""
 
     kl: float
+    """Kullback-Leibler divergence, in nats."""
     total_variation: float
     changed: float
+    """Share of tokens that a lossless method would not have chosen."""
 
 
-class Turn(Frozen):
-    """One answer."""
+class Answer(FrozenModel):
+    """The answer to one turn of a conversation."""
 
     prompt_tokens: int
     tokens: tuple[int, ...]
-    at: tuple[float, ...]
-    """Seconds after the request at which tokens arrived."""
-    count: tuple[int, ...]
-    """How many arrived together then."""
-    retokenized: int
-    """Tokens of the stripped text, as Spec-Bench counts those of the baseline."""
+    arrival_seconds: tuple[float, ...]
+    """Times after the request at which tokens arrived."""
+    arrival_counts: tuple[int, ...]
+    """How many tokens arrived at each of these times."""
+    retokenized_tokens: int
+    """Tokens of the stripped text encoded again, which Spec-Bench counts for the baseline."""
     passes: int = 0
-    """Target passes that decided tokens; 0 for peers, which do not say."""
+    """Target passes that decided tokens; 0 for peers, which do not report them."""
     drafted: int = 0
-    tested: tuple[int, ...] = ()
-    """Passes that got to test a draft at depth 1, 2, …"""
-    accepted: tuple[int, ...] = ()
-    """Passes that accepted one there."""
+    tested_per_position: tuple[int, ...] = ()
+    """Passes that tested a draft at depth 1, 2, …: all drafts before it were accepted."""
+    accepted_per_position: tuple[int, ...] = ()
+    """Passes that accepted a draft at depth 1, 2, …"""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
-    """Of all decoding steps; less drafting and verifying: everything else the engine does."""
-    price: Price | None = None
+    """Of all decoding steps, drafting and verifying included."""
+    fidelity: MeanFidelityLoss | None = None
 
 
-class Record(Frozen):
-    """One contender's answers to one question; the unit that an interrupted run keeps."""
+class QuestionResult(FrozenModel):
+    """One competitor's answers to one question; the unit that an interrupted run keeps."""
 
     question: str
     category: str
     group: str
-    contender: str
+    """Column of Spec-Bench's table."""
+    competitor: str
     repeat: int
-    turns: tuple[Turn, ...] = ()
-    divergence: Divergence | None = None
+    answers: tuple[Answer, ...] = ()
+    divergence: AnswerDivergence | None = None
     compared: bool = False
-    """Whether the answers were held against plain decoding's."""
-    refused: str | None = None
+    """Whether the answers were compared with those of plain decoding."""
+    error: str | None = None
     """Why there is no answer."""
 
 
-class PerQuestion(Frozen):
-    """Figures of one question: medians over the repeats; what `compare` resamples."""
+class QuestionMetrics(FrozenModel):
+    """Metrics of one question: times are medians over the repeats. `compare` resamples these."""
 
     question: str
     category: str
@@ -92,8 +107,8 @@ class PerQuestion(Frozen):
     total_seconds: float
 
 
-class Figures(Frozen):
-    """Pooled over questions; `DEFINITIONS` says what each is."""
+class Metrics(FrozenModel):
+    """Metrics pooled over questions; `DEFINITIONS` defines each."""
 
     questions: int
     tokens: int
@@ -117,7 +132,7 @@ class Figures(Frozen):
     gap_p95_ms: float
 
 
-class Mean(Frozen):
+class CategoryMeans(FrozenModel):
     """Arithmetic means over the categories."""
 
     tokens_per_pass: float | None
@@ -126,40 +141,44 @@ class Mean(Frozen):
     over_peers: Mapping[str, float]
 
 
-class SpecBench(Frozen):
-    """Figures computed as Spec-Bench's `speed.py` does."""
+class SpecBenchMetrics(FrozenModel):
+    """Metrics computed as Spec-Bench's `speed.py` does."""
 
-    mat: float | None
+    mean_accepted_tokens: float | None
     speedup: Mapping[str, float]
     """By its six groups."""
     overall: float
 
 
-class Contender(Frozen):
-    """Everything about one contender."""
+class CompetitorResult(FrozenModel):
+    """All metrics of one competitor."""
 
     name: str
     peer: bool
     lossless: bool
-    categories: Mapping[str, Figures]
-    pooled: Figures
-    mean: Mean
-    spec_bench: SpecBench
+    categories: Mapping[str, Metrics]
+    pooled: Metrics
+    category_means: CategoryMeans
+    spec_bench: SpecBenchMetrics
     identical: int
     compared: int
-    divergences: tuple[Divergence, ...]
-    refused: Mapping[str, str]
-    price: Price | None = None
+    divergences: tuple[AnswerDivergence, ...]
+    errors: Mapping[str, str]
+    """Reason by question."""
+    fidelity: MeanFidelityLoss | None = None
     peak_memory_bytes: int | None = None
-    per_question: tuple[PerQuestion, ...] = ()
+    per_question: tuple[QuestionMetrics, ...] = ()
 
 
-class Settings(Frozen):
-    """What a run was asked to do. Runs that go on in one folder must agree in all but methods, peers and repeats."""
+class BenchSettings(FileModel):
+    """Settings of a run. A run continued in the same folder may change methods, peers and repeats only."""
 
+    format: str = "foretell bench run 2"
     model: str
     tasks: str
+    """The question file, or `builtin`."""
     digest: str
+    """Hash of its questions."""
     max_new_tokens: int
     temperature: float
     seed: int
@@ -167,18 +186,19 @@ class Settings(Frozen):
     dtypes: tuple[str, ...]
     device: str = "cpu"
     remember: bool = False
-    """Methods kept what they learned from earlier questions."""
+    """Methods keep their state from question to question."""
     draft_model: str | None = None
+    """Comma-separated references."""
     references: tuple[str, ...] = ()
 
 
-class Results(Frozen):
+class BenchResults(FileModel):
     """`results.json`."""
 
-    format: str = "foretell bench 1"
+    format: str = "foretell bench 2"
     created: str
     machine: Mapping[str, str]
-    settings: Settings
+    settings: BenchSettings
     repeats: int
     definitions: Mapping[str, str]
-    contenders: tuple[Contender, ...]
+    competitors: tuple[CompetitorResult, ...]

@@ -1,16 +1,16 @@
-"""What one pass of the target costs: interleaved with other runtimes and other sizes, so that drift of the machine
-cancels in the ratios.
+"""Time of one forward pass of the target, interleaved with other runtimes and sizes.
+
+Drift of the machine affects all alike, so it cancels in the ratios.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict
-
 from foretell.api import Model
-from foretell.bench.peers.base import Stepper
-from foretell.bench.stepper import EngineStretches, OwnStepper, Stretch
+from foretell.bench.own_backend import EngineTimer, OwnForwardBackend, StepTiming
+from foretell.bench.peers.base import ForwardBackend
+from foretell.bench.schema import FileModel, FrozenModel
 from foretell.roofline.analysis import Model as PricedModel
 from foretell.roofline.analysis import analyse
 from foretell.roofline.calibrate import setting
@@ -19,55 +19,61 @@ from foretell.roofline.formats import parse
 from foretell.roofline.hardware import Hardware
 
 _BURST = 3
-"""Passes per turn of a contender; the first, which still finds another's data in the caches, is not counted."""
+"""Consecutive passes of a competitor; the first, which finds another's data in the caches, is not counted."""
+_ENGINE_STEPS = 4
+"""Engine steps that are timed together."""
+_MAX_TOKENS_PER_STEP = 12
+"""More than prompt lookup decides in a step (10 drafts and a bonus token): timed requests must not end."""
+_MAX_OUTSIDE_SHARE = 0.08
+"""Goal for the share of an engine step outside the target's pass."""
+_MIN_BATCH_GAIN = 5.0
+"""Goal for the throughput of plain decoding with `_GOAL_ROWS` rows over that with one."""
+_GOAL_ROWS = 16
 
 
-class Pass(BaseModel):
-    """Time of one pass over `tokens` new tokens, in milliseconds; `samples` by round."""
+class PassTiming(FrozenModel):
+    """Time of one pass over `tokens` new tokens."""
 
-    model_config = ConfigDict(frozen=True)
-
-    contender: str
+    competitor: str
     tokens: int
     median_ms: float
-    samples: tuple[float, ...]
+    samples_ms: tuple[float, ...]
+    """By round."""
     bytes: float | None = None
     """Bytes of weights and cache that the pass must read or write; None: not counted (other runtimes)."""
 
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Effective bandwidth; None where bytes are not counted."""
+        return None if self.bytes is None else self.bytes / (self.median_ms / 1e3)
 
-class Figure(BaseModel):
-    """A ratio that the project promises, with its goal."""
 
-    model_config = ConfigDict(frozen=True)
+class RatioGoal(FrozenModel):
+    """A measured ratio and the project's goal for it."""
 
     name: str
     value: float
     goal: float
-    at_most: bool
-    """The goal is an upper bound."""
+    is_upper_bound: bool
 
     @property
     def met(self) -> bool:
         """Whether the goal is reached."""
-        return self.value <= self.goal if self.at_most else self.value >= self.goal
+        return self.value <= self.goal if self.is_upper_bound else self.value >= self.goal
 
 
-class Throughput(BaseModel):
-    """Plain decoding of `rows` texts at once, tokens per second."""
+class Throughput(FrozenModel):
+    """Tokens per second of plain decoding with `rows` sequences in the batch."""
 
-    model_config = ConfigDict(frozen=True)
-
-    contender: str
+    competitor: str
     rows: int
     tokens_per_second: float
 
 
-class StepReport(BaseModel):
-    """What `foretell bench step` measured."""
+class StepReport(FileModel):
+    """Everything that `foretell bench step` measures."""
 
-    model_config = ConfigDict(frozen=True)
-
-    format: str = "foretell step 1"
+    format: str = "foretell step 2"
     model: str
     context: int
     threads: int
@@ -75,134 +81,135 @@ class StepReport(BaseModel):
     bandwidth: float | None = None
     """Bytes per second of reading memory, measured on this device."""
     machine: Mapping[str, str]
-    passes: tuple[Pass, ...]
+    passes: tuple[PassTiming, ...]
     throughput: tuple[Throughput, ...]
-    figures: tuple[Figure, ...]
+    ratio_goals: tuple[RatioGoal, ...]
 
 
-Tick = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 def time_passes(
-    steppers: Sequence[Stepper], text: Sequence[int], tokens: Sequence[int], repeats: int, tick: Tick
-) -> list[Pass]:
-    """Every contender over every number of new tokens, in turn, `repeats` times round; one round before goes
-    uncounted.
+    backends: Sequence[ForwardBackend],
+    prefix: Sequence[int],
+    sizes: Sequence[int],
+    repeats: int,
+    report: ProgressCallback,
+) -> list[PassTiming]:
+    """Time passes of every backend over every number of new tokens, interleaved, in `repeats` rounds.
+
+    A first round is not counted.
     """
-    for stepper in steppers:
-        stepper.hold(text)
-    samples: dict[tuple[str, int], list[float]] = {(s.name, n): [] for s in steppers for n in tokens}
+    for backend in backends:
+        backend.prefill(prefix)
+    samples: dict[tuple[str, int], list[float]] = {(b.name, n): [] for b in backends for n in sizes}
     for r in range(repeats + 1):
-        # Alternate the direction, so that nobody always follows the same neighbour.
-        for stepper in steppers if r % 2 else list(reversed(steppers)):
-            for n in tokens:
-                new = [text[i % len(text)] for i in range(n)]
-                taken = median([_one(stepper, new) for _ in range(_BURST)][1:])
+        # The direction alternates, so that a backend does not always follow the same one.
+        for backend in backends if r % 2 else list(reversed(backends)):
+            for n in sizes:
+                tokens = [prefix[i % len(prefix)] for i in range(n)]
+                seconds = median([_time_pass(backend, tokens) for _ in range(_BURST)][1:])
                 if r:
-                    samples[stepper.name, n].append(taken * 1e3)
-        tick(f"round {r} of {repeats}")
-    return [Pass(contender=c, tokens=n, median_ms=median(s), samples=tuple(s)) for (c, n), s in samples.items()]
+                    samples[backend.name, n].append(seconds * 1e3)
+        report(f"round {r} of {repeats}")
+    return [
+        PassTiming(competitor=c, tokens=n, median_ms=median(s), samples_ms=tuple(s)) for (c, n), s in samples.items()
+    ]
 
 
-def _one(stepper: Stepper, tokens: Sequence[int]) -> float:
+def _time_pass(backend: ForwardBackend, tokens: Sequence[int]) -> float:
     started = time.perf_counter()
-    stepper.read(tokens)
-    taken = time.perf_counter() - started
-    stepper.forget()
-    return taken
-
-
-def over(passes: Sequence[Pass], above: tuple[str, int], below: tuple[str, int]) -> float | None:
-    """Median over the rounds of the ratio of two times; None if one was not measured."""
-    found = {(p.contender, p.tokens): p.samples for p in passes}
-    if above not in found or below not in found:
-        return None
-    return median(a / b for a, b in zip(found[above], found[below], strict=True))
+    backend.forward(tokens)
+    seconds = time.perf_counter() - started
+    backend.rollback()
+    return seconds
 
 
 def time_engines(
-    models: Sequence[Model], text: Sequence[int], rows: Sequence[int], repeats: int, tick: Tick
-) -> tuple[dict[tuple[str, int], list[Stretch]], list[Stretch]]:
-    """Stretches of plain decoding by (contender, rows), and of prompt lookup at batch 1 with the first model, in
-    turn.
-    """
-    steps = 4
-    # Prompt lookup decides up to 11 tokens a step; the texts must not end.
-    most = 12 * steps * (repeats + 2)
+    models: Sequence[Model], prompt: Sequence[int], rows: Sequence[int], repeats: int, report: ProgressCallback
+) -> tuple[dict[tuple[str, int], list[StepTiming]], list[StepTiming]]:
+    """Time engine steps, interleaved: of plain decoding by (competitor, rows), and of prompt lookup with one row."""
+    max_new_tokens = _MAX_TOKENS_PER_STEP * _ENGINE_STEPS * (repeats + 2)
     plain = {
-        (f"foretell {m.precision}", r): EngineStretches(m, "autoregressive", r, text, most)
+        (f"foretell {m.precision}", r): EngineTimer(m, "autoregressive", r, prompt, max_new_tokens)
         for m in models
         for r in rows
     }
-    lookup = EngineStretches(models[0], "ngram", 1, text, most)
-    out: dict[tuple[str, int], list[Stretch]] = {k: [] for k in plain}
-    looked = []
+    lookup = EngineTimer(models[0], "ngram", 1, prompt, max_new_tokens)
+    plain_timings: dict[tuple[str, int], list[StepTiming]] = {k: [] for k in plain}
+    lookup_timings = []
     for r in range(repeats):
         for key, engine in plain.items():
-            out[key].append(engine.run(steps))
-        looked.append(lookup.run(steps))
-        tick(f"engine round {r + 1} of {repeats}")
-    return out, looked
+            plain_timings[key].append(engine.run(_ENGINE_STEPS))
+        lookup_timings.append(lookup.run(_ENGINE_STEPS))
+        report(f"engine round {r + 1} of {repeats}")
+    return plain_timings, lookup_timings
 
 
-def throughput(stretches: Mapping[tuple[str, int], Sequence[Stretch]]) -> list[Throughput]:
-    """Median tokens per second of every contender and batch size."""
+def median_throughput(timings: Mapping[tuple[str, int], Sequence[StepTiming]]) -> list[Throughput]:
+    """Median tokens per second by competitor and batch size."""
     return [
-        Throughput(contender=c, rows=r, tokens_per_second=median(s.tokens / s.seconds for s in parts))
-        for (c, r), parts in stretches.items()
+        Throughput(competitor=c, rows=r, tokens_per_second=median(t.tokens / t.seconds for t in parts))
+        for (c, r), parts in timings.items()
     ]
 
 
-def figures(passes: Sequence[Pass], speeds: Sequence[Throughput], looked: Sequence[Stretch]) -> list[Figure]:
-    """The promised ratios, as far as what they need was measured."""
-    bf16, int8 = "foretell bfloat16", "foretell int8"
-    wanted = [
-        (
-            "pass of 1 token, bfloat16 over transformers eager bfloat16",
-            (bf16, 1),
-            ("transformers eager bfloat16", 1),
-            0.40,
-        ),
-        ("pass of 1 token, bfloat16 over llama.cpp bf16", (bf16, 1), ("llama.cpp bf16", 1), 1.0),
-        ("chain of 8 over 1 token, bfloat16", (bf16, 8), (bf16, 1), 1.25),
-        ("chain of 16 over 1 token, bfloat16", (bf16, 16), (bf16, 1), 1.6),
-        ("binary tree of 8 over 1 token, bfloat16", (bf16 + " tree", 8), (bf16, 1), 1.25),
-        ("binary tree of 16 over 1 token, bfloat16", (bf16 + " tree", 16), (bf16, 1), 1.6),
-        ("pass of 1 token, int8 over bfloat16", (int8, 1), (bf16, 1), 0.7),
-        ("chain of 8 over 1 token, int8", (int8, 8), (int8, 1), 1.4),
-    ]
-    out = []
-    for name, above, below, goal in wanted:
-        value = over(passes, above, below)
-        if value is not None:
-            out.append(Figure(name=name, value=value, goal=goal, at_most=True))
-    by_rows = {(s.contender, s.rows): s.tokens_per_second for s in speeds}
-    out += [
-        Figure(
-            name=f"plain decoding of 16 texts over 1, tokens/s, {c}",
-            value=speed / by_rows[c, 1],
-            goal=5.0,
-            at_most=False,
+_BF16, _INT8 = "foretell bfloat16", "foretell int8"
+_EAGER, _LLAMA_CPP = "transformers eager bfloat16", "llama.cpp bf16"
+_PASS_GOALS = (
+    ("pass of 1 token, bfloat16 over transformers eager bfloat16", (_BF16, 1), (_EAGER, 1), 0.40),
+    ("pass of 1 token, bfloat16 over llama.cpp bf16", (_BF16, 1), (_LLAMA_CPP, 1), 1.0),
+    ("chain of 8 over 1 token, bfloat16", (_BF16, 8), (_BF16, 1), 1.25),
+    ("chain of 16 over 1 token, bfloat16", (_BF16, 16), (_BF16, 1), 1.6),
+    ("binary tree of 8 over 1 token, bfloat16", (_BF16 + " tree", 8), (_BF16, 1), 1.25),
+    ("binary tree of 16 over 1 token, bfloat16", (_BF16 + " tree", 16), (_BF16, 1), 1.6),
+    ("pass of 1 token, int8 over bfloat16", (_INT8, 1), (_BF16, 1), 0.7),
+    ("chain of 8 over 1 token, int8", (_INT8, 8), (_INT8, 1), 1.4),
+)
+"""Ratios of two passes, each named by backend and number of new tokens, and their upper bounds."""
+
+
+def ratio_goals(
+    passes: Sequence[PassTiming], throughput: Sequence[Throughput], lookup_timings: Sequence[StepTiming]
+) -> list[RatioGoal]:
+    """The ratios that the project has goals for, as far as they were measured."""
+    samples = {(p.competitor, p.tokens): p.samples_ms for p in passes}
+    goals = [
+        RatioGoal(
+            name=name,
+            value=median(a / b for a, b in zip(samples[numerator], samples[denominator], strict=True)),
+            goal=goal,
+            is_upper_bound=True,
         )
-        for (c, rows), speed in by_rows.items()
-        if rows == 16 and (c, 1) in by_rows
+        for name, numerator, denominator, goal in _PASS_GOALS
+        if numerator in samples and denominator in samples
     ]
-    if looked:
-        outside = median(1 - s.verify / s.seconds for s in looked)
-        out.append(
-            Figure(
+    speeds = {(t.competitor, t.rows): t.tokens_per_second for t in throughput}
+    goals += [
+        RatioGoal(
+            name=f"plain decoding of {_GOAL_ROWS} sequences over 1, tokens/s, {competitor}",
+            value=speed / speeds[competitor, 1],
+            goal=_MIN_BATCH_GAIN,
+            is_upper_bound=False,
+        )
+        for (competitor, rows), speed in speeds.items()
+        if rows == _GOAL_ROWS and (competitor, 1) in speeds
+    ]
+    if lookup_timings:
+        goals.append(
+            RatioGoal(
                 name="share of a step outside the target pass, prompt lookup, batch 1",
-                value=outside,
-                goal=0.08,
-                at_most=True,
+                value=median(1 - t.verify_seconds / t.seconds for t in lookup_timings),
+                goal=_MAX_OUTSIDE_SHARE,
+                is_upper_bound=True,
             )
         )
-    return out
+    return goals
 
 
-def contenders(models: Sequence[Model]) -> list[Stepper]:
-    """Our own: a chain per model, and a branching tree for each too."""
-    return [s for m in models for s in OwnStepper.all_of(m)]
+def own_backends(models: Sequence[Model]) -> list[ForwardBackend]:
+    """A chain and a binary tree per model."""
+    return [b for m in models for b in OwnForwardBackend.from_model(m)]
 
 
 _BITS = {"float32": "32", "bfloat16": "16", "int8": "8"}
@@ -217,12 +224,12 @@ def pass_bytes(model: Model, tokens: int, context: int) -> float:
     return value(total.weights + total.kv_read + total.kv_write)
 
 
-def with_bytes(passes: Sequence[Pass], models: Sequence[Model], context: int) -> list[Pass]:
-    """The passes of our own contenders with the bytes that they must move."""
+def add_bytes(passes: Sequence[PassTiming], models: Sequence[Model], context: int) -> list[PassTiming]:
+    """The same timings, with `bytes` filled in for our own backends."""
     own = {f"foretell {m.precision}": m for m in models}
 
-    def counted(p: Pass) -> Pass:
-        model = own.get(" ".join(p.contender.split()[:2]))
+    def with_bytes(p: PassTiming) -> PassTiming:
+        model = own.get(" ".join(p.competitor.split()[:2]))
         return p if model is None else p.model_copy(update={"bytes": pass_bytes(model, p.tokens, context)})
 
-    return [counted(p) for p in passes]
+    return [with_bytes(p) for p in passes]

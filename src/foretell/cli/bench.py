@@ -1,4 +1,4 @@
-"""`foretell bench`: measure methods against plain decoding and against other runtimes, in one interleaved run."""
+"""`foretell bench`: measure methods against plain decoding and other runtimes, in one interleaved run."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,23 +13,22 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
 from foretell.api import Model
-from foretell.bench import record as recording
-from foretell.bench import replay as replaying
-from foretell.bench import step as stepping
-from foretell.bench import tables
-from foretell.bench.collect import collect
-from foretell.bench.compare import compare, differing
-from foretell.bench.console import print_replay, print_summary, progress, read, write
-from foretell.bench.lineup import Lineup
-from foretell.bench.machine import describe, read_bandwidth
-from foretell.bench.peers import choose
+from foretell.bench import step as step_bench
+from foretell.bench.baseline import Baseline
+from foretell.bench.compare import compare, settings_differences
+from foretell.bench.console import print_comparison, print_replay, print_step_report, print_summary, progress_bar
+from foretell.bench.machine import describe_machine, measure_bandwidth
+from foretell.bench.output import read_results, write_results
+from foretell.bench.peers import registry
 from foretell.bench.peers.export import default_folder
+from foretell.bench.plan import BenchPlan
+from foretell.bench.questions import BUILT_IN, QuestionSet, load_questions
 from foretell.bench.random_model import random_models
-from foretell.bench.schema import Record, Results, Settings
-from foretell.bench.scripted import Recording
-from foretell.bench.tasks import BUILT_IN
-from foretell.bench.tasks import Tasks as TaskSet
-from foretell.bench.tasks import load as load_tasks
+from foretell.bench.recorder import record_questions, recording_settings
+from foretell.bench.recording import RecordedQuestion, load_recording
+from foretell.bench.replay import method_replays, replay_all
+from foretell.bench.results import build_results
+from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import say, spoken
 from foretell.cli.setup import set_threads
 from foretell.load import EMBEDDED, checked_device, load
@@ -37,7 +36,7 @@ from foretell.utils.store import RunStore
 
 
 class Group(TyperGroup):
-    """The commands of `foretell bench`, their errors in one sentence also when run on their own."""
+    """The commands of `foretell bench`; errors become one sentence also when this module is run on its own."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -60,11 +59,11 @@ def bench() -> None:
 
 
 ModelName = Annotated[str, typer.Option("--model", help="Alias, directory, GGUF file or hub id.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of every runtime (unsaid: torch's own choice).")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of every runtime (default: torch's own choice).")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; other runtimes are measured on the CPU only.")]
 Folder = Annotated[
     Path | None,
-    typer.Option("--gguf-cache", help="Folder for GGUF files made for llama.cpp (unsaid: ~/.cache/foretell/gguf)."),
+    typer.Option("--gguf-cache", help="Folder for GGUF files made for llama.cpp (default: ~/.cache/foretell/gguf)."),
 ]
 
 
@@ -78,8 +77,8 @@ Methods = Annotated[
         "takes part."
     ),
 ]
-Categories = Annotated[str, typer.Option(help="Comma-separated; none: all of the file.")]
-PerCategory = Annotated[int | None, typer.Option(min=1, help="Questions of each category; unsaid: all.")]
+Categories = Annotated[str, typer.Option(help="Comma-separated; default: all of the file.")]
+PerCategory = Annotated[int | None, typer.Option(min=1, help="Questions of each category; default: all.")]
 Length = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
 DraftModel = Annotated[str | None, typer.Option(help="Reference of a draft model, for methods that need one.")]
 References = Annotated[
@@ -87,21 +86,23 @@ References = Annotated[
 ]
 METHODS = "ngram,suffix,recycling,sam_recycling"
 """Measured unless the user names others: lossless, and needing nothing but the model."""
+_CONTEXT_MARGIN = 64
+"""Cache slots of a peer beyond the tokens of a step."""
 
 
-def words(text: str) -> list[str]:
-    """The parts of a comma-separated option."""
+def split_commas(text: str) -> list[str]:
+    """Parts of a comma-separated option."""
     return [w.strip() for w in text.split(",") if w.strip()]
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Positive whole numbers of a comma-separated option.
+def parse_counts(text: str, option: str) -> list[int]:
+    """Parse positive whole numbers of a comma-separated option.
 
     Raises:
         ValueError: something else is among them.
     """
     try:
-        found = [int(w) for w in words(text)]
+        found = [int(w) for w in split_commas(text)]
     except ValueError as error:
         raise ValueError(f"{option}: comma-separated whole numbers were expected, found {text!r}") from error
     if not found or min(found) < 1:
@@ -109,17 +110,17 @@ def numbers(text: str, option: str) -> list[int]:
     return found
 
 
-def chosen(source: str, per_category: int | None, categories: str) -> tuple[TaskSet, TaskSet]:
-    """All questions of a file, and those asked for; broken lines are told."""
-    everything = load_tasks(source)
-    for problem in everything.problems:
+def load_selected_questions(source: str, per_category: int | None, categories: str) -> tuple[QuestionSet, QuestionSet]:
+    """All questions of a file, and the selected ones; broken lines are reported."""
+    all_questions = load_questions(source)
+    for problem in all_questions.problems:
         say(problem)
-    return everything, everything.select(per_category, words(categories))
+    return all_questions, all_questions.select(per_category, split_commas(categories))
 
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """An interruption says that nothing is lost."""
+    """On an interruption, say that finished work is kept."""
     try:
         yield
     except KeyboardInterrupt:
@@ -142,84 +143,82 @@ def step(
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
     peers: Annotated[str, typer.Option(help="Comma-separated: transformers, llama.cpp.")] = "",
     threads: Threads = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all contenders.")] = 15,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all competitors.")] = 15,
     rows: Annotated[str, typer.Option(help="Batch sizes of plain decoding.")] = "1,16",
-    engine: Annotated[bool, typer.Option(help="Measure whole engine steps too: batches, and prompt lookup.")] = True,
+    engine: Annotated[bool, typer.Option(help="Time whole engine steps, too: batches, and prompt lookup.")] = True,
     gguf_cache: Folder = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file.")] = None,
 ) -> None:
     """Time one pass of the target over a few new tokens, interleaved with other runtimes; medians and ratios.
 
-    The bytes of a pass are held against the measured memory bandwidth. On CUDA passes are timed with and without
+    The bytes of a pass are compared with the measured memory bandwidth. On CUDA passes are timed with and without
     graphs.
     """
-    count, sizes, batches = set_threads(threads), numbers(tokens, "--tokens"), numbers(rows, "--rows")
-    named = words(peers)
-    refuse_peers(named, device)
-    choose.check(choose.expand(named, "bfloat16", False))
-    models, place = _models(model, shape, words(dtype), device), checked_device(device)
-    setting = choose.Setting(
-        model, None, models[0].precision, context + max(sizes) + 64, count, gguf_cache or default_folder()
+    count, sizes, batches = set_threads(threads), parse_counts(tokens, "--tokens"), parse_counts(rows, "--rows")
+    peer_names = split_commas(peers)
+    check_peer_device(peer_names, device)
+    registry.require_installed(registry.expand_names(peer_names, "bfloat16", False))
+    models, torch_device = _load_models(model, shape, split_commas(dtype), device), checked_device(device)
+    peer_settings = registry.PeerSettings(
+        model=model,
+        draft_model=None,
+        dtype=models[0].precision,
+        context=context + max(sizes) + _CONTEXT_MARGIN,
+        threads=count,
+        folder=gguf_cache or default_folder(),
     )
-    steppers = stepping.contenders(models) + choose.steppers(named, setting)
-    text = _passage(models[0], context, at_random=shape is not None)
-    bandwidth = read_bandwidth(place)
-    console = Console()
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
+    backends = step_bench.own_backends(models) + registry.load_forward_backends(peer_names, peer_settings)
+    prefix = _prefix_tokens(models[0], context, random=shape is not None)
+    bandwidth = measure_bandwidth(torch_device)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("warming up")
-        passes = stepping.time_passes(steppers, text, sizes, repeats, lambda s: bar.update(task, description=s))
-        plain, looked = (
-            stepping.time_engines(models, text, batches, repeats, lambda s: bar.update(task, description=s))
-            if engine
-            else ({}, [])
-        )
-    speeds, passes = stepping.throughput(plain), stepping.with_bytes(passes, models, context)
-    figures = stepping.figures(passes, speeds, looked) if place.type == "cpu" else []
-    report = stepping.StepReport(
+
+        def progress(description: str) -> None:
+            bar.update(task, description=description)
+
+        passes = step_bench.time_passes(backends, prefix, sizes, repeats, progress)
+        plain, lookup = step_bench.time_engines(models, prefix, batches, repeats, progress) if engine else ({}, [])
+    passes, throughput = step_bench.add_bytes(passes, models, context), step_bench.median_throughput(plain)
+    goals = step_bench.ratio_goals(passes, throughput, lookup) if torch_device.type == "cpu" else []
+    report = step_bench.StepReport(
         model=shape or model, context=context, threads=count, device=device, bandwidth=bandwidth,
-        machine=describe(device),
-        passes=tuple(passes), throughput=tuple(speeds), figures=tuple(figures),
+        machine=describe_machine(device),
+        passes=tuple(passes), throughput=tuple(throughput), ratio_goals=tuple(goals),
     )  # fmt: skip
-    for table in tables.step_tables(report):
-        console.print(table)
+    print_step_report(report)
     if json_file is not None:
         json_file.write_text(report.model_dump_json(indent=1))
 
 
-def refuse_peers(names: Sequence[str], device: str) -> None:
-    """Peers and a GPU do not go together.
+def check_peer_device(names: Sequence[str], device: str) -> None:
+    """Check that peers are measured on the CPU.
 
     Raises:
-        ValueError: both were asked for.
+        ValueError: there are peers, and the device is another one.
     """
     if names and device != "cpu":
         raise ValueError(f"peers are measured on the CPU only: leave out --peers, or --device {device}")
 
 
-def _models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
-    """The model at every precision, or random ones of a shape."""
+def _load_models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
+    """The model in every precision, or random ones of a shape."""
     if shape is None:
         return [load(reference, p, device) for p in precisions]
     return random_models(shape, precisions, checked_device(device))
 
 
-def _passage(model: Model, length: int, at_random: bool) -> list[int]:
-    """Tokens that every pass continues: the built-in questions, or any tokens for a model without a language."""
-    if at_random:
+def _prefix_tokens(model: Model, length: int, random: bool) -> list[int]:
+    """Cached tokens before a pass: the built-in questions, or random tokens for a random model."""
+    if random:
         return [int(t) for t in np.random.default_rng(0).integers(model.config.vocab, size=length)]
-    passage = model.codec.encode(" ".join(t for q in load_tasks(BUILT_IN).questions for t in q.turns))
-    return (passage * (length // len(passage) + 1))[:length]
+    tokens = model.codec.encode(" ".join(t for q in load_questions(BUILT_IN).questions for t in q.turns))
+    return (tokens * (length // len(tokens) + 1))[:length]
 
 
 @app.command()
 def run(
-    out: Annotated[Path, typer.Option(help="Folder for results; a run that was interrupted there goes on.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; an interrupted run there is continued.")],
     tasks: Tasks = BUILT_IN,
     methods: Methods = METHODS,
     categories: Categories = "",
@@ -237,54 +236,54 @@ def run(
     draft_model: DraftModel = None,
     reference: References = None,
     temperature: Annotated[float, typer.Option(min=0, help="Peers are measured at 0 only.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of every answer's sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     remember: Annotated[
         bool,
         typer.Option(
             "--remember",
-            help="Methods keep what they learned from earlier questions, as a server's do; each repeat on its own.",
+            help="Methods keep their state from question to question, as in a server, separately for each repeat.",
         ),
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
     threads: Threads = None,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per contender.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, each competitor in a process of its own.")] = True,
     gguf_cache: Folder = None,
 ) -> None:
     """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
-    refuse_peers(words(peers), device)
-    everything, found = chosen(tasks, per_category, categories)
-    settings = Settings(
+    check_peer_device(split_commas(peers), device)
+    all_questions, selected = load_selected_questions(tasks, per_category, categories)
+    settings = BenchSettings(
         model=model,
-        tasks=found.source,
-        digest=everything.digest,
+        tasks=selected.source,
+        digest=all_questions.digest,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
         threads=set_threads(threads),
-        dtypes=tuple(words(dtype)),
+        dtypes=tuple(split_commas(dtype)),
         device=device,
         remember=remember,
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
     )
-    lineup = Lineup.of(settings, words(methods), words(peers), gguf_cache or default_folder())
-    with resumable(out), RunStore(out, settings, Record) as store:
-        session = lineup.session(lineup.models(), repeats)
-        with progress(len(found.questions) * session.size) as tick:
-            session.run(found.questions, store, tick)
-        peaks = lineup.memory(session, found.questions) if memory else {}
-        wanted = {q.id for q in found.questions}
-        records = [r for r in store.records if r.question in wanted and r.repeat < repeats]
-        results = collect(records, settings, {c.name: c.lossless for c in session.contenders}, peaks)
-        write(out, results)
+    plan = BenchPlan.from_settings(settings, split_commas(methods), split_commas(peers), gguf_cache or default_folder())
+    with resumable(out), RunStore(out, settings, QuestionResult) as store:
+        bench_run = plan.create_run(plan.load_models(), repeats)
+        with progress_bar(len(selected.questions) * bench_run.answers_per_question) as progress:
+            bench_run.run(selected.questions, store, progress)
+        peaks = plan.measure_memory(bench_run, selected.questions) if memory else {}
+        wanted = {q.id for q in selected.questions}
+        kept = [r for r in store.records if r.question in wanted and r.repeat < repeats]
+        results = build_results(kept, settings, {c.name: c.lossless for c in bench_run.competitors}, peaks)
+        write_results(out, results)
     print_summary(results)
-    if found.problems:
+    if selected.problems:
         raise typer.Exit(1)
 
 
 @app.command("record")
 def record_(
-    out: Annotated[Path, typer.Option(help="Folder for the recording; one that was interrupted there goes on.")],
+    out: Annotated[Path, typer.Option(help="Folder for the recording; an interrupted one there is continued.")],
     tasks: Tasks = BUILT_IN,
     categories: Categories = "",
     per_category: PerCategory = None,
@@ -292,18 +291,19 @@ def record_(
     model: ModelName = EMBEDDED,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
     device: Device = "cpu",
-    top_k: Annotated[int, typer.Option(min=1, help="Best tokens kept at every position.")] = 32,
+    top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
     threads: Threads = None,
 ) -> None:
-    """Keep the target's greedy answers to a workload, with its best scores at every token, for `replay`."""
+    """Record the target's greedy answers to a workload, with its best tokens at every position, for `replay`."""
     set_threads(threads)
-    everything, found = chosen(tasks, per_category, categories)
+    all_questions, selected = load_selected_questions(tasks, per_category, categories)
     target = load(model, dtype, device)
-    setting = recording.describe(target, everything, len(found.questions), max_new_tokens, top_k)
-    with resumable(out), RunStore(out, setting, Recording) as store, progress(len(found.questions)) as tick:
-        recording.record(target, found.questions, setting, store, tick)
-    typer.echo(f"{len(found.questions)} questions recorded in {out}")
-    if found.problems:
+    settings = recording_settings(target, all_questions, len(selected.questions), max_new_tokens, top_k)
+    count = len(selected.questions)
+    with resumable(out), RunStore(out, settings, RecordedQuestion) as store, progress_bar(count) as progress:
+        record_questions(target, selected.questions, settings, store, progress)
+    typer.echo(f"{count} questions recorded in {out}")
+    if selected.problems:
         raise typer.Exit(1)
 
 
@@ -311,7 +311,7 @@ def record_(
 def replay_(
     source: Annotated[Path, typer.Argument(metavar="RECORDING", help="Folder that `foretell bench record` wrote.")],
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated; unsaid: those that --check has pinned, or the usual ones.")
+        str | None, typer.Option(help="Comma-separated; default: those that --check pins, or the usual ones.")
     ] = None,
     draft_model: DraftModel = None,
     reference: References = None,
@@ -323,19 +323,23 @@ def replay_(
 ) -> None:
     """Tokens per pass of any method on a recorded workload, without running the target.
 
-    Greedy, lossless methods; times mean nothing.
+    Greedy decoding with lossless methods; times are meaningless.
     """
-    setting, recordings = replaying.load(source)
-    pinned = None if check is None else replaying.Baseline.read(check)
-    named = words(METHODS if methods is None else methods) if methods is not None or pinned is None else pinned.methods
-    casts = replaying.casts(setting, methods=named, draft_model=draft_model, references=reference or ())
-    with progress(len(casts) * len(recordings)) as tick:
-        records = replaying.replay(recordings, casts, tick)
-    results = collect(records, replaying.as_settings(setting), {c.name: True for c in casts})
+    settings, questions = load_recording(source)
+    pinned = None if check is None else Baseline.read(check)
+    names = (
+        pinned.methods
+        if methods is None and pinned is not None
+        else split_commas(METHODS if methods is None else methods)
+    )
+    replays = method_replays(settings, names, draft_model, reference or ())
+    with progress_bar(len(replays) * len(questions)) as progress:
+        question_results = replay_all(replays, questions, progress)
+    results = build_results(question_results, settings.bench_settings(), {r.name: True for r in replays})
     print_replay(results)
     if out is not None:
-        write(out, results)
-    now = replaying.Baseline.of(records)
+        write_results(out, results)
+    now = Baseline.from_results(question_results)
     if pin is not None:
         pin.write_text(now.model_dump_json(indent=1) + "\n")
     if pinned is not None:
@@ -353,16 +357,16 @@ def compare_(
     second: Annotated[Path, typer.Argument(metavar="B")],
 ) -> None:
     """Compare two results question by question, with bootstrap confidence intervals."""
-    a, b = read(first), read(second)
-    for difference in differing(a, b):
+    a, b = read_results(first), read_results(second)
+    for difference in settings_differences(a, b):
         say(difference)
-    Console().print(tables.comparison_table(compare(a, b), (str(first), str(second))))
+    print_comparison(compare(a, b), (str(first), str(second)))
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of results.json."""
-    typer.echo(json.dumps(Results.model_json_schema(), indent=1))
+    typer.echo(json.dumps(BenchResults.model_json_schema(), indent=1))
 
 
 @app.command("report")
@@ -370,8 +374,8 @@ def report_(
     results: Annotated[Path, typer.Argument(help="results.json, or its folder.")],
     out: Annotated[Path, typer.Option(help="Folder for report.md, report.html and the charts.")],
 ) -> None:
-    """Make the reports and charts of results again."""
-    for path in write(out, read(results)):
+    """Write the reports and charts of results again."""
+    for path in write_results(out, read_results(results)):
         typer.echo(str(path))
 
 

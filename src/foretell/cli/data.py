@@ -14,9 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from foretell.api import Model
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
-from foretell.cli.prompts import BadLine, Defaults, Task, read_prompts
+from foretell.cli.prompts import read_all_prompts
 from foretell.cli.show import LINE_SECONDS
-from foretell.core.sampling import SamplingParams
 from foretell.load import EMBEDDED, load
 from foretell.retrieval.corpus import files_of, texts_of
 from foretell.retrieval.datastore import fingerprint
@@ -98,7 +97,7 @@ def generate(
         if text:
             work = pieces(target, (t for f in sources for t in texts_of(f)), collection, max_answer, tokens)
         else:
-            given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in tasks_of(prompts)]
+            given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_all_prompts(prompts)]
             asked = Prompts(target, manifest, given)
             if given is None and collection.numbers:
                 asked.recall(d.tokens[: d.start].tolist() for d in Dataset.open(out))
@@ -126,22 +125,6 @@ def _shelf(out: Path, collection: Collection, target: Model, hidden_layers: Sequ
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()[:12]
-
-
-def tasks_of(path: Path) -> list[Task]:
-    """The prompts of a file of JSON lines; of a conversation, its first turn.
-
-    Raises:
-        ValueError: a line that is no prompt, or no prompts at all.
-    """
-    out = list[Task]()
-    for number, task in read_prompts(path, Defaults(SamplingParams(), 1, (), False, None)):
-        if isinstance(task, BadLine):
-            raise ValueError(f"{path}, line {number}: {task.reason}")
-        out.append(task)
-    if not out:
-        raise ValueError(f"{path}: no prompts here; write one JSON object with 'prompt' per line")
-    return out
 
 
 def _watch(work: Iterator[int], collection: Collection, wanted: int, console: Console) -> None:

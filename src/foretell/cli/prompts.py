@@ -114,6 +114,22 @@ def read_prompts(path: Path, defaults: Defaults) -> Iterator[tuple[int, Task | B
                     yield number, BadLine(number, str(error))
 
 
+def read_all_prompts(path: Path) -> list[Task]:
+    """All prompts of a file of JSON lines; of a conversation, its first turn.
+
+    Raises:
+        ValueError: a line that is no prompt, or no prompts at all.
+    """
+    tasks = list[Task]()
+    for number, found in read_prompts(path, Defaults(SamplingParams(), 1, (), False, None)):
+        if isinstance(found, BadLine):
+            raise ValueError(f"{path}, line {number}: {found.reason}")
+        tasks.append(found)
+    if not tasks:
+        raise ValueError(f"{path}: no prompts here; write one JSON object with 'prompt' per line")
+    return tasks
+
+
 def parse(raw: bytes) -> Line:
     """One line.
 

@@ -343,7 +343,7 @@ def calibrate_command(
     """Measure this machine, add it as hardware, and hold predictions against the embedded model's real passes."""
     import torch
 
-    from foretell.bench.machine import read_bandwidth
+    from foretell.bench.machine import measure_bandwidth
     from foretell.cli import roofline_machine as machine
     from foretell.cli.setup import set_threads
 
@@ -358,7 +358,9 @@ def calibrate_command(
     file, title, source = out or user_file(), machine.title(), machine.source()
     if disturbed:
         source += f"; while {disturbed}"
-    here = calibrate.hardware(name.lower(), title, source, read_bandwidth(torch.device("cpu")), machine.memory(), fits)
+    here = calibrate.hardware(
+        name.lower(), title, source, measure_bandwidth(torch.device("cpu")), machine.memory(), fits
+    )
     calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
     if not compare:

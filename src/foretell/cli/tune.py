@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
-from foretell.cli.data import tasks_of
+from foretell.cli.prompts import read_all_prompts
 from foretell.cli.setup import read_text
 from foretell.load import EMBEDDED, load
 from foretell.model.skip import SkipTrial, kept_share
@@ -54,7 +54,7 @@ def skip(
     `skip_set`.
     """
     if prompts.suffix == ".jsonl":
-        texts = [(task.prompt, task.raw) for task in tasks_of(prompts)]
+        texts = [(task.prompt, task.raw) for task in read_all_prompts(prompts)]
     else:
         texts = [(line, False) for line in read_text(prompts).splitlines() if line.strip()]
     if not texts:

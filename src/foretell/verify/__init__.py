@@ -1,4 +1,4 @@
-"""Proof on your own model and machine that a decoding method changes nothing.
+"""Check on your own model and machine that a decoding method keeps the target's output.
 
 import foretell
 from foretell.verify import verify
@@ -7,10 +7,20 @@ for report in verify(foretell.load("smollm2-135m"), ["suffix"]):
     print(report.method, report.passed)
 """
 
-from foretell.verify.batch_invariance import Company
-from foretell.verify.check import Report, Settings, Verifier, buildable, verify
-from foretell.verify.classify import Divergence
-from foretell.verify.distribution import LawTest
-from foretell.verify.greedy_equality import Identity
+from foretell.verify.batch_invariance import BatchInvariance
+from foretell.verify.classifier import TokenDivergence
+from foretell.verify.distribution import DistributionTest
+from foretell.verify.greedy_equality import GreedyEquality
+from foretell.verify.verifier import Verifier, VerifyReport, VerifySettings, buildable_methods, verify
 
-__all__ = ["Company", "Divergence", "Identity", "LawTest", "Report", "Settings", "Verifier", "buildable", "verify"]
+__all__ = [
+    "BatchInvariance",
+    "DistributionTest",
+    "GreedyEquality",
+    "TokenDivergence",
+    "Verifier",
+    "VerifyReport",
+    "VerifySettings",
+    "buildable_methods",
+    "verify",
+]

@@ -1,9 +1,10 @@
-"""Second check: sampled answers follow the target's own law, by a chi-squared test that says what it could have
-seen.
+"""Second check: sampled answers follow the target's distribution, by Pearson's chi-squared test.
+
+The test also reports its power: how small a difference it would have detected.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log, pi, sqrt
 
@@ -14,144 +15,147 @@ from scipy.optimize import brentq
 from scipy.stats import ncx2
 
 from foretell.core.sampling import SamplingParams, truncate_distribution
-from foretell.engine.engine import Request
+from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod
 from foretell.model.runner import Runner
-from foretell.verify.read import scores
-from foretell.verify.run import drafted, run
+from foretell.verify.logits import target_logits
 
 ALPHA = 1e-3
-"""A lossless method fails when what happened, or worse, had less than this chance."""
+"""Significance level: a lossless method fails with a p-value below it."""
 LENGTH, TOP_K = 3, 3
-"""Every continuation of so many tokens, each among the most probable so many, is a cell."""
-_LEAST = 5.0
+"""An outcome of the test is a continuation of `LENGTH` tokens, each among the `TOP_K` most probable."""
+_MIN_EXPECTED_COUNT = 5.0
+"""Outcomes with a smaller expected count are pooled, as usual for the chi-squared test."""
 _ROWS = 64
-_EXACT = 1e-6
-"""Below this, rounding cannot bring up a token that the exact law forbids."""
+"""Samples that are decoded together."""
+_EXACT_TOLERANCE = 1e-6
+"""Total variation between two readings below which rounding cannot produce a token of probability 0."""
+_WANTED_POWER = 0.9
 
-Path = tuple[int, ...]
+Continuation = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class LawTest:
-    """Counts of sampled continuations against their exact probabilities."""
+class DistributionTest:
+    """Counts of sampled continuations compared with their exact probabilities."""
 
     prompt: str
     samples: int
     cells: int
-    """After pooling those with small expectation."""
+    """After pooling outcomes with a small expected count."""
     statistic: float
-    freedom: int
+    degrees_of_freedom: int
     p_value: float
-    variation: float
-    """Total variation between what was counted and the exact law."""
-    floor: float
-    """What `variation` would be on average for the exact law itself, from chance alone."""
-    rounding: float
-    """Total variation between the law of two readings of the target itself: 0 where its arithmetic is the same for
-    every tree.
-    """
-    effect: float
+    total_variation: float
+    """Between the sampled frequencies and the exact distribution."""
+    expected_total_variation: float
+    """Mean of `total_variation` for samples of the exact distribution itself."""
+    rounding_variation: float
+    """Total variation between two readings of the target: 0 where the arithmetic is the same for every tree."""
+    effect_size: float
     power: float
-    """Chance to fail a method whose law is `effect` away from the exact one in total variation, in the direction
-    hardest to see.
-    """
-    detectable: float
-    """The effect that is seen with a chance of 90 %."""
+    """Chance to reject a distribution at a total variation of `effect_size`, in the direction hardest to detect."""
+    detectable_effect: float
+    """The effect size that is detected with a power of 90 %."""
     drafted: int
     accepted: int
 
     @property
     def passed(self) -> bool:
-        """The counts are not beyond what chance and rounding explain."""
+        """Whether chance and rounding explain the counts."""
         return self.p_value >= ALPHA
 
 
 @dataclass(frozen=True)
-class ExactLaw:
+class ExactDistribution:
     """Probability of every continuation of a prompt, by two readings that differ in rounding only."""
 
-    text: str
+    prompt_text: str
     prompt: tuple[int, ...]
-    one_by_one: Mapping[Path, float]
-    at_once: Mapping[Path, float]
+    stepwise: Mapping[Continuation, float]
+    single_pass: Mapping[Continuation, float]
 
     @property
     def entropy(self) -> float:
         """In nats."""
-        return -sum(p * log(p) for p in self.one_by_one.values() if p > 0)
+        return -sum(p * log(p) for p in self.stepwise.values() if p > 0)
 
     @property
-    def rounding(self) -> float:
+    def rounding_variation(self) -> float:
         """Total variation between the readings."""
-        paths = {*self.one_by_one, *self.at_once}
-        return sum(abs(self.one_by_one.get(p, 0.0) - self.at_once.get(p, 0.0)) for p in paths) / 2
+        continuations = {*self.stepwise, *self.single_pass}
+        return sum(abs(self.stepwise.get(c, 0.0) - self.single_pass.get(c, 0.0)) for c in continuations) / 2
 
 
-def exact_law(runner: Runner, text: str, prompt: Sequence[int]) -> ExactLaw:
+def exact_distribution(runner: Runner, text: str, prompt: Sequence[int]) -> ExactDistribution:
     """Enumerate the continuations of a prompt without the engine."""
-    readings = [enumerate_paths(runner, prompt, at_once) for at_once in (False, True)]
-    return ExactLaw(text, tuple(prompt), *readings)
+    readings = [enumerate_continuations(runner, prompt, single_pass) for single_pass in (False, True)]
+    return ExactDistribution(text, tuple(prompt), *readings)
 
 
-def enumerate_paths(runner: Runner, prompt: Sequence[int], at_once: bool) -> dict[Path, float]:
+def enumerate_continuations(runner: Runner, prompt: Sequence[int], single_pass: bool) -> dict[Continuation, float]:
     """Probability of every continuation of `LENGTH` tokens."""
-    distribution: dict[Path, float] = {(): 1.0}
+    distribution: dict[Continuation, float] = {(): 1.0}
     for depth in range(LENGTH):
-        grown: dict[Path, float] = {}
-        for path, chance in distribution.items():
-            logits = scores(runner, [*prompt, *path], depth + 1, at_once)[-1]
-            p = truncate_distribution(torch.softmax(logits.double(), -1), sampling(0))
-            grown |= {(*path, t): chance * float(p[t]) for t in p.nonzero().flatten().tolist()}
-        distribution = grown
+        longer: dict[Continuation, float] = {}
+        for prefix, probability in distribution.items():
+            logits = target_logits(runner, [*prompt, *prefix], depth + 1, single_pass)[-1]
+            p = truncate_distribution(torch.softmax(logits.double(), -1), sampling_params(0))
+            longer |= {(*prefix, t): probability * float(p[t]) for t in p.nonzero().flatten().tolist()}
+        distribution = longer
     return distribution
 
 
-def sampling(seed: int) -> SamplingParams:
+def sampling_params(seed: int) -> SamplingParams:
     """Parameters of one sample."""
     return SamplingParams(temperature=1.0, top_k=TOP_K, seed=seed)
 
 
-def check_law(
-    runner: Runner, make: Callable[[], AnyMethod], distribution: ExactLaw, samples: int, seed: int, effect: float
-) -> LawTest:
-    """Sample the prompt's continuation with a method, each time with another seed, and compare."""
-    requests = [Request(distribution.prompt, sampling(seed + i), LENGTH) for i in range(samples)]
-    results = run(runner, make(), requests, _ROWS)
-    counts = Counter(r.tokens for r in results)
-    paths = sorted({*distribution.one_by_one, *distribution.at_once})
-    first, second = (np.array([m.get(p, 0.0) for p in paths]) for m in (distribution.one_by_one, distribution.at_once))
-    found = np.array([counts[p] for p in paths], np.float64)
-    outside = samples - int(found.sum())
-    expected = (first + second) / 2 * samples
-    blur = float(((first - second) ** 2 / (first + second)).sum()) * samples
-    cell = pool(expected)
-    impossible = outside > 0 and distribution.rounding < _EXACT
-    statistic, freedom = pearson(found, expected, cell, outside)
-    return LawTest(
-        prompt=distribution.text,
+def check_distribution(
+    runner: Runner, method: AnyMethod, exact: ExactDistribution, samples: int, seed: int, effect_size: float
+) -> DistributionTest:
+    """Sample continuations of the prompt with a method, each with another seed, and test their distribution."""
+    requests = [Request(exact.prompt, sampling_params(seed + i), LENGTH) for i in range(samples)]
+    completions = Engine(runner, method, rows=_ROWS).complete(requests)
+    counts = Counter(c.tokens for c in completions)
+    continuations = sorted({*exact.stepwise, *exact.single_pass})
+    stepwise, single_pass = (
+        np.array([m.get(c, 0.0) for c in continuations]) for m in (exact.stepwise, exact.single_pass)
+    )
+    observed = np.array([counts[c] for c in continuations], np.float64)
+    outside = samples - int(observed.sum())
+    probabilities = (stepwise + single_pass) / 2
+    expected = probabilities * samples
+    noncentrality = float(((stepwise - single_pass) ** 2 / (stepwise + single_pass)).sum()) * samples
+    statistic, freedom = pearson_statistic(observed, expected, pool_cells(expected), outside)
+    impossible = outside > 0 and exact.rounding_variation < _EXACT_TOLERANCE
+    deviations = np.sqrt(probabilities * (1 - probabilities))
+    return DistributionTest(
+        prompt=exact.prompt_text,
         samples=samples,
         cells=freedom + 1,
         statistic=statistic,
-        freedom=freedom,
-        p_value=0.0 if impossible else _tail(statistic, freedom, blur),
-        variation=float(np.abs(found - expected).sum() + outside) / 2 / samples,
-        floor=float(np.sqrt(expected / samples * (1 - expected / samples)).sum()) * sqrt(1 / (2 * pi * samples)),
-        rounding=distribution.rounding,
-        effect=effect,
-        power=power(effect, samples, freedom, blur),
-        detectable=detectable(samples, freedom, blur),
-        **dict(zip(("drafted", "accepted"), drafted(results), strict=True)),
+        degrees_of_freedom=freedom,
+        p_value=0.0 if impossible else _p_value(statistic, freedom, noncentrality),
+        total_variation=float(np.abs(observed - expected).sum() + outside) / 2 / samples,
+        expected_total_variation=float(deviations.sum()) * sqrt(1 / (2 * pi * samples)),
+        rounding_variation=exact.rounding_variation,
+        effect_size=effect_size,
+        power=power(effect_size, samples, freedom, noncentrality),
+        detectable_effect=detectable_effect(samples, freedom, noncentrality),
+        drafted=sum(c.statistics.drafted for c in completions),
+        accepted=sum(sum(c.statistics.accepted_per_position) for c in completions),
     )
 
 
-def pool(expected: Float[np.ndarray, " c"]) -> Int[np.ndarray, " c"]:
-    """Which cell of the test each outcome belongs to: those expected less than five times share cell 0, with the next
-    rarest if need be.
+def pool_cells(expected: Float[np.ndarray, " c"]) -> Int[np.ndarray, " c"]:
+    """Cell of the test for every outcome.
+
+    Outcomes with an expected count below 5 share cell 0, with the next rarest ones if that has too few still.
     """
     order = np.argsort(expected, kind="stable")
-    rare = int((expected < _LEAST).sum())
-    while 0 < rare < len(expected) and expected[order[:rare]].sum() < _LEAST:
+    rare = int((expected < _MIN_EXPECTED_COUNT).sum())
+    while 0 < rare < len(expected) and expected[order[:rare]].sum() < _MIN_EXPECTED_COUNT:
         rare += 1
     cell = np.empty(len(expected), np.int64)
     cell[order[:rare]] = 0
@@ -159,36 +163,33 @@ def pool(expected: Float[np.ndarray, " c"]) -> Int[np.ndarray, " c"]:
     return cell
 
 
-def pearson(
-    found: Float[np.ndarray, " c"], expected: Float[np.ndarray, " c"], cell: Int[np.ndarray, " c"], outside: int
+def pearson_statistic(
+    observed: Float[np.ndarray, " c"], expected: Float[np.ndarray, " c"], cell: Int[np.ndarray, " c"], outside: int
 ) -> tuple[float, int]:
-    """Pearson's statistic over pooled cells and its degrees of freedom; outcomes outside every cell count in the
-    first.
-    """
-    o, e = np.bincount(cell, found), np.bincount(cell, expected)
+    """Pearson's statistic over pooled cells, and its degrees of freedom. `outside`: other samples, put into cell 0."""
+    o, e = np.bincount(cell, observed), np.bincount(cell, expected)
     o[0] += outside
     return float(((o - e) ** 2 / e).sum()), len(e) - 1
 
 
-def _tail(statistic: float, freedom: int, noncentrality: float) -> float:
-    """Chance of a statistic at least this large; rounding, known from two readings of the target, moves the law a
-    little already.
-    """
+def _p_value(statistic: float, freedom: int, noncentrality: float) -> float:
+    """Chance of a statistic at least this large. `noncentrality`: what rounding of the target contributes."""
     return float(ncx2.sf(statistic, freedom, noncentrality)) if freedom else 1.0
 
 
-def power(effect: float, samples: int, freedom: int, blur: float) -> float:
-    """Chance to see a total variation of `effect`: no law at this distance has a smaller noncentrality than 4 effect²
-    per sample.
+def power(effect_size: float, samples: int, freedom: int, noncentrality: float) -> float:
+    """Chance to detect a total variation of `effect_size`.
+
+    Every distribution at this distance has a noncentrality of at least 4 effect_size² per sample.
     """
     if not freedom:
         return 0.0
-    critical = float(ncx2.isf(ALPHA, freedom, blur))
-    return float(ncx2.sf(critical, freedom, 4 * effect**2 * samples))
+    critical = float(ncx2.isf(ALPHA, freedom, noncentrality))
+    return float(ncx2.sf(critical, freedom, 4 * effect_size**2 * samples))
 
 
-def detectable(samples: int, freedom: int, blur: float, wanted: float = 0.9) -> float:
-    """The total variation that is seen with chance `wanted`; 1 if there is none."""
-    if power(1.0, samples, freedom, blur) < wanted:
+def detectable_effect(samples: int, freedom: int, noncentrality: float, wanted: float = _WANTED_POWER) -> float:
+    """The total variation that is detected with power `wanted`; 1 if there is none."""
+    if power(1.0, samples, freedom, noncentrality) < wanted:
         return 1.0
-    return float(brentq(lambda e: power(e, samples, freedom, blur) - wanted, 0.0, 1.0))
+    return float(brentq(lambda e: power(e, samples, freedom, noncentrality) - wanted, 0.0, 1.0))

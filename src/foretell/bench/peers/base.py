@@ -1,28 +1,29 @@
-"""What a runtime must do to be measured beside ours: generate a fixed number of tokens greedily, and read tokens on top
-of a cached text.
-"""
+"""Interfaces of another runtime: generate greedily, and read tokens on top of a prefix."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from foretell.bench.arrivals import Arrivals
+from foretell.bench.timestamps import TokenTimestamps
+
+LOOKUP_NGRAM, LOOKUP_TOKENS = 3, 10
+"""Prompt lookup of the peers: longest n-gram that is searched, and tokens drafted."""
 
 
-class Stepper(ABC):
-    """Reads a few new tokens on top of a text that it holds, again and again, as a target pass does."""
+class ForwardBackend(ABC):
+    """Forward passes over new tokens on top of a cached prefix, as verification does; the prefix stays the same."""
 
     name: str
 
     @abstractmethod
-    def hold(self, text: Sequence[int]) -> None:
-        """Read the text that every pass continues."""
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Read the prefix."""
 
     @abstractmethod
-    def read(self, tokens: Sequence[int]) -> None:
-        """One pass over new tokens, a score of the whole vocabulary for each."""
+    def forward(self, tokens: Sequence[int]) -> None:
+        """One pass over new tokens, with logits over the whole vocabulary for each."""
 
-    def forget(self) -> None:
-        """Drop what the last pass added; not timed."""
+    def rollback(self) -> None:
+        """Remove the tokens of the last pass from the cache; not timed."""
         return
 
 
@@ -32,5 +33,5 @@ class Peer(ABC):
     name: str
 
     @abstractmethod
-    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
-        """Exactly `count` tokens after the prompt, greedily; an end of sequence does not end it."""
+    def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
+        """Generate exactly `count` tokens greedily; an end-of-sequence token does not end it."""

@@ -1,6 +1,4 @@
-"""GGUF files in other precisions, made from the weights of the one that is measured, so that llama.cpp runs the same
-model.
-"""
+"""Convert a GGUF file to other precisions, so that llama.cpp runs the weights that are measured."""
 
 import os
 from hashlib import sha256
@@ -9,18 +7,18 @@ from pathlib import Path
 from foretell.load import resolve
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
-"""Formats of the matrices; the embedding (and tied head) of q4_0 is q8_0, as in llama.cpp's own mixes of small
-models.
-"""
+"""Formats of the matrices. With q4_0 the embedding and the head are q8_0, as in llama.cpp's own small models."""
+_BLOCK = 32
+"""Values of a quantised block; a matrix whose rows are no multiple of it stays BF16."""
 
 
 def default_folder() -> Path:
-    """Where converted files are kept unless the user says otherwise."""
+    """Default folder for converted files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell" / "gguf"
 
 
 def export(reference: str, precision: str, folder: Path) -> Path:
-    """The GGUF file of this model in this precision, written once and found again.
+    """The GGUF file of this model in this precision, converted at the first call.
 
     Raises:
         ValueError: the model is not a GGUF file.
@@ -64,7 +62,7 @@ def _write(source: Path, target: Path, precision: str) -> None:
             continue
         wide = precision == "q4_0" and tensor.name in ("token_embd.weight", "output.weight")
         kind = GGMLQuantizationType["Q8_0" if wide else precision.upper()]
-        if values.shape[-1] % 32:
+        if values.shape[-1] % _BLOCK:
             kind = GGMLQuantizationType.BF16
         writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from foretell.bench.arrivals import Arrivals, Clock
-from foretell.bench.peers.base import Peer, Stepper
+from foretell.bench.peers.base import LOOKUP_NGRAM, LOOKUP_TOKENS, ForwardBackend, Peer
+from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 from foretell.load import resolve
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
@@ -17,8 +17,8 @@ from foretell.model.load.weights import GGUFWeights, gguf_config
 Mode = Literal["plain", "lookup", "assisted"]
 
 
-def transformers() -> Any:
-    """The package.
+def import_transformers() -> Any:
+    """Import the package.
 
     Raises:
         ValueError: it is not installed.
@@ -31,13 +31,13 @@ def transformers() -> Any:
 
 
 def load(reference: str, dtype: torch.dtype) -> Any:
-    """A transformers causal LM with this checkpoint's weights, ready to generate without an end of sequence.
+    """Load a transformers causal LM with this checkpoint's weights; it has no end-of-sequence token.
 
     Raises:
         ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped
             here.
     """
-    package, path = transformers(), resolve(reference)
+    package, path = import_transformers(), resolve(reference)
     if path.is_dir():
         try:
             model = package.AutoModelForCausalLM.from_pretrained(
@@ -57,7 +57,7 @@ def load(reference: str, dtype: torch.dtype) -> Any:
 
 
 def _from_gguf(package: Any, path: Path, dtype: torch.dtype) -> Any:
-    """Built from our own reading of the file: transformers' own takes many times as long."""
+    """Build it with our own GGUF reader, which is many times as fast as that of transformers."""
     file = GGUF(path)
     config = gguf_config(file)
     if config.architecture != "llama" or config.rope is None or config.rope.kind != "default":
@@ -99,26 +99,24 @@ def _llama_config(package: Any, c: ModelConfig, tied: bool) -> Any:
     )
 
 
-class _Stream:
-    """Tells the clock about every token that `generate` streams; the first thing it streams is the prompt."""
+class _TimingStreamer:
+    """A streamer of `generate` that times tokens; the first tensor that it receives is the prompt."""
 
     def __init__(self) -> None:
-        self.clock, self._prompt = Clock(), True
+        self.timer, self._expects_prompt = TokenTimer(), True
 
     def put(self, value: torch.Tensor) -> None:
-        if self._prompt:
-            self._prompt = False
+        if self._expects_prompt:
+            self._expects_prompt = False
             return
-        self.clock.note(value.flatten().tolist())
+        self.timer.add(value.flatten().tolist())
 
     def end(self) -> None:
         return
 
 
-class Transformers(Peer):
-    """`generate` of transformers: plain, with prompt lookup (n-grams up to 3, 10 tokens), or with an assistant
-    model.
-    """
+class TransformersPeer(Peer):
+    """`generate` of transformers: plain, with prompt lookup, or with an assistant model."""
 
     def __init__(self, model: Any, mode: Mode = "plain", assistant: Any = None, name: str = "transformers") -> None:
         if mode == "assisted" and assistant is None:
@@ -126,24 +124,24 @@ class Transformers(Peer):
         self.name, self._model = name, model
         modes: dict[Mode, dict[str, Any]] = {
             "plain": {},
-            "lookup": {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3},
+            "lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM},
             "assisted": {"assistant_model": assistant},
         }
         self._options = modes[mode]
 
     @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], count: int) -> Arrivals:
-        """Exactly `count` tokens after the prompt."""
+    def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:
+        """Generate exactly `count` tokens."""
         ids = torch.tensor([list(prompt)])
-        stream = _Stream()
+        streamer = _TimingStreamer()
         self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=stream, **self._options
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=streamer, **self._options
         )
-        return stream.clock.stop(count)
+        return streamer.timer.timestamps(count)
 
 
-class TransformersStepper(Stepper):
-    """The eager forward pass with a dynamic cache, cropped after every pass."""
+class TransformersForwardBackend(ForwardBackend):
+    """The eager forward pass with a dynamic cache."""
 
     def __init__(self, model: Any, name: str = "transformers eager") -> None:
         self.name, self._model = name, model
@@ -151,20 +149,20 @@ class TransformersStepper(Stepper):
         self._added = 0
 
     @torch.inference_mode()
-    def hold(self, text: Sequence[int]) -> None:
-        """Read the text that every pass continues."""
-        self._cache = transformers().DynamicCache(config=self._model.config)
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Read the prefix."""
+        self._cache = import_transformers().DynamicCache(config=self._model.config)
         self._added = 0
-        self._model(torch.tensor([list(text)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int]) -> None:
+    def forward(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens."""
         self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
         self._added += len(tokens)
 
-    def forget(self) -> None:
-        """Drop what the last pass added."""
+    def rollback(self) -> None:
+        """Crop the cache to the prefix."""
         if self._added:
             self._cache.crop(-self._added)
         self._added = 0

@@ -1,4 +1,4 @@
-"""What the tests of the bench share: a tiny random Llama in a directory, loaded, and records written by hand."""
+"""Helpers of the bench tests: a tiny random Llama, in a directory and loaded, and results written by hand."""
 
 import sys
 from functools import cache
@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from command import ENVIRONMENT, save_tiny
 from foretell.api import Model
-from foretell.bench.schema import Record, Turn
-from foretell.bench.tasks import Question
+from foretell.bench.questions import Question
+from foretell.bench.schema import Answer, QuestionResult
 from foretell.cli.bench import app
 from foretell.load import load
 
@@ -60,15 +60,20 @@ def refused(*arguments: object) -> str:
     return lines[0]
 
 
-def turn(tokens: int, passes: int, at: tuple[float, ...], count: tuple[int, ...]) -> Turn:
-    """An answer with these arrivals."""
-    assert sum(count) == tokens
-    return Turn(
-        prompt_tokens=3, tokens=tuple(range(tokens)), at=at, count=count, retokenized=tokens, passes=passes,
-        tested=(passes - 1, 2), accepted=(2, 1), drafted=4, draft_seconds=0.1, verify_seconds=0.6, step_seconds=1.0,
+def make_answer(tokens: int, passes: int, seconds: tuple[float, ...], counts: tuple[int, ...]) -> Answer:
+    """An answer whose tokens arrive at these times."""
+    assert sum(counts) == tokens
+    return Answer(
+        prompt_tokens=3, tokens=tuple(range(tokens)), arrival_seconds=seconds, arrival_counts=counts,
+        retokenized_tokens=tokens, passes=passes, tested_per_position=(passes - 1, 2), accepted_per_position=(2, 1),
+        drafted=4, draft_seconds=0.1, verify_seconds=0.6, step_seconds=1.0,
     )  # fmt: skip
 
 
-def record(question: str, contender: str, turns: tuple[Turn, ...], category: str = "qa", repeat: int = 0) -> Record:
-    """One contender's answer."""
-    return Record(question=question, category=category, group=category, contender=contender, repeat=repeat, turns=turns)
+def make_result(
+    question: str, competitor: str, answers: tuple[Answer, ...], category: str = "qa", repeat: int = 0
+) -> QuestionResult:
+    """One competitor's answers to a question."""
+    return QuestionResult(
+        question=question, category=category, group=category, competitor=competitor, repeat=repeat, answers=answers
+    )

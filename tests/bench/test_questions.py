@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from miniature import refused
+from bench_helpers import refused
 
-from foretell.bench.tasks import load
+from foretell.bench.questions import load_questions
 
 
 def write(path: Path, *lines: object) -> str:
@@ -15,7 +15,7 @@ def write(path: Path, *lines: object) -> str:
 
 
 def test_the_built_in_questions_cover_the_six_categories() -> None:
-    tasks = load("builtin")
+    tasks = load_questions("builtin")
     assert tasks.categories == ("conversation", "translation", "summarization", "qa", "math_reasoning", "rag")
     assert len(tasks.questions) == 24 and not tasks.problems
     assert {len(q.turns) for q in tasks.questions if q.category == "conversation"} == {2}
@@ -31,7 +31,7 @@ def test_every_format_of_line_is_read(tmp_path: Path) -> None:
         "",
         json.dumps("four"),
     )
-    a, b, c, d = load(source).questions
+    a, b, c, d = load_questions(source).questions
     assert (a.id, a.category, a.group, a.turns) == ("81", "writing", "mt_bench", ("one", "two"))
     assert b.id == "HumanEval/0" and b.category == "humaneval" and b.turns[0].endswith("def f():\n")
     assert (c.id, c.category, c.turns) == ("x", "mine", ("three",))
@@ -39,7 +39,7 @@ def test_every_format_of_line_is_read(tmp_path: Path) -> None:
 
 
 def test_plain_text_has_a_prompt_a_line(tmp_path: Path) -> None:
-    tasks = load(write(tmp_path / "q.txt", "first", "", "second"))
+    tasks = load_questions(write(tmp_path / "q.txt", "first", "", "second"))
     assert [q.turns for q in tasks.questions] == [("first",), ("second",)]
 
 
@@ -53,10 +53,10 @@ def test_broken_lines_are_named_and_the_others_read(tmp_path: Path) -> None:
         7,
         {"prompt": "x", "id": 1},
     )
-    tasks = load(source)
+    tasks = load_questions(source)
     assert [q.turns for q in tasks.questions] == [("good",)]
     assert [int(p.split("line ")[1].split(":")[0]) for p in tasks.problems] == [2, 3, 4, 5, 6]
-    assert "not valid JSON" in tasks.problems[0] and "already" in tasks.problems[-1]
+    assert "not valid JSON" in tasks.problems[0] and "appears twice" in tasks.problems[-1]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ def test_a_file_without_questions_is_refused(tmp_path: Path, content: str | None
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=words):
-        load(str(path))
+        load_questions(str(path))
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="UTF-8"):
-        load(str(tmp_path / "q.jsonl"))
+        load_questions(str(tmp_path / "q.jsonl"))
 
 
 def test_selection_takes_the_first_of_each_category() -> None:
-    tasks = load("builtin").select(2, ["rag", "qa"])
+    tasks = load_questions("builtin").select(2, ["rag", "qa"])
     assert [q.id for q in tasks.questions] == ["qa-1", "qa-2", "rag-1", "rag-2"]
 
 
 def test_an_unknown_category_gets_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'summarization'"):
-        load("builtin").select(None, ["summarisation"])
+        load_questions("builtin").select(None, ["summarisation"])
     assert "did you mean 'rag'" in refused("run", "--out", tmp_path / "o", "--categories", "rags")

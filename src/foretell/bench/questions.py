@@ -1,10 +1,8 @@
-"""Questions to measure with: Spec-Bench and HumanEval files, JSONL of prompts, plain text, and a small set of our
-own.
-"""
+"""Questions of a benchmark: Spec-Bench and HumanEval files, JSONL of prompts, plain text, and a small built-in set."""
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
@@ -15,13 +13,13 @@ from foretell.utils.names import unknown
 from foretell.utils.validation import parse_json
 
 BUILT_IN = "builtin"
-"""Name of the questions that come with the package: original texts in Spec-Bench's six categories."""
+"""Name of the questions that come with the package, written for it, in Spec-Bench's six categories."""
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "conversation")
 
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation: the user's turns; the second is asked after the model's own answer to the first."""
+    """One conversation: the user's turns. Each is sent with the model's answers to the earlier ones."""
 
     id: str
     category: str
@@ -29,13 +27,13 @@ class Question:
 
     @property
     def group(self) -> str:
-        """The column of Spec-Bench's table: its eight MT-bench categories are one."""
+        """Column of Spec-Bench's table: the categories of MT-bench are one."""
         return "mt_bench" if self.category in _MT_BENCH else self.category
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """Questions of a file, and what was wrong with the lines that held none."""
+class QuestionSet:
+    """Questions of a file, and one sentence per broken line."""
 
     source: str
     questions: tuple[Question, ...]
@@ -48,10 +46,10 @@ class Tasks:
 
     @property
     def digest(self) -> str:
-        """Changes when any question does."""
+        """Hash of all questions."""
         return sha256(json.dumps([[q.id, q.category, *q.turns] for q in self.questions]).encode()).hexdigest()[:16]
 
-    def select(self, per_category: int | None = None, categories: Sequence[str] = ()) -> "Tasks":
+    def select(self, per_category: int | None = None, categories: Sequence[str] = ()) -> "QuestionSet":
         """The first `per_category` questions of the named categories (none named: of all).
 
         Raises:
@@ -70,15 +68,15 @@ class Tasks:
             ):
                 taken[q.category] += 1
                 kept.append(q)
-        return Tasks(self.source, tuple(kept), self.problems)
+        return QuestionSet(self.source, tuple(kept), self.problems)
 
 
-def load(source: str) -> Tasks:
+def load_questions(source: str) -> QuestionSet:
     """Read questions: `builtin`, or a file.
 
-    JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
+    JSONL, one object per line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
     `prompt`), or a `prompt` with optional `id` and `category`; a line may also be a bare JSON string. Any other file is
-    plain text, one prompt a line. Broken lines are reported in `problems` and left out.
+    plain text, one prompt per line. Broken lines are reported in `problems` and left out.
 
     Raises:
         ValueError: there is no such file, or no question in it.
@@ -99,7 +97,7 @@ def load(source: str) -> Tasks:
     return _parse(source, text, _json_line if path.suffix in (".jsonl", ".json") else _text_line)
 
 
-def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> Tasks:
+def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> QuestionSet:
     questions: dict[str, Question] = {}
     problems = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -108,14 +106,14 @@ def _parse(source: str, text: str, read: Callable[[str, int], Question]) -> Task
         try:
             question = read(line, number)
             if question.id in questions:
-                raise ValueError(f"question {question.id!r} is there already")
+                raise ValueError(f"question {question.id!r} appears twice")
             questions[question.id] = question
         except ValueError as error:
             problems.append(f"{source}, line {number}: {error}; the line is left out")
     if not questions:
         detail = f" ({problems[0]})" if problems else ""
         raise ValueError(f"{source}: there is no question in this file{detail}")
-    return Tasks(source, tuple(questions.values()), tuple(problems))
+    return QuestionSet(source, tuple(questions.values()), tuple(problems))
 
 
 def _text_line(line: str, number: int) -> Question:
@@ -136,17 +134,9 @@ def _json_line(line: str, number: int) -> Question:
 
 
 def _turns(value: dict[str, Any]) -> tuple[list[Any], str]:
-    """The user's turns and the category that the kind of record implies."""
+    """The user's turns and the category of such a file where none is given."""
     if isinstance(value.get("turns"), list):
         return value["turns"], "questions"
     if "task_id" in value and isinstance(value.get("prompt"), str):
         return ["Complete the following Python function.\n\n" + value["prompt"]], "humaneval"
     return [value["prompt"]] if "prompt" in value else [], "prompts"
-
-
-def by_category(questions: Iterable[Question]) -> dict[str, list[Question]]:
-    """Questions of every category, in order."""
-    found: dict[str, list[Question]] = defaultdict(list)
-    for q in questions:
-        found[q.category].append(q)
-    return dict(found)

@@ -1,4 +1,4 @@
-"""A table that can be shown as Markdown and as HTML."""
+"""A table with renderings as Markdown and as HTML."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Cell = str | float | int | None
 
 
 @dataclass(frozen=True)
-class Sheet:
+class TextTable:
     """Rows under a header; floats are rounded to `digits`, None is a dash."""
 
     header: Sequence[str]
@@ -16,13 +16,13 @@ class Sheet:
     digits: int = 2
 
     def markdown(self) -> str:
-        """As a Markdown table."""
+        """Render as Markdown."""
         lines = ["| " + " | ".join(self.header) + " |", "|---|" + "---:|" * (len(self.header) - 1)]
         lines += ["| " + " | ".join(self._text(c) for c in row) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"
 
     def html(self) -> str:
-        """As an HTML table."""
+        """Render as HTML."""
         head = "".join(f"<th>{escape(h)}</th>" for h in self.header)
         body = "".join(
             "<tr>" + "".join(f"<td>{escape(self._text(c))}</td>" for c in row) + "</tr>" for row in self.rows
@@ -33,16 +33,3 @@ class Sheet:
         if value is None:
             return "–"
         return f"{value:.{self.digits}f}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A title and what stands under it."""
-
-    title: str
-    body: Sheet | str
-
-    def markdown(self) -> str:
-        """As Markdown."""
-        text = self.body if isinstance(self.body, str) else self.body.markdown()
-        return f"## {self.title}\n\n{text}"

@@ -1,29 +1,29 @@
-"""Results as pictures (extra `plot`)."""
+"""Charts of results as PNG files (extra `plot`)."""
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
 
-from foretell.bench.schema import Contender, Results
+from foretell.bench.schema import BenchResults, CompetitorResult
 
 _INK, _GRID = "#333333", "#dddddd"
 _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#787774", "#d44c47")
 
 
-def charts(results: Results) -> dict[str, bytes]:
-    """PNG files by name; a chart that has nothing to show is left out.
+def draw_charts(results: BenchResults) -> dict[str, bytes]:
+    """PNG files by name, without empty charts.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    makers: Mapping[str, Callable[[Results, Any], bool]] = {
-        "speedup": speedup,
-        "budget": budget,
-        "time": time_split,
-        "pareto": pareto,
+    draw_functions: Mapping[str, Callable[[BenchResults, Any], bool]] = {
+        "speedup": draw_speedup,
+        "budget": draw_budget,
+        "time": draw_times,
+        "pareto": draw_pareto,
     }
     out = {}
-    for name, draw in makers.items():
+    for name, draw in draw_functions.items():
         figure, axes = _canvas()
         if draw(results, axes):
             buffer = BytesIO()
@@ -47,14 +47,14 @@ def _canvas() -> tuple[Any, Any]:
     return figure, axes
 
 
-def _ours(results: Results) -> list[Contender]:
-    """Contenders of ours that draft."""
-    return [c for c in results.contenders if not c.peer and c.pooled.acceptance_conditional]
+def _drafting_methods(results: BenchResults) -> list[CompetitorResult]:
+    """Competitors that draft, without peers."""
+    return [c for c in results.competitors if not c.peer and c.pooled.acceptance_conditional]
 
 
-def speedup(results: Results, axes: Any) -> bool:
+def draw_speedup(results: BenchResults, axes: Any) -> bool:
     """Speed-up over our plain decoding per category."""
-    shown = [c for c in _ours(results) if c.mean.speedup]
+    shown = [c for c in _drafting_methods(results) if c.category_means.speedup]
     names = list(dict.fromkeys(n for c in shown for n in c.categories))
     width = 0.8 / max(len(shown), 1)
     for i, c in enumerate(shown):
@@ -69,14 +69,14 @@ def speedup(results: Results, axes: Any) -> bool:
     return bool(shown)
 
 
-def budget(results: Results, axes: Any) -> bool:
-    """Tokens per pass against the drafted tokens allowed: methods named with several budgets."""
+def draw_budget(results: BenchResults, axes: Any) -> bool:
+    """Tokens per pass against the drafted tokens allowed, for methods measured with several budgets."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for c in _ours(results):
+    for c in _drafting_methods(results):
         name, _, rest = c.name.partition("@")
-        if rest and c.mean.tokens_per_pass:
+        if rest and c.category_means.tokens_per_pass:
             size, _, precision = rest.partition("/")
-            lines.setdefault(f"{name}/{precision}", []).append((int(size), c.mean.tokens_per_pass))
+            lines.setdefault(f"{name}/{precision}", []).append((int(size), c.category_means.tokens_per_pass))
     lines = {n: sorted(points) for n, points in lines.items() if len(points) > 1}
     for name, points in lines.items():
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
@@ -87,9 +87,9 @@ def budget(results: Results, axes: Any) -> bool:
     return bool(lines)
 
 
-def time_split(results: Results, axes: Any) -> bool:
+def draw_times(results: BenchResults, axes: Any) -> bool:
     """Milliseconds per token in the drafter, the target's pass, and everything else."""
-    shown = [c for c in results.contenders if c.pooled.verify_share is not None and c.pooled.tokens_per_second]
+    shown = [c for c in results.competitors if c.pooled.verify_share is not None and c.pooled.tokens_per_second]
     left = [0.0] * len(shown)
     for part in ("verify", "draft", "other"):
         shares = {"verify": [c.pooled.verify_share for c in shown], "draft": [c.pooled.draft_share for c in shown]}
@@ -105,9 +105,9 @@ def time_split(results: Results, axes: Any) -> bool:
     return bool(shown)
 
 
-def pareto(results: Results, axes: Any) -> bool:
-    """What a method spends on drafting against what it gets: up and to the left is better."""
-    shown = [c for c in _ours(results) if c.pooled.draft_share is not None and c.pooled.verify_share]
+def draw_pareto(results: BenchResults, axes: Any) -> bool:
+    """Relative cost of drafting against tokens per pass: up and to the left is better."""
+    shown = [c for c in _drafting_methods(results) if c.pooled.draft_share is not None and c.pooled.verify_share]
     for c in shown:
         cost = (c.pooled.draft_share or 0.0) / (c.pooled.verify_share or 1.0)
         gain = c.pooled.tokens_per_pass or 0.0

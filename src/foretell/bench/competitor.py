@@ -1,0 +1,209 @@
+"""What a run measures: a method of ours in one precision, or a peer. Both answer whole conversations."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretell.api import Model
+from foretell.bench.peers.base import Peer
+from foretell.bench.questions import Question
+from foretell.bench.schema import Answer, MeanFidelityLoss, QuestionResult
+from foretell.bench.timestamps import TokenTimer, TokenTimestamps
+from foretell.bench.tracing import TracingRunner
+from foretell.catalogue import find
+from foretell.catalogue.config import SpeculativeConfig
+from foretell.core.sampling import SamplingParams
+from foretell.engine.engine import Engine, Request
+from foretell.engine.statistics import RequestStatistics
+from foretell.load import load_draft
+from foretell.tokenizer.codec import Message
+
+PLAIN = "autoregressive"
+_MAX_BUDGET = 256
+"""Most drafted tokens that `name@budget` may ask for."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Length and sampling of the answers."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    remember: bool = False
+    """A method keeps its state from question to question, separately for each repeat; else it is built afresh."""
+
+
+class Competitor(ABC):
+    """Answers questions and measures when the tokens arrive."""
+
+    name: str
+    """Unique in a run: method or runtime, a slash, the precision."""
+    lossless: bool = True
+
+    @abstractmethod
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
+        """Answer every turn of a conversation. `plain_result`: plain decoding's answers, where they are known.
+
+        Raises:
+            ValueError: the question does not fit the model.
+        """
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method of the catalogue with its number of drafted tokens."""
+
+    label: str
+    """`method`, or `method@budget`."""
+    method: str
+    config: SpeculativeConfig
+
+    @staticmethod
+    def parse(text: str) -> "MethodSpec":
+        """Parse `name` or `name@budget`.
+
+        Raises:
+            ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or a method that
+                reads none.
+        """
+        name, at, budget = text.partition("@")
+        entry = find(name)
+        if at and not (budget.isdigit() and 0 <= int(budget) <= _MAX_BUDGET):
+            raise ValueError(
+                f"{text}: after @ comes the number of drafted tokens, 0 to {_MAX_BUDGET}; write for example {name}@8"
+            )
+        config = SpeculativeConfig(num_speculative_tokens=int(budget)) if at else SpeculativeConfig()
+        try:
+            entry.read(config)
+        except ValueError as error:
+            raise ValueError(f"{text}: {error}") from error
+        return MethodSpec(entry.name + at + budget, entry.name, config)
+
+    @staticmethod
+    def parse_all(texts: Sequence[str]) -> "list[MethodSpec]":
+        """Plain decoding and these methods, without duplicates."""
+        specs = map(MethodSpec.parse, [PLAIN, *texts])
+        return list({s.label: s for s in specs}.values())
+
+
+class Conversation:
+    """The messages of a conversation with one model."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._messages: list[Message] = []
+
+    def add_user(self, text: str) -> list[int]:
+        """Add a message of the user; prompt tokens of the conversation.
+
+        A model without chat template reads the messages one after another.
+        """
+        self._messages.append({"role": "user", "content": text})
+        if self._model.codec.chat_template is not None:
+            return self._model.tokens(self._messages)
+        return self._model.tokens("\n\n".join(m["content"] for m in self._messages), raw=True)
+
+    def add_answer(self, tokens: Sequence[int]) -> None:
+        """Add an answer of the model."""
+        self._messages.append({"role": "assistant", "content": self._model.codec.decode(tokens)})
+
+
+class MethodCompetitor(Competitor):
+    """A method of the catalogue. The turns of a conversation share one engine."""
+
+    def __init__(
+        self,
+        model: Model,
+        spec: MethodSpec,
+        settings: GenerationSettings,
+        drafts: Sequence[Model | Path] = (),
+        references: Sequence[str] = (),
+    ) -> None:
+        self.name = f"{spec.label}/{model.precision}"
+        self._model, self._spec, self._settings = model, spec, settings
+        self._drafts, self._references = tuple(drafts), tuple(references)
+        self._runner = model.runner()
+        self._engines: dict[int, Engine] = {}
+        self.lossless = self._build_engine().method.lossless
+
+    def _build_engine(self) -> Engine:
+        method = self._model.method(
+            self._spec.method, self._spec.config, drafts=self._drafts, references=self._references
+        )
+        return Engine(TracingRunner(self._runner), method, rows=1)
+
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
+        """Answer every turn; each prompt contains the method's own earlier answers."""
+        engine = self._engines.get(repeat) or self._build_engine()
+        if self._settings.remember:
+            self._engines[repeat] = engine
+        conversation, answers = Conversation(self._model), list[Answer]()
+        sampling = SamplingParams(temperature=self._settings.temperature, seed=self._settings.seed)
+        for text in question.turns:
+            prompt = conversation.add_user(text)
+            request = Request(prompt, sampling, self._settings.max_new_tokens, eos=self._model.eos)
+            answers.append(self._complete(engine, request))
+            conversation.add_answer(answers[-1].tokens)
+        return tuple(answers)
+
+    def _complete(self, engine: Engine, request: Request) -> Answer:
+        runner = engine.runner
+        assert isinstance(runner, TracingRunner)
+        runner.passes = []
+        timer = TokenTimer()
+        (completion,) = engine.complete([request], lambda update: timer.add(update.tokens))
+        statistics = completion.statistics
+        tested, accepted = runner.count_acceptance()
+        counts = {
+            "passes": statistics.target_passes,
+            "drafted": statistics.drafted,
+            "tested_per_position": tested,
+            "accepted_per_position": accepted,
+            "draft_seconds": statistics.draft_seconds,
+            "verify_seconds": statistics.verify_seconds,
+            "step_seconds": statistics.decode_seconds,
+            "fidelity": None if self.lossless else _mean_fidelity_loss(statistics),
+        }
+        return timed_answer(self._model, request.prompt, timer.timestamps()).model_copy(update=counts)
+
+
+class PeerCompetitor(Competitor):
+    """Another runtime: reads the prompts of our plain decoding and writes as many tokens."""
+
+    def __init__(self, peer: Peer, model: Model) -> None:
+        self.name, self._peer, self._model = peer.name, peer, model
+
+    def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
+        """Answer every turn; each prompt contains plain decoding's earlier answers."""
+        if plain_result is None or plain_result.error:
+            raise ValueError("plain decoding has no answer to this question")
+        conversation, answers = Conversation(self._model), list[Answer]()
+        for text, plain in zip(question.turns, plain_result.answers, strict=True):
+            prompt = conversation.add_user(text)
+            answers.append(timed_answer(self._model, prompt, self._peer.generate(prompt, len(plain.tokens))))
+            conversation.add_answer(plain.tokens)
+        return tuple(answers)
+
+
+def load_drafts(references: str | None, precision: str, device: str) -> list[Model | Path]:
+    """Draft models and speculators of a comma-separated list."""
+    return [load_draft(r, precision, device) for r in (references or "").split(",") if r]
+
+
+def timed_answer(model: Model, prompt: Sequence[int], timestamps: TokenTimestamps) -> Answer:
+    """An answer with what is known of every competitor: tokens and times."""
+    text = model.codec.decode(timestamps.tokens).strip()
+    return Answer(
+        prompt_tokens=len(prompt),
+        tokens=timestamps.tokens,
+        arrival_seconds=timestamps.seconds,
+        arrival_counts=timestamps.counts,
+        retokenized_tokens=len(model.codec.encode(text, special=False)) if text else 0,
+    )
+
+
+def _mean_fidelity_loss(statistics: RequestStatistics) -> MeanFidelityLoss:
+    loss = statistics.fidelity
+    return MeanFidelityLoss(kl=loss.mean_divergence, total_variation=loss.mean_variation, changed=loss.changed_share)

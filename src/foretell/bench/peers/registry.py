@@ -1,0 +1,118 @@
+"""Names of the peers, and loading them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from foretell.bench.peers import hf, llama_cpp
+from foretell.bench.peers.base import ForwardBackend, Peer
+from foretell.bench.peers.export import PRECISIONS, export
+from foretell.utils.names import unknown
+
+TRANSFORMERS: dict[str, hf.Mode] = {
+    "transformers-plain": "plain",
+    "transformers-lookup": "lookup",
+    "transformers-assisted": "assisted",
+}
+"""Modes by name."""
+LLAMA_CPP = ("llama.cpp-plain", "llama.cpp-lookup")
+GROUPS = {
+    "transformers": ("transformers-plain", "transformers-lookup"),
+    "llama.cpp": (*(f"llama.cpp-plain/{p}" for p in PRECISIONS), "llama.cpp-lookup/bf16"),
+}
+"""Peers that the bare name of a runtime selects."""
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """Settings of the peers. `dtype`: of the torch peers; `folder`: for converted files."""
+
+    model: str
+    draft_model: str | None
+    dtype: str
+    context: int
+    """Longest sequence, in tokens."""
+    threads: int
+    folder: Path
+
+
+def expand_names(names: Sequence[str], dtype: str, has_draft_model: bool) -> list[str]:
+    """Full names, `runtime-mode/precision`; the bare name of a runtime selects the modes in `GROUPS`.
+
+    Raises:
+        ValueError: an unknown name (the nearest is suggested).
+    """
+    known = [*GROUPS, *TRANSFORMERS, *(f"{n}/{p}" for n in LLAMA_CPP for p in PRECISIONS), *LLAMA_CPP]
+    out: dict[str, None] = {}
+    for name in names:
+        if name not in known:
+            raise unknown("peer", name, known)
+        members = [*GROUPS.get(name, (name,))]
+        members += ["transformers-assisted"] if name == "transformers" and has_draft_model else []
+        for member in members:
+            full = member if "/" in member else f"{member}/{_torch_dtype(dtype) if member in TRANSFORMERS else 'bf16'}"
+            out[full] = None
+    return list(out)
+
+
+def _torch_dtype(dtype: str) -> str:
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def require_installed(names: Sequence[str]) -> None:
+    """Check that the packages of these peers are installed.
+
+    Raises:
+        ValueError: a package is missing.
+    """
+    for name in names:
+        if name.startswith("transformers"):
+            hf.import_transformers()
+        else:
+            llama_cpp.import_llama_cpp()
+
+
+def load_peers(names: Sequence[str], settings: PeerSettings) -> dict[str, Peer]:
+    """Peers by full name; the modes of transformers share their weights."""
+    out: dict[str, Peer] = {}
+    torch_model = assistant = None
+    for name in names:
+        mode, precision = name.split("/")
+        if mode in TRANSFORMERS:
+            dtype = getattr(torch, precision)
+            torch_model = torch_model or hf.load(settings.model, dtype)
+            if mode == "transformers-assisted" and settings.draft_model:
+                assistant = assistant or hf.load(settings.draft_model, dtype)
+            out[name] = hf.TransformersPeer(torch_model, TRANSFORMERS[mode], assistant, name)
+        else:
+            path = export(settings.model, precision, settings.folder)
+            out[name] = llama_cpp.LlamaCppPeer(
+                llama_cpp.load(path, settings.context, settings.threads, mode == "llama.cpp-lookup"), name
+            )
+    return out
+
+
+def load_forward_backends(names: Sequence[str], settings: PeerSettings) -> list[ForwardBackend]:
+    """Backends of `foretell bench step`: transformers eager, llama.cpp in every precision."""
+    out: list[ForwardBackend] = []
+    for name in names:
+        if name == "transformers":
+            precision = _torch_dtype(settings.dtype)
+            out.append(
+                hf.TransformersForwardBackend(
+                    hf.load(settings.model, getattr(torch, precision)), f"transformers eager {precision}"
+                )
+            )
+        elif name == "llama.cpp":
+            for precision in PRECISIONS:
+                path = export(settings.model, precision, settings.folder)
+                out.append(
+                    llama_cpp.LlamaCppForwardBackend(
+                        llama_cpp.load(path, settings.context, settings.threads), f"llama.cpp {precision}"
+                    )
+                )
+        else:
+            raise unknown("peer", name, GROUPS)
+    return out

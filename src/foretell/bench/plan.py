@@ -1,0 +1,92 @@
+"""From settings and names to a run: loads models, methods and peers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretell.api import Model
+from foretell.bench.competitor import (
+    Competitor,
+    Conversation,
+    GenerationSettings,
+    MethodCompetitor,
+    MethodSpec,
+    PeerCompetitor,
+    load_drafts,
+)
+from foretell.bench.memory import MemoryTask, measure_peak_memory
+from foretell.bench.peers import registry
+from foretell.bench.questions import Question
+from foretell.bench.run import BenchRun
+from foretell.bench.schema import BenchSettings
+from foretell.load import load
+
+_PEER_CONTEXT = 4096
+"""Longest sequence of a peer, in tokens: its cache is allocated at once."""
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """Competitors and settings of a run. Names are checked before anything is loaded."""
+
+    settings: BenchSettings
+    methods: tuple[MethodSpec, ...]
+    peers: tuple[str, ...]
+    folder: Path
+    """Where GGUF files for llama.cpp go."""
+
+    @staticmethod
+    def from_settings(
+        settings: BenchSettings, methods: Sequence[str], peers: Sequence[str], folder: Path
+    ) -> "BenchPlan":
+        """Resolve names; plain decoding is always included, and first.
+
+        Raises:
+            ValueError: an unknown method or peer, a peer that is not installed, or peers at a temperature above 0.
+        """
+        specs = MethodSpec.parse_all(methods)
+        names = registry.expand_names(peers, settings.dtypes[0], settings.draft_model is not None)
+        if names and settings.temperature > 0:
+            raise ValueError("peers are measured at temperature 0 only: leave out --peers, or the temperature")
+        registry.require_installed(names)
+        return BenchPlan(settings, tuple(specs), tuple(names), folder)
+
+    def load_models(self) -> dict[str, Model]:
+        """The target by precision. Modified copies of it, which some methods draft with, are loaded once."""
+        models = {d: load(self.settings.model, d, self.settings.device) for d in self.settings.dtypes}
+        for model in models.values():
+            model.remember_copies()
+        return models
+
+    def create_run(self, models: dict[str, Model], repeats: int) -> BenchRun:
+        """Build all competitors."""
+        s = self.settings
+        generation = GenerationSettings(s.max_new_tokens, s.temperature, s.seed, s.remember)
+        references = [Path(r).read_text("utf-8") for r in s.references]
+        competitors: list[Competitor] = []
+        for precision, model in models.items():
+            drafts = load_drafts(s.draft_model, precision, s.device)
+            competitors += [MethodCompetitor(model, spec, generation, drafts, references) for spec in self.methods]
+        first = next(iter(models.values()))
+        peers = registry.load_peers(self.peers, self._peer_settings(first))
+        competitors += [PeerCompetitor(p, first) for p in peers.values()]
+        return BenchRun(competitors, models, repeats)
+
+    def _peer_settings(self, model: Model) -> registry.PeerSettings:
+        s, context = self.settings, min(model.config.context, _PEER_CONTEXT)
+        return registry.PeerSettings(s.model, s.draft_model, model.precision, context, s.threads, self.folder)
+
+    def measure_memory(self, run: BenchRun, questions: Sequence[Question]) -> dict[str, int]:
+        """Peak memory in bytes by competitor, each in a process of its own, on the longest first turn."""
+        model = next(iter(run.models.values()))
+        prompt = tuple(Conversation(model).add_user(max((q.turns[0] for q in questions), key=len)))
+        context = self._peer_settings(model).context
+        peaks = {
+            c.name: measure_peak_memory(
+                MemoryTask(
+                    competitor=c.name, settings=self.settings, context=context, folder=str(self.folder), prompt=prompt
+                )
+            )
+            for c in run.competitors
+        }
+        return {name: peak for name, peak in peaks.items() if peak is not None}

@@ -1,0 +1,99 @@
+"""Recordings: the target's greedy answers to a workload, with its best tokens at every position."""
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from foretell.bench.schema import BenchSettings, FileModel, FrozenModel
+from foretell.utils.store import read, settings
+
+
+class RecordedAnswer(FrozenModel):
+    """One answer: the prompt, the greedy tokens, and the most probable tokens at each of their positions."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    top_tokens: str
+    """Token ids `[tokens, k]`, best first: base64 of little-endian int32."""
+    top_logprobs: str
+    """Their log-probabilities: base64 of little-endian float32."""
+
+    @staticmethod
+    def pack(
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        top_tokens: Int[np.ndarray, "n k"],
+        top_logprobs: Float[np.ndarray, "n k"],
+    ) -> "RecordedAnswer":
+        """Encode arrays."""
+        return RecordedAnswer(
+            prompt=tuple(prompt),
+            tokens=tuple(tokens),
+            top_tokens=base64.b64encode(top_tokens.astype("<i4").tobytes()).decode(),
+            top_logprobs=base64.b64encode(top_logprobs.astype("<f4").tobytes()).decode(),
+        )
+
+    def unpack(self) -> tuple[Int[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
+        """Decode `top_tokens` and `top_logprobs`.
+
+        Raises:
+            ValueError: the arrays do not fit the tokens.
+        """
+        try:
+            tokens = np.frombuffer(base64.b64decode(self.top_tokens, validate=True), "<i4")
+            logprobs = np.frombuffer(base64.b64decode(self.top_logprobs, validate=True), "<f4")
+            return tokens.reshape(len(self.tokens), -1), logprobs.reshape(len(self.tokens), -1)
+        except ValueError as error:
+            raise ValueError(f"a recorded distribution is damaged ({error}); record the workload again") from error
+
+
+class RecordedQuestion(FrozenModel):
+    """The answers to all turns of one question."""
+
+    question: str
+    category: str
+    group: str
+    answers: tuple[RecordedAnswer, ...]
+
+
+class RecordingSettings(FileModel):
+    """Settings of a recording, and the properties of the model that replay needs."""
+
+    format: str = "foretell recording 2"
+    model: str
+    dtype: str
+    tasks: str
+    digest: str
+    max_new_tokens: int
+    top_k: int
+    vocab: int
+    context: int
+    eos: tuple[int, ...]
+    questions: int
+    """Questions of the complete recording."""
+
+    def bench_settings(self) -> BenchSettings:
+        """Settings of results that come from a replay."""
+        return BenchSettings(
+            model=self.model, tasks=self.tasks, digest=self.digest, max_new_tokens=self.max_new_tokens,
+            temperature=0.0, seed=0, threads=1, dtypes=(self.dtype,),
+        )  # fmt: skip
+
+
+def load_recording(folder: Path) -> tuple[RecordingSettings, list[RecordedQuestion]]:
+    """A complete recording.
+
+    Raises:
+        ValueError: there is none here, it is damaged, or it was interrupted.
+    """
+    found = settings(folder, RecordingSettings)
+    questions = list(read(folder, RecordedQuestion))
+    if len(questions) < found.questions:
+        raise ValueError(
+            f"{folder}: the recording was interrupted, it holds {len(questions)} of {found.questions} questions; "
+            "run `foretell bench record` with the same settings and --out to finish it"
+        )
+    return found, questions
