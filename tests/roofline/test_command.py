@@ -16,11 +16,11 @@ from foretell.cli import roofline_machine
 from foretell.cli.roofline import app
 from foretell.roofline.analysis import Model, seconds
 from foretell.roofline.calibrate import PROBES, ROWS, Sample, add_to_file, check, fit, hardware, setting
-from foretell.roofline.describe import describe, find
-from foretell.roofline.figures import FIGURES, figure
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import devices, from_table, read_file
-from foretell.roofline.speculate import method, not_runnable, priced
+from foretell.roofline.method_profiles import method, not_runnable, priced
+from foretell.roofline.model_configs import describe, find
+from foretell.roofline.paper.figures import FIGURES, figure
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
         (["models"], ["name", "parameters", "layers", "deepseek-v3", "671 G"]),
         (["table1"], ["stage", "layer", "bound", "gate_proj"]),
         (["analyze", "llama-3-8b"], ["operation", "time", "bound", "memory", "gate_proj", "43.71 µs", "tokens/s"]),
-        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised-draft", "1.83", "3.31×"]),
+        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised_draft", "1.83", "3.31×"]),
         (["plan", "llama-3-8b", "--curve"], ["method", "pays at batch", "256"]),
     ],
     ids=lambda x: " ".join(x),

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foretell.roofline.amount import distinct_experts, pairs_attended, span_read
 from foretell.roofline.analysis import Model, analyse, seconds
 from foretell.roofline.cost import value
-from foretell.roofline.describe import find
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import devices
-from foretell.roofline.setting import Setting
+from foretell.roofline.linear_cost import distinct_experts, pairs_attended, span_read
+from foretell.roofline.model_configs import find
+from foretell.roofline.workload import Setting
 
 HARDWARE = devices()
 

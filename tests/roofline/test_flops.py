@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from foretell.roofline.amount import Amount
 from foretell.roofline.analysis import Model, run
 from foretell.roofline.attention import SOFTMAX_OPS
 from foretell.roofline.cost import value
-from foretell.roofline.describe import built_in, find
-from foretell.roofline.network import Op
-from foretell.roofline.setting import Setting, extents
+from foretell.roofline.linear_cost import Amount
+from foretell.roofline.model_configs import built_in, find
+from foretell.roofline.op_graph import Op
+from foretell.roofline.workload import Setting, extents
 
 transformers = pytest.importorskip("transformers")
 LAYERS = 2

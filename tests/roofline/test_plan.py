@@ -7,17 +7,18 @@ import pytest
 
 from foretell.roofline.acceptance import profile
 from foretell.roofline.analysis import Model, analyse, seconds
-from foretell.roofline.changes import cost_changes, exit_depth
 from foretell.roofline.cost import value
-from foretell.roofline.describe import find
-from foretell.roofline.draft import make
+from foretell.roofline.drafter_cost import make
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import devices, tier
+from foretell.roofline.method_profiles import catalogue, with_acceptance
+from foretell.roofline.model_configs import find
+from foretell.roofline.model_variants import cost_changes, exit_depth
 from foretell.roofline.offload import Offload, offloaded
 from foretell.roofline.plan import paying_batches, plan
-from foretell.roofline.setting import Setting, Stage
-from foretell.roofline.speculate import best, catalogue, with_acceptance
+from foretell.roofline.speculation import best
 from foretell.roofline.sweep import parse_axis, sweep
+from foretell.roofline.workload import Setting, Stage
 
 HARDWARE = devices()
 A100 = HARDWARE["a100-80g"]

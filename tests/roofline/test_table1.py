@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from foretell.roofline.cost import lines, rates, total, value
-from foretell.roofline.describe import find
 from foretell.roofline.hardware import devices
 from foretell.roofline.memory import memory
-from foretell.roofline.paper import paper_network
-from foretell.roofline.setting import Setting, Stage, phases, sizes
-from foretell.roofline.table1 import table1
+from foretell.roofline.model_configs import find
+from foretell.roofline.paper.accounting import paper_network
+from foretell.roofline.paper.table1 import table1
+from foretell.roofline.workload import Setting, Stage, phases, sizes
 
 PRINTED = """
 prefill q_proj     69G  67M  1024 155T compute

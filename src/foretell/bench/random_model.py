@@ -18,7 +18,7 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize
 from foretell.model.load.weights import Weights, build
 from foretell.model.runner import Network
-from foretell.roofline.describe import find
+from foretell.roofline.model_configs import find
 from foretell.testing import hash_name
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.names import unknown

@@ -11,21 +11,21 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from foretell.cli.errors import say, spoken
-from foretell.roofline import ask, calibrate, report
+from foretell.roofline import calibrate, cli_inputs, report
 from foretell.roofline.analysis import Model, analyse
-from foretell.roofline.changes import cost_changes
-from foretell.roofline.describe import built_in, find
-from foretell.roofline.figures import FIGURES, figure
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import devices, read_file, tier, user_file
+from foretell.roofline.model_configs import built_in, find
+from foretell.roofline.model_variants import cost_changes
 from foretell.roofline.offload import Offload, offloaded
+from foretell.roofline.paper.figures import FIGURES, figure
+from foretell.roofline.paper.table1 import table1
 from foretell.roofline.plan import plan
-from foretell.roofline.setting import FUSIONS, STAGES, Setting
-from foretell.roofline.speculate import MOST_NODES
+from foretell.roofline.speculation import MOST_NODES
 from foretell.roofline.sweep import parse_axis, sweep
-from foretell.roofline.table1 import table1
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
+from foretell.roofline.workload import FUSIONS, STAGES, Setting
 
 
 class Spoken(TyperGroup):
@@ -143,10 +143,21 @@ def analyze(
 ) -> None:
     """Price every operation of a pass; totals, memory, and what still fits."""
     check_form(as_json, as_csv)
-    on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
+    on, target = cli_inputs.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
     w, a, cache = parse(weights), parse(activations), parse(kv)
     asked = Setting(
-        ask.stage(stage), batch, context, tokens, chunk, generate, w, a, cache, ask.fusion(fusion), number, square
+        cli_inputs.stage(stage),
+        batch,
+        context,
+        tokens,
+        chunk,
+        generate,
+        w,
+        a,
+        cache,
+        cli_inputs.fusion(fusion),
+        number,
+        square,
     )
     if over:
         found = sweep(target, on, asked, dict(parse_axis(o) for o in over))
@@ -156,7 +167,7 @@ def analyze(
     away = None
     if offload is not None:
         away = offloaded(
-            answer, Offload(tier(tier_name), *ask.offloaded_parts(offload), compute), devices(hardware_file)
+            answer, Offload(tier(tier_name), *cli_inputs.offloaded_parts(offload), compute), devices(hardware_file)
         )
     if as_json:
         typer.echo(json.dumps(report.record(answer) | ({"offload": vars(away)} if away else {}), indent=1))
@@ -201,15 +212,15 @@ def plan_command(
 ) -> None:
     """Rank decoding methods by predicted gain, and say when not to speculate."""
     check_form(as_json, as_csv)
-    on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
-    other, chosen = Model(*find(draft)) if draft else None, ask.methods(method, accept, acceptance)
+    on, target = cli_inputs.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
+    other, chosen = Model(*find(draft)) if draft else None, cli_inputs.methods(method, accept, acceptance)
     w, a, cache = parse(weights), parse(activations), parse(kv)
     asked = Setting(
-        "decode", batch, context, weights=w, activations=a, kv=cache, fusion=ask.fusion(fusion), devices=number
+        "decode", batch, context, weights=w, activations=a, kv=cache, fusion=cli_inputs.fusion(fusion), devices=number
     )
     if curve:
         emit(
-            ask.curves(target, on, asked, chosen, other),
+            cli_inputs.curves(target, on, asked, chosen, other),
             as_json,
             as_csv,
             f"{target.name} on {on.title}, context {context}: speed-up by batch",
@@ -247,7 +258,7 @@ def figure_command(
     out: Annotated[Path, typer.Option(help="Picture to write (.png, .svg, .pdf); the data go beside it as .csv.")],
 ) -> None:
     """Draw a figure of the survey from our own numbers, and write its data as CSV."""
-    from foretell.roofline.plots import draw
+    from foretell.roofline.paper.plots import draw
 
     check_folder(out)
     drawn = figure(number)

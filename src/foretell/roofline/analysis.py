@@ -5,12 +5,12 @@ from functools import lru_cache
 
 from foretell.model.config import ModelConfig
 from foretell.roofline.attention import Fusion
-from foretell.roofline.build import network
 from foretell.roofline.cost import Cost, Line, Rates, lines, rates, total, value
+from foretell.roofline.graph_builder import network
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.memory import Memory, largest, memory
-from foretell.roofline.network import Network
-from foretell.roofline.setting import Phase, Setting, phases, sizes
+from foretell.roofline.op_graph import Network
+from foretell.roofline.workload import Phase, Setting, phases, sizes
 
 
 @dataclass(frozen=True)

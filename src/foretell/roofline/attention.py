@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foretell.model.config import MLAConfig, ModelConfig
-from foretell.roofline.amount import NOTHING, Amount
-from foretell.roofline.network import Op, elementwise, linear
+from foretell.roofline.linear_cost import NOTHING, Amount
+from foretell.roofline.op_graph import Op, elementwise, linear
 
 SOFTMAX_OPS = 5.0
 ROPE_OPS = 3.0

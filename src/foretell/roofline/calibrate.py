@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from foretell.model.config import ModelConfig
-from foretell.roofline.amount import Array
 from foretell.roofline.analysis import Model, seconds
 from foretell.roofline.cost import value
 from foretell.roofline.formats import Format, multiplied_as, parse
 from foretell.roofline.hardware import CLASSES, Hardware
-from foretell.roofline.setting import Group, Phase, Setting, extents
+from foretell.roofline.linear_cost import Array
+from foretell.roofline.workload import Group, Phase, Setting, extents
 
 Measure = Callable[[int, int], float]
 """Seconds of one pass over `tokens` new tokens after `context` cached ones."""

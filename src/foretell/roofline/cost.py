@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from foretell.roofline.amount import Extents, Number
 from foretell.roofline.hardware import Curve, Hardware
-from foretell.roofline.network import Network, Op
-from foretell.roofline.setting import Phase, Setting, extents
+from foretell.roofline.linear_cost import Extents, Number
+from foretell.roofline.op_graph import Network, Op
+from foretell.roofline.workload import Phase, Setting, extents
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from foretell.model.config import Activation, ModelConfig, MoEConfig
-from foretell.roofline.amount import Amount
-from foretell.roofline.network import Op, elementwise, linear
+from foretell.roofline.linear_cost import Amount
+from foretell.roofline.op_graph import Op, elementwise, linear
 
 ACTIVATION_OPS: Mapping[Activation, float] = {"silu": 4.0, "gelu": 6.0, "gelu_tanh": 6.0, "relu": 1.0}
 

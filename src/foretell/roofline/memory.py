@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretell.roofline.amount import Number
 from foretell.roofline.cost import Rates
-from foretell.roofline.network import Network
-from foretell.roofline.setting import LIMITS, Phase, cached, extents
+from foretell.roofline.linear_cost import Number
+from foretell.roofline.op_graph import Network
+from foretell.roofline.workload import LIMITS, Phase, cached, extents
 
 
 @dataclass(frozen=True)

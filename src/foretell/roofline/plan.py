@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from foretell.roofline.analysis import Model, analyse
 from foretell.roofline.cost import value
-from foretell.roofline.draft import Draft, make
+from foretell.roofline.drafter_cost import Draft, make
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.setting import Setting
-from foretell.roofline.speculate import MOST_NODES, Gain, Method, best, catalogue
+from foretell.roofline.method_profiles import Method, catalogue
+from foretell.roofline.speculation import MOST_NODES, Gain, best
+from foretell.roofline.workload import Setting
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

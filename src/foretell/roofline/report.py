@@ -11,14 +11,14 @@ from rich.table import Table
 
 from foretell.roofline.analysis import Analysis, Model
 from foretell.roofline.calibrate import Check
-from foretell.roofline.changes import Change
 from foretell.roofline.cost import Line, value
 from foretell.roofline.hardware import Hardware
+from foretell.roofline.model_variants import Change
 from foretell.roofline.offload import Offloaded
+from foretell.roofline.paper.table1 import Row
 from foretell.roofline.plan import Plan
-from foretell.roofline.speculate import Gain
+from foretell.roofline.speculation import Gain
 from foretell.roofline.sweep import Sweep
-from foretell.roofline.table1 import Row
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 Record = Mapping[str, Any]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretell.roofline.amount import Array, Number
 from foretell.roofline.analysis import Model, check
 from foretell.roofline.cost import Cost, lines, rates, total
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import Hardware, changed
+from foretell.roofline.linear_cost import Array, Number
 from foretell.roofline.memory import memory
 from foretell.roofline.names import look_up
-from foretell.roofline.setting import LIMITS, Setting, Sizes, phases
+from foretell.roofline.workload import LIMITS, Setting, Sizes, phases
 
 LENGTHS = ("batch", "context", "tokens", "chunk", "generate")
 FORMATS = ("weights", "activations", "kv")

@@ -7,15 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretell.roofline.amount import Amount
 from foretell.roofline.analysis import Model
-from foretell.roofline.describe import built_in, find
-from foretell.roofline.draft import make
+from foretell.roofline.drafter_cost import make
 from foretell.roofline.formats import LADDER, multiplied_as, parse
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.network import Block, Network, Op
-from foretell.roofline.setting import FUSIONS, LIMITS, STAGES
-from foretell.roofline.speculate import DEEPEST, MOST_NODES, Method, catalogue
+from foretell.roofline.linear_cost import Amount
+from foretell.roofline.method_profiles import Method, catalogue
+from foretell.roofline.model_configs import built_in, find
+from foretell.roofline.op_graph import Block, Network, Op
+from foretell.roofline.speculation import DEEPEST, MOST_NODES
+from foretell.roofline.workload import FUSIONS, LIMITS, STAGES
 
 FORMATS = ("16", "fp8", "8", "6", "4", "4g128", "fp4", "3", "2", "2g32z", "1")
 

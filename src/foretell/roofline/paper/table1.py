@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foretell.roofline.attention import Fusion
-from foretell.roofline.build import network
 from foretell.roofline.cost import Line, lines, rates, value
-from foretell.roofline.describe import find
+from foretell.roofline.graph_builder import network
 from foretell.roofline.hardware import devices
-from foretell.roofline.paper import paper_network
-from foretell.roofline.setting import Setting, Stage, phases, sizes
+from foretell.roofline.model_configs import find
+from foretell.roofline.paper.accounting import paper_network
+from foretell.roofline.workload import Setting, Stage, phases, sizes
 
 NAMES: Mapping[str, str] = {
     "q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj", "gate_proj": "gate_proj",

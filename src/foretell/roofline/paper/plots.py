@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foretell.roofline.figures import Figure, Records
+from foretell.roofline.paper.figures import Figure, Records
 
 COLOURS = ("#2f6f8f", "#d9822b", "#5b8c3a", "#8b5aa8", "#b5403a", "#6b6f76")
 INK, MUTED = "#22303a", "#7b8791"

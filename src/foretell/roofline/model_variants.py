@@ -7,14 +7,14 @@ survey.
 
 from dataclasses import dataclass, replace
 
-from foretell.roofline.amount import NOTHING, Amount, distinct_experts
 from foretell.roofline.analysis import Model
 from foretell.roofline.cost import lines, rates, total, value
-from foretell.roofline.draft import slice_of
+from foretell.roofline.drafter_cost import slice_of
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.network import Block, Network, Op, linear
-from foretell.roofline.setting import Setting, phases, sizes
+from foretell.roofline.linear_cost import NOTHING, Amount, distinct_experts
+from foretell.roofline.op_graph import Block, Network, Op, linear
+from foretell.roofline.workload import Setting, phases, sizes
 
 PREDICTOR_RANK = 1000
 SPARSE_OPS = ("gate_proj", "up_proj", "mlp_act", "down_proj")

@@ -12,8 +12,8 @@ import math
 from dataclasses import replace
 
 from foretell.model.config import ModelConfig
-from foretell.roofline.amount import Amount
-from foretell.roofline.network import Block, Network, Op, elementwise, linear, with_lifetimes
+from foretell.roofline.linear_cost import Amount
+from foretell.roofline.op_graph import Block, Network, Op, elementwise, linear, with_lifetimes
 
 QUERY_TILE = 128
 NORM_OPS, SOFTMAX_OPS, ACTIVATION_OPS = 7.0, 5.0, 2.0

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from foretell.roofline.amount import Amount
 from foretell.roofline.analysis import Model
 from foretell.roofline.attention import Fusion
-from foretell.roofline.build import network
-from foretell.roofline.describe import find
 from foretell.roofline.formats import Format, parse
-from foretell.roofline.network import Block, Network, Op, elementwise, linear
+from foretell.roofline.graph_builder import network
+from foretell.roofline.linear_cost import Amount
+from foretell.roofline.model_configs import find
+from foretell.roofline.op_graph import Block, Network, Op, elementwise, linear
 
 DraftKind = Literal["none", "model", "layers", "nested", "quantised", "heads", "layer"]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from foretell.roofline.amount import NOTHING, Amount
+from foretell.roofline.linear_cost import NOTHING, Amount
 
 Kind = Literal["matmul", "attend", "vector", "lookup", "reduce", "gather"]
 Split = Literal["column", "row", "heads", "whole"]

@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from foretell.roofline.amount import Array, Extents, Number, distinct_experts, pairs_attended, span_read
 from foretell.roofline.attention import Fusion
 from foretell.roofline.formats import SIXTEEN, Format
-from foretell.roofline.network import Block, Network
+from foretell.roofline.linear_cost import Array, Extents, Number, distinct_experts, pairs_attended, span_read
+from foretell.roofline.op_graph import Block, Network
 
 Stage = Literal["prefill", "decode", "verify", "chunked", "chat"]
 STAGES: tuple[Stage, ...] = ("prefill", "decode", "verify", "chunked", "chat")

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from foretell.model.config import ModelConfig
-from foretell.roofline.amount import Amount
 from foretell.roofline.attention import Fusion, grouped_query, latent
 from foretell.roofline.feedforward import dense, mixture
-from foretell.roofline.network import Block, Network, Op, elementwise, linear, with_lifetimes
+from foretell.roofline.linear_cost import Amount
+from foretell.roofline.op_graph import Block, Network, Op, elementwise, linear, with_lifetimes
 
 RMS_NORM_OPS, LAYER_NORM_OPS = 4.0, 7.0
 LAYER_NORMED = ("opt", "gptj")

@@ -9,13 +9,13 @@ import numpy as np
 from foretell.roofline.analysis import Model, analyse
 from foretell.roofline.attention import Fusion
 from foretell.roofline.cost import lines, rates, total, value
-from foretell.roofline.describe import find
 from foretell.roofline.formats import parse
 from foretell.roofline.hardware import Hardware, devices, from_table, tier
-from foretell.roofline.network import Network
-from foretell.roofline.paper import paper_network
-from foretell.roofline.setting import Setting, Stage, phases, sizes
+from foretell.roofline.model_configs import find
+from foretell.roofline.op_graph import Network
+from foretell.roofline.paper.accounting import paper_network
 from foretell.roofline.sweep import Axis, sweep
+from foretell.roofline.workload import Setting, Stage, phases, sizes
 
 Records = list[dict[str, Any]]
 DEVICE, SMALL, LARGE = "a6000", "llama-2-7b", "llama-2-13b"

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretell.roofline import speculate
+from foretell.roofline import method_profiles
 from foretell.roofline.acceptance import Acceptance, profile
 from foretell.roofline.analysis import Model
 from foretell.roofline.attention import Fusion
 from foretell.roofline.hardware import Hardware, changed, devices, from_table
+from foretell.roofline.method_profiles import Method, catalogue, with_acceptance
 from foretell.roofline.names import look_up
 from foretell.roofline.plan import by_batch, drafts, paying_batches
-from foretell.roofline.setting import FUSIONS, STAGES, Setting, Stage
-from foretell.roofline.speculate import Method, catalogue, with_acceptance
+from foretell.roofline.workload import FUSIONS, STAGES, Setting, Stage
 from foretell.utils.validation import Fields, read_json
 
 _PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
@@ -62,7 +62,7 @@ def methods(names: Sequence[str] | None, accept: float | None, file: Path | None
     The file maps methods to {"ranks": [...], "decay": 1, "source": "..."}. Raises:
         ValueError: an unknown method, or a file that is no such thing.
     """
-    found = [speculate.method(m) for m in names or ()]
+    found = [method_profiles.method(m) for m in names or ()]
     chosen = {m.name: m for m in found} or dict(catalogue())
     if accept is not None:
         return {n: with_acceptance(m, profile(accept, "given", m.shape == "chain"), "given") for n, m in chosen.items()}
@@ -72,7 +72,7 @@ def methods(names: Sequence[str] | None, accept: float | None, file: Path | None
         read_json(file, f"an acceptance profile looks like {_PROFILE}"), f"{file} is no acceptance profile"
     )
     for name in profiles.raw:
-        method, entry = speculate.method(name), profiles.fields(name)
+        method, entry = method_profiles.method(name), profiles.fields(name)
         measured = Acceptance(
             entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0)
         )
