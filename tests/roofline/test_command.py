@@ -14,12 +14,21 @@ from typer.testing import CliRunner
 
 from foretell.cli import roofline_machine
 from foretell.cli.roofline import app
-from foretell.roofline.analysis import Model, seconds
-from foretell.roofline.calibrate import PROBES, ROWS, Sample, add_to_file, check, fit, hardware, setting
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import devices, from_table, read_file
-from foretell.roofline.method_profiles import method, not_runnable, priced
-from foretell.roofline.model_configs import describe, find
+from foretell.roofline.analysis import AnalyzedModel, predict_seconds
+from foretell.roofline.calibrate import (
+    PROBES,
+    ROWS,
+    PassTiming,
+    add_to_file,
+    calibrated_hardware,
+    check_predictions,
+    fit_costs,
+    pass_workload,
+)
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import hardware_from_table, known_hardware, read_hardware_file
+from foretell.roofline.method_profiles import analysis_only_methods, find_method, profile_of_method
+from foretell.roofline.model_configs import find_model, read_config
 from foretell.roofline.paper.figures import FIGURES, figure
 
 
@@ -44,7 +53,7 @@ def test_every_way_to_print() -> None:
     whole = json.loads(ran("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
     rows = list(csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--csv"))))
     assert sum(float(r["seconds"]) * float(r["count"]) for r in rows) == pytest.approx(whole["total"]["seconds"])
-    assert "eagle3" in ran("plan", "llama-3-8b") and "pays at batch" in ran(
+    assert "eagle3" in ran("plan", "llama-3-8b") and "profitable at batch" in ran(
         "plan", "llama-3-8b", "--curve", "--method", "medusa"
     )
     assert len(json.loads(ran("table1", "--json"))) == 24
@@ -124,7 +133,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
         (["table1"], ["stage", "layer", "bound", "gate_proj"]),
         (["analyze", "llama-3-8b"], ["operation", "time", "bound", "memory", "gate_proj", "43.71 µs", "tokens/s"]),
         (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised_draft", "1.83", "3.31×"]),
-        (["plan", "llama-3-8b", "--curve"], ["method", "pays at batch", "256"]),
+        (["plan", "llama-3-8b", "--curve"], ["method", "profitable at batch", "256"]),
     ],
     ids=lambda x: " ".join(x),
 )
@@ -221,10 +230,10 @@ def test_your_own_hardware_and_model(tmp_path: Path) -> None:
 
 
 def test_every_device_is_sourced_and_every_model_described() -> None:
-    assert all(len(h.source) > 20 for h in devices().values())
-    assert find("GPT_J_6B")[0] == "gpt-j-6b"
+    assert all(len(h.source) > 20 for h in known_hardware().values())
+    assert find_model("GPT_J_6B")[0] == "gpt-j-6b"
     with pytest.raises(ValueError, match="evenly"):
-        describe({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2,
+        read_config({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2,
         "num_hidden_layers": 1,
                   "vocab_size": 2, "intermediate_size": 2}, "x")  # fmt: skip
 
@@ -256,44 +265,44 @@ def test_figures_are_drawn(tmp_path: Path, number: int) -> None:
 
 def test_calibration_finds_the_machine_it_is_given(tmp_path: Path) -> None:
     """Passes timed on a made-up machine give that machine back, and predict a network that was not timed."""
-    form = parse("16")
+    form = parse_format("16")
     curve = [[n, min(2 * n * 0.03, 0.9)] for n in ROWS]
     overheads = {"overhead_us": 4, "start_us": 300, "attend": [[1, 0.02], [64, 0.3]]}
-    truth = from_table("t", {"bandwidth": 70, "fp16": 0.9, "rates": {"fp16": curve}, **overheads}, "x")
+    truth = hardware_from_table("t", {"bandwidth": 70, "fp16": 0.9, "rates": {"fp16": curve}, **overheads}, "x")
     samples = [
-        Sample(c, n, s, seconds(Model("p", c), truth, setting(form, n, s)))
+        PassTiming(c, n, s, predict_seconds(AnalyzedModel("p", c), truth, pass_workload(form, n, s)))
         for c in PROBES
         for s in (16, 1024)
         for n in ROWS
     ]
-    samples[5] = Sample(samples[5].config, samples[5].tokens, samples[5].context, samples[5].seconds * 3)
-    found = hardware("here", "a machine", "test", 70e9, 24e9, {"16": fit(samples)})
+    samples[5] = PassTiming(samples[5].config, samples[5].tokens, samples[5].context, samples[5].seconds * 3)
+    found = calibrated_hardware("here", "a machine", "test", 70e9, 24e9, {"16": fit_costs(samples)})
     add_to_file(tmp_path / "hw.toml", found, {})
-    again = read_file(tmp_path / "hw.toml")["here"]
-    checks = check(
-        Model(*find("smollm2-135m")),
+    again = read_hardware_file(tmp_path / "hw.toml")["here"]
+    checks = check_predictions(
+        AnalyzedModel(*find_model("smollm2-135m")),
         again,
         form,
-        lambda n, s: seconds(Model(*find("smollm2-135m")), truth, setting(form, n, s)),
+        lambda n, s: predict_seconds(AnalyzedModel(*find_model("smollm2-135m")), truth, pass_workload(form, n, s)),
     )
     errors = sorted(abs(c.error) for c in checks)
     assert errors[len(errors) // 2] < 0.05 and errors[-1] < 0.15
     with pytest.raises(ValueError, match="at least 16 timed passes"):
-        fit(samples[:3])
+        fit_costs(samples[:3])
 
 
 def test_the_analyzer_prices_the_methods_of_the_catalogue_by_their_names() -> None:
     from foretell.catalogue import catalogue as runnable
 
-    assert set(priced()) - not_runnable() == set(runnable()) - {"autoregressive"}
-    assert not_runnable() == {"nested_draft"}
-    assert method("block_verification") == replace(method("draft_model"), name="block_verification")
+    assert set(profile_of_method()) - analysis_only_methods() == set(runnable()) - {"autoregressive"}
+    assert analysis_only_methods() == {"nested_draft"}
+    assert find_method("block_verification") == replace(find_method("draft_model"), name="block_verification")
     rows = json.loads(ran("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
     assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]
 
 
 def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+    monkeypatch.setattr(roofline_machine, "_cpu_share_in_use", lambda: 0.63)
     out = tmp_path / "hardware.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(out)])
     assert result.exit_code == 1 and not out.exists()
@@ -301,9 +310,9 @@ def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_forced_calibration_says_so_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+    monkeypatch.setattr(roofline_machine, "_cpu_share_in_use", lambda: 0.63)
     timed = [(c, lambda n, s: 1e-4 * n + 1e-7 * s) for c in PROBES]
-    monkeypatch.setattr(roofline_machine, "probes", lambda *_: iter(timed))
+    monkeypatch.setattr(roofline_machine, "probe_timers", lambda *_: iter(timed))
     out = tmp_path / "hardware.toml"
     ran("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
-    assert read_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")
+    assert read_hardware_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")

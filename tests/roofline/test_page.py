@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretell.cli.roofline import app
-from foretell.roofline.hardware import devices
+from foretell.roofline.hardware import known_hardware
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
 
@@ -30,7 +30,7 @@ SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = serve(lambda: page(devices()), 0)
+    server = serve(lambda: page(known_hardware()), 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -106,14 +106,14 @@ def command(state: str) -> list[str]:
 def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state: str) -> None:
     opened(browser, address, state)
     found = browser.execute_script(
-        "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, wire: a.total[6], "
+        "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, link: a.total[6], "
         "memory: a.memory,"
         "batch: a.largestBatch, context: a.longestContext, fits: a.fits, tokens: a.tokens,"
         "lines: Object.fromEntries(a.lines.map(l => [l.key, [l.cost[0], l.bytes, l.seconds, l.bound]]))}"
     )
     expected = printed(*command(state))
     total, memory = expected["total"], expected["memory"]
-    for key in ("seconds", "ops", "bytes", "wire", "tokens"):
+    for key in ("seconds", "ops", "bytes", "link", "tokens"):
         assert found[key] == pytest.approx(total[key], rel=1e-9), key
     for key in ("weights", "kv", "activations", "total"):
         assert found["memory"][key] == pytest.approx(memory[key], rel=1e-9), key
@@ -123,7 +123,7 @@ def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state
         memory["fits"],
     )
     for op in expected["operations"]:
-        ops, moved, seconds, bound = found["lines"].pop(f"{op['block']}/{op['operation']}")
+        ops, moved, seconds, bound = found["lines"].pop(f"{op['group']}/{op['operation']}")
         assert (ops, moved, seconds) == pytest.approx((op["ops"], op["bytes"], op["seconds"]), rel=1e-9), op[
             "operation"
         ]
@@ -143,7 +143,7 @@ def test_the_methods_agree_with_the_command_line(browser: Any, address: str, sta
     opened(browser, address, state)
     found = {g["name"]: g for g in browser.execute_script("return Roofline.methods.plan(Roofline.state.now)")}
     expected = printed("plan", *command(state)[1:])
-    assert {n for n, g in found.items() if "refused" in g} == set(expected["refused"])
+    assert {n for n, g in found.items() if "unavailable" in g} == set(expected["unavailable"])
     for row in expected["methods"][:-1]:
         mine = found[row["method"]]
         assert (mine["nodes"], mine["depth"]) == (row["nodes"], row["depth"])
@@ -195,13 +195,13 @@ def test_two_settings_side_by_side(browser: Any, address: str) -> None:
     browser.find_element("id", "keep").click()
     browser.execute_script("Roofline.set({weights: '4g128', batch: 8})")
     settle(browser)
-    assert "as fast as kept" in text(browser, "#headline")
+    assert "as fast as the compared setting" in text(browser, "#headline")
     assert browser.find_elements("css selector", "#graph .versus") and browser.find_elements(
         "css selector", "#roof .roofline.other"
     )
     link = browser.current_url
     opened(browser, address, link.partition("#")[2])
-    assert "as fast as kept" in text(browser, "#headline")
+    assert "as fast as the compared setting" in text(browser, "#headline")
     shot(browser, "compare")
 
 
@@ -226,7 +226,7 @@ def test_what_is_wrong_is_said_in_a_sentence(browser: Any, address: str, state: 
 def test_downloads(browser: Any, address: str) -> None:
     opened(browser, address, "model=llama-2-7b")
     lines = browser.execute_script("return Roofline.table()").splitlines()
-    assert lines[0].startswith("block,count,operation") and len(lines) == 18
+    assert lines[0].startswith("group,count,operation") and len(lines) == 18
     kind, size = browser.execute_async_script(
         "const done = arguments[0]; Roofline.picture().then(b => done([b.type, b.size]))"
     )

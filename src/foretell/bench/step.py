@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict
 from foretell.api import Model
 from foretell.bench.peers.base import Stepper
 from foretell.bench.stepper import EngineStretches, OwnStepper, Stretch
-from foretell.roofline.analysis import Model as PricedModel
+from foretell.roofline.analysis import AnalyzedModel as PricedModel
 from foretell.roofline.analysis import analyse
-from foretell.roofline.calibrate import setting
-from foretell.roofline.cost import value
-from foretell.roofline.formats import parse
+from foretell.roofline.calibrate import pass_workload
+from foretell.roofline.cost import scalar
+from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware
 
 _BURST = 3
@@ -212,9 +212,9 @@ _ANY_HARDWARE = Hardware("any", "any", 1.0, {"any": 1.0}, "")
 
 def pass_bytes(model: Model, tokens: int, context: int) -> float:
     """Bytes of weights and cache that one pass over `tokens` new tokens must move, by the roofline's count."""
-    asked = setting(parse(_BITS[model.precision]), tokens, context)
+    asked = pass_workload(parse_format(_BITS[model.precision]), tokens, context)
     total = analyse(PricedModel(model.name, model.config), _ANY_HARDWARE, asked).total
-    return value(total.weights + total.kv_read + total.kv_write)
+    return scalar(total.weights + total.kv_read + total.kv_write)
 
 
 def with_bytes(passes: Sequence[Pass], models: Sequence[Model], context: int) -> list[Pass]:

@@ -1,20 +1,20 @@
-"""What guessing costs: the network each kind of drafter runs, and when."""
+"""Drafting cost: the operation graph that each kind of drafter runs, and how often."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from foretell.roofline.analysis import Model
+from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.attention import Fusion
-from foretell.roofline.formats import Format, parse
-from foretell.roofline.graph_builder import network
-from foretell.roofline.linear_cost import Amount
-from foretell.roofline.model_configs import find
-from foretell.roofline.op_graph import Block, Network, Op, elementwise, linear
+from foretell.roofline.feedforward import ACTIVATION_OPS
+from foretell.roofline.formats import NumberFormat, parse_format
+from foretell.roofline.graph_builder import build_graph
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear
 
 DraftKind = Literal["none", "model", "layers", "nested", "quantised", "heads", "layer"]
 
-PARTNERS: Mapping[str, tuple[str, ...]] = {
+DRAFT_MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-68m": ("llama-2-",),
     "llama-3.2-1b": ("llama-3-", "llama-3.2-3b"),
     "qwen2.5-0.5b": ("qwen2.5-",),
@@ -25,109 +25,109 @@ PARTNERS: Mapping[str, tuple[str, ...]] = {
     "smollm2-135m": ("smollm2-",),
     "mistral-7b": ("mixtral-",),
 }
-"""Smallest built-in model to the families whose vocabulary it shares."""
+"""Small built-in models, and the prefixes of the families whose vocabulary each shares."""
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A drafter's network and rhythm.
+class DrafterCost:
+    """What a drafter runs.
 
-    per: how often it runs in a step: once per `level` of the tree, over the nodes expanded there, or once per `step`,
-    over the last token of every sequence. extra: parameters it adds to the target's memory. weights, kv: formats that
-    differ from the target's.
+    per: it runs once per `level` of the tree, over the nodes expanded there, or once per `step`, over the last token of
+    each sequence. added_parameters: weights in addition to the target's. weights, kv: number formats where they differ
+    from the target's.
     """
 
-    network: Network
+    graph: OpGraph
     per: Literal["level", "step"]
-    extra: float
-    weights: Format | None = None
-    kv: Format | None = None
+    added_parameters: float
+    weights: NumberFormat | None = None
+    kv: NumberFormat | None = None
 
 
-def partner(name: str) -> str | None:
-    """A smaller built-in model with the vocabulary of the named one."""
-    for small, families in PARTNERS.items():
+def default_draft_model(name: str) -> str | None:
+    """The name of a smaller built-in model with the same vocabulary, if any."""
+    for small, families in DRAFT_MODELS.items():
         if name != small and name.startswith(families):
             return small
     return None
 
 
-def share_of(model: Model, layers: float) -> Model:
-    """The first layers of a model with its embedding and head (LayerSkip)."""
+def first_layers(model: AnalyzedModel, share: float) -> AnalyzedModel:
+    """The first `share` of the layers, with embedding and head (LayerSkip, arXiv 2404.16710)."""
     c = model.config
-    return Model(f"{model.name}, {layers:g} of its layers", replace(c, layers=max(1, round(c.layers * layers))))
+    return AnalyzedModel(f"{model.name}, {share:g} of its layers", replace(c, layers=max(1, round(c.layers * share))))
 
 
-def slice_of(model: Model, ffn: float) -> Model:
-    """The model with a prefix of every feed-forward (MatFormer)."""
+def nested_feed_forward(model: AnalyzedModel, share: float) -> AnalyzedModel:
+    """The model with the first `share` of every feed-forward (MatFormer, arXiv 2310.07707)."""
     c = model.config
-    experts = replace(c.experts, ffn=max(1, round(c.experts.ffn * ffn))) if c.experts else None
-    width = max(1, round(c.ffn * ffn))
-    return Model(f"{model.name}, {ffn:g} of its feed-forward", replace(c, ffn=width, experts=experts))
+    experts = replace(c.experts, ffn=max(1, round(c.experts.ffn * share))) if c.experts else None
+    width = max(1, round(c.ffn * share))
+    return AnalyzedModel(f"{model.name}, {share:g} of its feed-forward", replace(c, ffn=width, experts=experts))
 
 
-def make(
-    kind: DraftKind, target: Model, other: Model | None = None, share: float = 0.25, heads: int = 5
-) -> Draft | None:
-    """The drafter of a kind for a target; None: guessing costs nothing.
+def drafter_cost(
+    kind: DraftKind,
+    target: AnalyzedModel,
+    draft_model: AnalyzedModel | None = None,
+    share: float = 0.25,
+    heads: int = 5,
+) -> DrafterCost | None:
+    """The cost of a kind of drafter for a target; None: drafting costs no forward pass.
 
     Raises:
-        ValueError: a draft model is needed and none is given or known.
+        ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
     """
     fusion: Fusion = "flash"
     if kind == "none":
         return None
     if kind == "model":
-        small = other or _partner(target)
+        small = draft_model or _find_draft_model(target)
         if small.config.vocab != target.config.vocab:
             raise ValueError(
                 f"{small.name} has {small.config.vocab} tokens and {target.name} {target.config.vocab}: a draft model "
                 f"must share the vocabulary"
             )
-        priced = small.network(fusion, False)
-        return Draft(priced, "level", priced.parameters)
+        graph = small.graph(fusion, False)
+        return DrafterCost(graph, "level", graph.parameters)
     if kind == "layers":
-        return Draft(share_of(target, share).network(fusion, False), "level", 0.0)
+        return DrafterCost(first_layers(target, share).graph(fusion, False), "level", 0.0)
     if kind == "nested":
-        return Draft(slice_of(target, share).network(fusion, False), "level", 0.0)
+        return DrafterCost(nested_feed_forward(target, share).graph(fusion, False), "level", 0.0)
     if kind == "quantised":
-        priced = target.network(fusion, False)
-        return Draft(priced, "level", priced.parameters, parse("4g128"), parse("4g128"))
-    return _heads(target, heads) if kind == "heads" else _layer(target)
+        graph = target.graph(fusion, False)
+        return DrafterCost(graph, "level", graph.parameters, parse_format("4g128"), parse_format("4g128"))
+    return _medusa_heads(target, heads) if kind == "heads" else _eagle_layer(target)
 
 
-def _partner(target: Model) -> Model:
-    name = partner(target.name)
+def _find_draft_model(target: AnalyzedModel) -> AnalyzedModel:
+    name = default_draft_model(target.name)
     if name is None:
         raise ValueError(f"no smaller built-in model shares the vocabulary of {target.name}; name one with --draft")
-    return Model(*find(name))
+    return AnalyzedModel(*find_model(name))
 
 
-def _heads(target: Model, heads: int) -> Draft:
-    """Medusa: each head a residual block and its own vocabulary projection, on the last state (arXiv 2401.10774)."""
+def _medusa_heads(target: AnalyzedModel, heads: int) -> DrafterCost:
+    """Medusa: each head is a residual block and an LM head on the last hidden state (arXiv 2401.10774)."""
     h, v = target.config.hidden, target.config.vocab
     ops: list[Op] = []
     for i in range(heads):
-        block = linear(f"head{i}_block", h, h, "x", "whole", bias=True)
-        act = elementwise(f"head{i}_act", h, (block.name, "x"), 5.0, 2.0)
-        out = Amount(rows=float(v))
-        top = replace(linear(f"head{i}_out", h, v, act.name, "column"), write=out, output=out)
-        ops.extend((block, act, top))
-    priced = Network(
-        f"{heads} Medusa heads", (Block("heads", 1, tuple(ops)),), target.config.heads, target.config.context
+        block = linear(f"head{i}_block", h, h, "x", "replicated", bias=True)
+        act = elementwise(f"head{i}_act", h, (block.name, "x"), ACTIVATION_OPS["silu"] + 1, 2.0)
+        ops.extend((block, act, linear(f"head{i}_out", h, v, act.name, "column")))
+    graph = OpGraph(
+        f"{heads} Medusa heads", (LayerGroup("heads", 1, tuple(ops)),), target.config.heads, target.config.context
     )
-    return Draft(priced, "step", priced.parameters)
+    return DrafterCost(graph, "step", graph.parameters)
 
 
-def _layer(target: Model) -> Draft:
-    """EAGLE: a fusing projection, one dense decoder layer of the target's shape, the target's head (arXiv
-    2401.15077).
-    """
+def _eagle_layer(target: AnalyzedModel) -> DrafterCost:
+    """EAGLE: a projection of embedding and hidden state, one decoder layer, the target's LM head (arXiv 2401.15077)."""
     c = target.config
-    # A dense layer as wide as what one token visits stands in where the target has experts.
+    # For a mixture of experts: a dense layer as wide as the experts of one token.
     width = c.experts.ffn * c.experts.active + c.experts.shared_ffn if c.experts else c.ffn
-    one = network(replace(c, layers=1, experts=None, ffn=width, window=0, window_layers=()), "EAGLE layer", "flash")
-    fuse = Block("fuse", 1, (linear("fuse", 2 * c.hidden, c.hidden, "x", "whole", bias=True),))
-    priced = replace(one, blocks=(one.blocks[0], fuse, *one.blocks[1:]))
-    added = fuse.ops[0].stored + sum(op.stored for op in one.blocks[1].ops)
-    return Draft(priced, "level", added)
+    one = build_graph(replace(c, layers=1, experts=None, ffn=width, window=0, window_layers=()), "EAGLE layer", "flash")
+    projection = LayerGroup("fuse", 1, (linear("fuse", 2 * c.hidden, c.hidden, "x", "replicated", bias=True),))
+    graph = replace(one, groups=(one.groups[0], projection, *one.groups[1:]))
+    added = projection.ops[0].stored + sum(op.stored for op in one.groups[1].ops)
+    return DrafterCost(graph, "level", added)

@@ -1,8 +1,8 @@
-"""How much of something one operation needs, as a sum over the few quantities a pass is made of.
+"""Costs of one operation as linear functions of the sizes of a forward pass.
 
-Every cost of a transformer (OPs, bytes, elements alive) is linear in six extents, so an operation is six numbers per
-cost. That one table serves a single setting, a sweep of ten thousand (the extents are arrays) and the web page (the
-numbers are embedded in it).
+Every cost of a transformer operation (OPs, elements moved, elements stored) is linear in five sizes and a constant, so
+six coefficients describe it. The same coefficients serve a single workload, a sweep (the sizes are arrays) and the web
+page (the coefficients are embedded in it).
 """
 
 from dataclasses import dataclass
@@ -16,89 +16,89 @@ Number = float | Array
 
 @dataclass(frozen=True)
 class Extents:
-    """The sizes of one pass as one layer sees them; scalars or arrays of one shape.
+    """Sizes of one pass as one layer sees them; scalars or arrays of one shape.
 
-    rows: new tokens. pairs: (query, key) pairs attended. span: cached or new positions whose keys and values are read.
-    touched: experts that at least one row visits. outputs: rows that need logits.
+    rows: new tokens of all sequences. pairs: (query, key) pairs attended. kv_positions: cached or new positions whose
+    keys and values are read. active_experts: experts that at least one row is routed to. logit_rows: rows that need
+    logits.
     """
 
     rows: Number
     pairs: Number
-    span: Number
-    touched: Number
-    outputs: Number
+    kv_positions: Number
+    active_experts: Number
+    logit_rows: Number
 
 
 @dataclass(frozen=True)
-class Amount:
-    """A linear form over the extents: one + rows·N + pairs·... ; elements or OPs."""
+class LinearCost:
+    """Coefficients of a cost that is linear in the extents; the cost is in OPs or in elements."""
 
-    one: float = 0.0
+    constant: float = 0.0
     rows: float = 0.0
     pairs: float = 0.0
-    span: float = 0.0
-    touched: float = 0.0
-    outputs: float = 0.0
+    kv_positions: float = 0.0
+    active_experts: float = 0.0
+    logit_rows: float = 0.0
 
     @property
-    def values(self) -> tuple[float, ...]:
-        """The six coefficients."""
-        return self.one, self.rows, self.pairs, self.span, self.touched, self.outputs
+    def coefficients(self) -> tuple[float, ...]:
+        """The six coefficients, the constant first."""
+        return self.constant, self.rows, self.pairs, self.kv_positions, self.active_experts, self.logit_rows
 
-    def at(self, e: Extents) -> Number:
-        """Value of the form at given extents."""
-        total: Number = self.one
+    def evaluate(self, extents: Extents) -> Number:
+        """The cost at given extents."""
+        total: Number = self.constant
         for coefficient, extent in (
-            (self.rows, e.rows),
-            (self.pairs, e.pairs),
-            (self.span, e.span),
-            (self.touched, e.touched),
-            (self.outputs, e.outputs),
+            (self.rows, extents.rows),
+            (self.pairs, extents.pairs),
+            (self.kv_positions, extents.kv_positions),
+            (self.active_experts, extents.active_experts),
+            (self.logit_rows, extents.logit_rows),
         ):
             if coefficient:
                 total = total + coefficient * extent
         return total
 
-    def __add__(self, other: "Amount") -> "Amount":
-        return Amount(*(x + y for x, y in zip(self.values, other.values, strict=True)))
+    def __add__(self, other: "LinearCost") -> "LinearCost":
+        return LinearCost(*(x + y for x, y in zip(self.coefficients, other.coefficients, strict=True)))
 
-    def times(self, factor: float) -> "Amount":
-        """The form scaled by a number."""
-        return Amount(*(x * factor for x in self.values))
-
-
-NOTHING = Amount()
+    def scaled(self, factor: float) -> "LinearCost":
+        """The cost multiplied by a number."""
+        return LinearCost(*(x * factor for x in self.coefficients))
 
 
-def pairs_attended(tokens: Number, past: Number, window: int, square: bool) -> Number:
-    """(query, key) pairs of one sequence: `tokens` new rows after `past` cached ones, each seeing itself and what came
-    before.
+ZERO = LinearCost()
 
-    A token tree has at most as many pairs as a chain of the same size, whose count this is. `square`: every row sees
-    every new row, which is what a kernel without causal skipping computes and what the paper counts.
+
+def attention_pairs(tokens: Number, cached: Number, window: int, square: bool) -> Number:
+    """(query, key) pairs of one sequence: `tokens` new rows after `cached` positions, under a causal mask.
+
+    The count is that of a chain; a token tree of the same size has at most as many. `window`: sliding window in tokens,
+    0 for none. `square`: count every pair of new rows, as kernels without causal skipping and the paper do.
     """
     if square:
-        return tokens * span_read(tokens, past, window)
+        return tokens * kv_positions_read(tokens, cached, window)
     if not window:
-        return tokens * past + tokens * (tokens + 1) / 2
-    short = np.clip(window - np.asarray(past, dtype=np.float64), 0, tokens)
-    return short * past + short * (short + 1) / 2 + (tokens - short) * window
+        return tokens * cached + tokens * (tokens + 1) / 2
+    short = np.clip(window - np.asarray(cached, dtype=np.float64), 0, tokens)
+    return short * cached + short * (short + 1) / 2 + (tokens - short) * window
 
 
-def span_read(tokens: Number, past: Number, window: int) -> Number:
-    """Positions whose keys and values one sequence reads in a pass; with a window, those that any new row can still
-    see.
+def kv_positions_read(tokens: Number, cached: Number, window: int) -> Number:
+    """Positions whose keys and values one sequence reads in a pass; with a window, those in the window of any new
+    row.
     """
-    total = past + tokens
+    total = cached + tokens
     return np.minimum(np.asarray(total, dtype=np.float64), window + tokens - 1) if window else total
 
 
-def distinct_experts(count: float, active: float, rows: Number) -> Number:
-    """Expected number of experts that `rows` tokens touch under uniform independent routing: E·(1 - (1 - k/E)^N).
+def expected_active_experts(count: float, per_token: float, rows: Number) -> Number:
+    """Expected number of experts that `rows` tokens activate under uniform independent routing: E·(1 - (1 - k/E)^N).
 
-    An upper guess: real routing is skewed and neighbouring tokens share experts. With count 1 and active = density it
-    is the share of neurons that a batch under contextual sparsity touches.
+    An overestimate: real routing is skewed, and neighbouring tokens share experts. With count 1 and `per_token` a
+    density, it is the share of neurons that a batch activates under contextual sparsity.
     """
     if count <= 0:
         return 0.0
-    return count * (1.0 - (1.0 - active / count) ** np.asarray(rows, dtype=np.float64))
+    return count * (1.0 - (1.0 - per_token / count) ** np.asarray(rows, dtype=np.float64))

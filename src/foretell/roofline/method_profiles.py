@@ -7,20 +7,20 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from foretell.roofline.acceptance import Acceptance, fitted, profile
+from foretell.roofline.acceptance import AcceptanceByRank, fit_acceptance, geometric_acceptance
 from foretell.roofline.drafter_cost import DraftKind
 from foretell.roofline.names import look_up
 
 
 @dataclass(frozen=True)
-class Method:
-    """A decoding method: how it drafts, how it arranges, and how much of it stands; see methods.toml for the fields."""
+class MethodProfile:
+    """Drafting cost, draft shape and acceptance of a decoding method; methods.toml describes the fields."""
 
     name: str
     title: str
     draft: DraftKind
     shape: str
-    acceptance: Acceptance
+    acceptance: AcceptanceByRank
     basis: str
     share: float = 0.25
     heads: int = 5
@@ -34,63 +34,56 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
-def catalogue() -> Mapping[str, Method]:
-    """The methods that have costs of their own, by their names in the catalogue, with acceptance from the
-    literature.
-    """
-    return {name: _method(name, entry) for name, entry in _table().items()}
+def method_profiles() -> Mapping[str, MethodProfile]:
+    """The entries of methods.toml by name, with acceptance from the literature."""
+    return {name: _profile(name, entry) for name, entry in _table().items()}
 
 
 @cache
-def priced() -> Mapping[str, str]:
-    """Every method of the catalogue that drafts, to the method whose costs it has: its own, or those of one that drafts
-    alike.
-    """
+def profile_of_method() -> Mapping[str, str]:
+    """Every drafting method of the catalogue, and the name of the profile that applies to it."""
     return {other: name for name, entry in _table().items() for other in (name, *entry.get("also", ()))}
 
 
-def not_runnable() -> set[str]:
-    """Methods that are analysed here only."""
+def analysis_only_methods() -> set[str]:
+    """Profiles of methods that the library does not run."""
     return {name for name, entry in _table().items() if not entry.get("runnable", True)}
 
 
-def method(name: str) -> Method:
-    """The costs of a method of the catalogue.
+def find_method(name: str) -> MethodProfile:
+    """The profile of a method of the catalogue.
 
     Raises:
         ValueError: no such method; says which may have been meant.
     """
     key = name.strip().lower()
-    if key not in priced():
-        former = {other: known for known, entry in _table().items() for other in entry.get("formerly", ())}
+    if key not in profile_of_method():
+        former_names = {other: known for known, entry in _table().items() for other in entry.get("formerly", ())}
         spelled = key.replace("-", "_")
-        now = spelled if spelled in priced() else former.get(spelled)
-        if now is not None:
-            raise ValueError(f"there is no method called {name!r}; its name is {now}")
-        look_up(priced(), key, "method")
-    return replace(catalogue()[priced()[key]], name=key)
+        current = spelled if spelled in profile_of_method() else former_names.get(spelled)
+        if current is not None:
+            raise ValueError(f"there is no method called {name!r}; its name is {current}")
+        look_up(profile_of_method(), key, "method")
+    return replace(method_profiles()[profile_of_method()[key]], name=key)
 
 
-def _method(name: str, raw: Mapping[str, Any]) -> Method:
+def _profile(name: str, raw: Mapping[str, Any]) -> MethodProfile:
     chain, source = raw["shape"] == "chain", str(raw["source"])
     if raw["shape"] == "fixed":
-        accepted = Acceptance((0.0,), source)
+        acceptance = AcceptanceByRank((0.0,), source)
     elif "accept" in raw:
-        accepted = profile(raw["accept"], source, chain)
+        acceptance = geometric_acceptance(raw["accept"], source, chain)
     else:
-        accepted = fitted(raw["tokens"], raw["nodes"], raw["depth"], source, chain)
-    return Method(
-        name, raw["title"], raw["draft"], raw["shape"], accepted, raw["basis"], raw.get("share", 0.25), raw.get("heads",
-        5),
-        raw.get("nodes", 0), raw.get("tokens", 0.0),
+        acceptance = fit_acceptance(raw["tokens"], raw["nodes"], raw["depth"], source, chain)
+    return MethodProfile(
+        name, raw["title"], raw["draft"], raw["shape"], acceptance, raw["basis"],
+        **{key: raw[key] for key in ("share", "heads", "nodes", "tokens") if key in raw},
     )  # fmt: skip
 
 
-def with_acceptance(method: Method, acceptance: Acceptance, basis: str) -> Method:
-    """The method with acceptance given or measured; a method of fixed shape takes one plus its first rank as tokens per
-    pass.
-    """
-    if method.shape == "fixed":
-        return replace(method, tokens=1 + acceptance.ranks[0], basis=basis)
-    ranks = acceptance.ranks[:1] if method.shape == "chain" else acceptance.ranks
-    return replace(method, acceptance=replace(acceptance, ranks=ranks), basis=basis)
+def with_acceptance(profile: MethodProfile, acceptance: AcceptanceByRank, basis: str) -> MethodProfile:
+    """The profile with other acceptance; a method of fixed shape gets 1 + ranks[0] tokens per pass."""
+    if profile.shape == "fixed":
+        return replace(profile, tokens=1 + acceptance.ranks[0], basis=basis)
+    ranks = acceptance.ranks[:1] if profile.shape == "chain" else acceptance.ranks
+    return replace(profile, acceptance=replace(acceptance, ranks=ranks), basis=basis)

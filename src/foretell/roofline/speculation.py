@@ -1,146 +1,154 @@
-"""Each method in the picture: tokens per pass, time of the pass, time of drafting, speed-up and goodput, at the best
-shape.
-"""
+"""Predicted gain of a decoding method at its best draft length or tree: tokens per pass, pass and drafting time."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from foretell.roofline.acceptance import Acceptance, Growth, grow
-from foretell.roofline.analysis import Model
-from foretell.roofline.cost import Cost, lines, rates, total
-from foretell.roofline.drafter_cost import Draft
+from foretell.roofline.acceptance import AcceptanceByRank, BestTrees, best_trees
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.cost import CostBreakdown, device_rates, op_costs, total_cost
+from foretell.roofline.drafter_cost import DrafterCost
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.linear_cost import Array, Number
-from foretell.roofline.method_profiles import Method
-from foretell.roofline.op_graph import Network
-from foretell.roofline.workload import Group, Phase, Setting
+from foretell.roofline.method_profiles import MethodProfile
+from foretell.roofline.op_graph import OpGraph
+from foretell.roofline.workload import Phase, SequenceGroup, Workload
 
-MOST_NODES, DEEPEST = 256, 12
+MAX_NODES, MAX_DEPTH = 256, 12
+"""Largest tree considered, root included, and its depth."""
+MAX_CHAIN = 4 * MAX_DEPTH
+"""Longest chain considered, in drafted tokens."""
 
 
 @dataclass(frozen=True)
-class Gain:
-    """What a method does at one setting.
+class MethodEstimate:
+    """Predicted performance of a method on one workload.
 
-    nodes: tokens verified per sequence, root included; 1: do not speculate. tokens: expected per pass and sequence.
-    Times in seconds per pass. speedup: over plain decoding. goodput: tokens per second of the whole batch. bytes, ops:
-    per token of one sequence.
+    nodes: tokens verified per sequence, root included (1: do not speculate). tokens_per_pass: expected, per sequence.
+    Times are in seconds per pass; plain_seconds: of a pass without speculation.
     """
 
-    method: Method
+    profile: MethodProfile
     nodes: int
     depth: int
-    tokens: float
+    tokens_per_pass: float
     pass_seconds: float
     draft_seconds: float
     plain_seconds: float
     batch: int
-    bytes: float
-    ops: float
+    bytes_per_token: float
+    ops_per_token: float
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding."""
-        return self.tokens * self.plain_seconds / (self.pass_seconds + self.draft_seconds)
+        """Throughput over that of plain decoding."""
+        return self.tokens_per_pass * self.plain_seconds / (self.pass_seconds + self.draft_seconds)
 
     @property
     def goodput(self) -> float:
-        """Accepted tokens per second of the batch."""
-        return self.batch * self.tokens / (self.pass_seconds + self.draft_seconds)
+        """Output tokens per second of the whole batch."""
+        return self.batch * self.tokens_per_pass / (self.pass_seconds + self.draft_seconds)
 
     @property
-    def break_even(self) -> float:
-        """Tokens per pass from which the method pays."""
+    def break_even_tokens(self) -> float:
+        """Tokens per pass at which the method is as fast as plain decoding."""
         return (self.pass_seconds + self.draft_seconds) / self.plain_seconds
 
 
-def verification(network: Network, hardware: Hardware, setting: Setting, widths: Array) -> Cost:
-    """Cost of one pass for every number of tokens per sequence in `widths`."""
+def verification_cost(graph: OpGraph, hardware: Hardware, workload: Workload, widths: Array) -> CostBreakdown:
+    """Cost of one pass for each number of tokens per sequence in `widths`."""
     n = widths[:, None]
-    phase = Phase((Group(float(setting.batch), n, float(setting.context)),), setting.batch * n, 1.0, False)
-    return total(lines(network, phase, rates(setting, hardware)))
+    phase = Phase((SequenceGroup(float(workload.batch), n, float(workload.context)),), workload.batch * n, 1.0, False)
+    return total_cost(op_costs(graph, phase, device_rates(workload, hardware)))
 
 
-def best(
-    method: Method, draft: Draft | None, model: Model, hardware: Hardware, setting: Setting, nodes: int = MOST_NODES
-) -> Gain:
-    """The method at the shape that gains most, among all chains or trees up to `nodes` tokens and DEEPEST levels.
+def estimate_method(
+    profile: MethodProfile,
+    drafter: DrafterCost | None,
+    model: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    max_nodes: int = MAX_NODES,
+) -> MethodEstimate:
+    """The method at its fastest shape, among all chains or trees of up to `max_nodes` tokens.
 
     Raises:
         ValueError: fewer than one node.
     """
-    if nodes < 1:
-        raise ValueError(f"a tree needs at least one node, found a budget of {nodes}")
-    widths = np.arange(1.0, max(nodes, method.nodes if method.shape == "fixed" else 1) + 1)
-    target = verification(model.network(setting.fusion, False, setting.square), hardware, setting, widths)
-    passes = np.broadcast_to(np.asarray(target.seconds), widths.shape)
-    drafting = _drafting(draft, hardware, setting, widths)
-    found = [(1, 0, 1.0, 0.0)]
-    if method.shape == "fixed":
-        found.append((method.nodes, 1, method.tokens, 0.0))
+    if max_nodes < 1:
+        raise ValueError(f"a tree needs at least one node, found a budget of {max_nodes}")
+    widths = np.arange(1.0, max(max_nodes, profile.nodes if profile.shape == "fixed" else 1) + 1)
+    target = verification_cost(model.graph(workload.fusion, False, workload.square), hardware, workload, widths)
+    pass_seconds = np.broadcast_to(np.asarray(target.seconds), widths.shape)
+    draft_costs = _drafting_cost(drafter, hardware, workload, widths)
+    candidates = [(1, 0, 1.0, 0.0)]
+    if profile.shape == "fixed":
+        candidates.append((profile.nodes, 1, profile.tokens, 0.0))
     else:
-        found.extend(_candidates(method, draft, nodes, np.asarray(drafting.seconds), passes))
-    n, depth, tokens, seconds = max(found, key=lambda c: c[2] / (passes[c[0] - 1] + c[3]))
-    once = _spent(method, draft, n, depth, drafting)
-    return Gain(
-        method, n, depth, tokens, float(passes[n - 1]), seconds, float(passes[0]), setting.batch,
-        (float(_at(target.bytes, n)) + once[0]) / tokens / setting.batch,
-        (float(_at(target.ops, n)) + once[1]) / tokens / setting.batch,
+        candidates.extend(_candidates(profile, drafter, max_nodes, np.asarray(draft_costs.seconds), pass_seconds))
+    n, depth, tokens, seconds = max(candidates, key=lambda c: c[2] / (pass_seconds[c[0] - 1] + c[3]))
+    draft_bytes, draft_ops = _draft_bytes_and_ops(profile, drafter, n, depth, draft_costs)
+    return MethodEstimate(
+        profile, n, depth, tokens, float(pass_seconds[n - 1]), seconds, float(pass_seconds[0]), workload.batch,
+        (_at(target.bytes, n) + draft_bytes) / tokens / workload.batch,
+        (_at(target.ops, n) + draft_ops) / tokens / workload.batch,
     )  # fmt: skip
 
 
 def _at(values: Number, n: int) -> float:
+    """The value for n tokens; the last one where there are fewer."""
     return float(np.atleast_1d(np.asarray(values, dtype=np.float64))[min(n, np.size(values)) - 1])
 
 
-def _drafting(draft: Draft | None, hardware: Hardware, setting: Setting, widths: Array) -> Cost:
-    if draft is None:
-        return Cost(seconds=np.zeros_like(widths))
-    asked = replace(setting, weights=draft.weights or setting.weights, kv=draft.kv or setting.kv)
-    if draft.per == "step":
+def _drafting_cost(drafter: DrafterCost | None, hardware: Hardware, workload: Workload, widths: Array) -> CostBreakdown:
+    """Cost of one drafter pass for each number of tokens per sequence in `widths`."""
+    if drafter is None:
+        return CostBreakdown(seconds=np.zeros_like(widths))
+    asked = replace(workload, weights=drafter.weights or workload.weights, kv=drafter.kv or workload.kv)
+    if drafter.per == "step":
         widths = widths[:1]
-    return verification(draft.network, hardware, asked, widths)
+    return verification_cost(drafter.graph, hardware, asked, widths)
 
 
 @lru_cache(maxsize=4096)
-def growth(acceptance: Acceptance, nodes: int, depth: int) -> Growth:
-    """Remembered `grow`: trees do not depend on the setting."""
-    return grow(acceptance, nodes, depth)
+def cached_best_trees(acceptance: AcceptanceByRank, nodes: int, depth: int) -> BestTrees:
+    """`best_trees`, cached: the trees do not depend on the workload."""
+    return best_trees(acceptance, nodes, depth)
 
 
 def _candidates(
-    method: Method, draft: Draft | None, nodes: int, drafting: Array, passes: Array
+    profile: MethodProfile, drafter: DrafterCost | None, max_nodes: int, draft_pass_seconds: Array, pass_seconds: Array
 ) -> list[tuple[int, int, float, float]]:
     """The best size for every depth: (nodes, depth, tokens, draft seconds)."""
     found = []
-    for depth in range(1, (nodes if method.shape == "chain" else DEEPEST) + 1):
-        if method.shape == "chain" and depth > 4 * DEEPEST:
-            break
-        tree = growth(method.acceptance, nodes, depth)
-        tokens = np.array(tree.tokens)
-        seconds = _level_seconds(draft, tree, drafting)
-        at = int(np.argmax(tokens / (passes[: len(tokens)] + seconds)))
+    for depth in range(1, (min(max_nodes, MAX_CHAIN) if profile.shape == "chain" else MAX_DEPTH) + 1):
+        trees = cached_best_trees(profile.acceptance, max_nodes, depth)
+        tokens = np.array(trees.tokens)
+        seconds = _draft_seconds(drafter, trees, draft_pass_seconds)
+        at = int(np.argmax(tokens / (pass_seconds[: len(tokens)] + seconds)))
         if at:
             found.append((at + 1, depth, float(tokens[at]), float(seconds[at])))
     return found
 
 
-def _level_seconds(draft: Draft | None, tree: Growth, drafting: Array) -> Array:
-    if draft is None:
-        return np.zeros(len(tree.tokens))
-    if draft.per == "step":
-        return np.where(np.arange(len(tree.tokens)) > 0, drafting[0], 0.0)
-    widths = np.array(tree.expanded)
-    return np.asarray(np.where(widths > 0, drafting[np.maximum(widths, 1) - 1], 0.0).sum(1))
+def _draft_seconds(drafter: DrafterCost | None, trees: BestTrees, pass_seconds: Array) -> Array:
+    """Seconds of drafting each of the trees."""
+    if drafter is None:
+        return np.zeros(len(trees.tokens))
+    if drafter.per == "step":
+        return np.where(np.arange(len(trees.tokens)) > 0, pass_seconds[0], 0.0)
+    widths = np.array(trees.nodes_expanded)
+    return np.asarray(np.where(widths > 0, pass_seconds[np.maximum(widths, 1) - 1], 0.0).sum(1))
 
 
-def _spent(method: Method, draft: Draft | None, nodes: int, depth: int, drafting: Cost) -> tuple[float, float]:
-    """Bytes and OPs of drafting one step at the chosen shape."""
-    if draft is None or nodes == 1:
+def _draft_bytes_and_ops(
+    profile: MethodProfile, drafter: DrafterCost | None, nodes: int, depth: int, costs: CostBreakdown
+) -> tuple[float, float]:
+    """Bytes and OPs of drafting a tree of that size."""
+    if drafter is None or nodes == 1:
         return 0.0, 0.0
-    widths = growth(method.acceptance, nodes, depth).expanded[-1]
-    if draft.per == "step":
+    widths = cached_best_trees(profile.acceptance, nodes, depth).nodes_expanded[-1]
+    if drafter.per == "step":
         widths = (1,)
-    return tuple(sum(_at(v, w) for w in widths if w) for v in (drafting.bytes, drafting.ops))  # type: ignore[return-value]
+    return sum(_at(costs.bytes, w) for w in widths if w), sum(_at(costs.ops, w) for w in widths if w)

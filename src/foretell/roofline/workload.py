@@ -1,6 +1,4 @@
-"""What is asked: stage, batch, lengths, formats, fusion, devices; and the passes over the network that answering it
-takes.
-"""
+"""Workloads (stage, batch, lengths, number formats, devices) and the forward passes that each consists of."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -8,9 +6,16 @@ from typing import Literal
 import numpy as np
 
 from foretell.roofline.attention import Fusion
-from foretell.roofline.formats import SIXTEEN, Format
-from foretell.roofline.linear_cost import Array, Extents, Number, distinct_experts, pairs_attended, span_read
-from foretell.roofline.op_graph import Block, Network
+from foretell.roofline.formats import HALF_PRECISION, NumberFormat
+from foretell.roofline.linear_cost import (
+    Array,
+    Extents,
+    Number,
+    attention_pairs,
+    expected_active_experts,
+    kv_positions_read,
+)
+from foretell.roofline.op_graph import LayerGroup, OpGraph
 
 Stage = Literal["prefill", "decode", "verify", "chunked", "chat"]
 STAGES: tuple[Stage, ...] = ("prefill", "decode", "verify", "chunked", "chat")
@@ -23,17 +28,25 @@ LIMITS = {
     "generate": 1 << 17,
     "devices": 1024,
 }
+"""Largest accepted value of each size; far beyond what is in use, so that typing errors are refused."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One question. Lengths are tokens per sequence.
+class Workload:
+    """What is to be predicted. Lengths are in tokens per sequence.
 
-    stage: prefill of `context` tokens; decode of one token after `context` cached ones; verify a chain or tree of
-    `tokens` (the token already decided included) after `context`; chunked prefill of one prompt of `context` in pieces
-    of `chunk` while `batch` - 1 other sequences decode; chat: prefill of `context`, then `generate` decodes. square:
-    count causal attention as the full square, as the paper does. devices: how many share the layers (tensor
-    parallelism).
+    Stages:
+        prefill: a prompt of `context` tokens.
+        decode: one token after `context` cached ones.
+        verify: a chain or tree of `tokens` (its root, the last accepted token, included) after `context` cached ones.
+        chunked: prefill of one prompt of `context` in chunks of `chunk`, while `batch` - 1 other sequences decode.
+        chat: prefill of `context`, then `generate` decode passes.
+
+    weights, activations, kv: number formats. devices: degree of tensor parallelism. square: count causal attention as
+    the full square, as the paper does.
+
+    Raises:
+        ValueError: an unknown stage or fusion, or a size outside its limits.
     """
 
     stage: Stage = "decode"
@@ -42,9 +55,9 @@ class Setting:
     tokens: int = 8
     chunk: int = 512
     generate: int = 256
-    weights: Format = SIXTEEN
-    activations: Format = SIXTEEN
-    kv: Format = SIXTEEN
+    weights: NumberFormat = HALF_PRECISION
+    activations: NumberFormat = HALF_PRECISION
+    kv: NumberFormat = HALF_PRECISION
     fusion: Fusion = "flash"
     devices: int = 1
     square: bool = False
@@ -61,30 +74,31 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Group:
-    """`batch` sequences that each read `tokens` new ones after `past` cached ones."""
+class SequenceGroup:
+    """`batch` sequences with `tokens` new tokens each, after `cached` positions in the KV cache."""
 
     batch: Number
     tokens: Number
-    past: Number
+    cached: Number
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Passes of one kind, along the last axis of the arrays [settings, passes]; `weight` says how often each counts.
+    """Passes of one kind, along the last axis of arrays [workloads, passes].
 
-    prompt: keys and values of latent attention are expanded, as prompts are processed.
+    sequences: what is in the batch. repeats: how many times each pass is counted (0: it is padding of the array).
+    is_prefill: latent attention expands keys and values.
     """
 
-    groups: tuple[Group, ...]
-    outputs: Number
-    weight: Number
-    prompt: bool
+    sequences: tuple[SequenceGroup, ...]
+    logit_rows: Number
+    repeats: Number
+    is_prefill: bool
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The numbers of a setting that shape its passes, as arrays [settings]."""
+class WorkloadSizes:
+    """The sizes of workloads that determine their passes, as arrays [workloads]."""
 
     batch: Array
     context: Array
@@ -93,59 +107,56 @@ class Sizes:
     generate: Array
 
 
-def sizes(setting: Setting) -> Sizes:
-    """The sizes of one setting, as arrays of one element."""
-    return Sizes(*(np.array([float(getattr(setting, f.name))]) for f in fields(Sizes)))
+def workload_sizes(workload: Workload) -> WorkloadSizes:
+    """The sizes of one workload, as arrays of one element."""
+    return WorkloadSizes(*(np.array([float(getattr(workload, f.name))]) for f in fields(WorkloadSizes)))
 
 
-def phases(stage: Stage, given: Sizes) -> tuple[Phase, ...]:
-    """The passes a stage is made of, for arrays of settings."""
-    b, s, n = given.batch[:, None], given.context[:, None], given.tokens[:, None]
+def phases(stage: Stage, sizes: WorkloadSizes) -> tuple[Phase, ...]:
+    """The passes of a stage, for arrays of workloads."""
+    batch, context, tokens = sizes.batch[:, None], sizes.context[:, None], sizes.tokens[:, None]
+    prefill = Phase((SequenceGroup(batch, context, 0.0 * context),), batch, 1.0, True)
     if stage == "prefill":
-        return (Phase((Group(b, s, 0.0 * s),), b, 1.0, True),)
+        return (prefill,)
     if stage == "decode":
-        return (Phase((Group(b, 1.0, s),), b, 1.0, False),)
+        return (Phase((SequenceGroup(batch, 1.0, context),), batch, 1.0, False),)
     if stage == "verify":
-        return (Phase((Group(b, n, s),), b * n, 1.0, False),)
+        return (Phase((SequenceGroup(batch, tokens, context),), batch * tokens, 1.0, False),)
     if stage == "chat":
-        step = np.arange(float(given.generate.max()))[None, :]
-        counted = (step < given.generate[:, None]).astype(np.float64)
-        return (Phase((Group(b, s, 0.0 * s),), b, 1.0, True), Phase((Group(b, 1.0, s + step),), b, counted, False))
-    size = given.chunk[:, None]
-    start = np.arange(np.ceil((given.context / given.chunk).max()))[None, :] * size
-    taken = np.clip(s - start, 0, size)
-    riders = Group(b - 1, 1.0, s)
-    last = (start + taken >= s).astype(np.float64)
-    return (
-        Phase((Group(1.0, taken, np.minimum(start, s)), riders), b - 1 + last, (taken > 0).astype(np.float64), True),
-    )
+        step = np.arange(float(sizes.generate.max()))[None, :]
+        repeats = (step < sizes.generate[:, None]).astype(np.float64)
+        return (prefill, Phase((SequenceGroup(batch, 1.0, context + step),), batch, repeats, False))
+    chunk = sizes.chunk[:, None]
+    start = np.arange(np.ceil((sizes.context / sizes.chunk).max()))[None, :] * chunk
+    new = np.clip(context - start, 0, chunk)
+    is_last = (start + new >= context).astype(np.float64)
+    prompt, decoding = SequenceGroup(1.0, new, np.minimum(start, context)), SequenceGroup(batch - 1, 1.0, context)
+    return (Phase((prompt, decoding), batch - 1 + is_last, (new > 0).astype(np.float64), True),)
 
 
-def extents(network: Network, block: Block, phase: Phase) -> Extents:
-    """Sizes of the passes of a phase as the layers of one block see them."""
+def phase_extents(graph: OpGraph, group: LayerGroup, phase: Phase) -> Extents:
+    """Sizes of the passes of a phase, as the layers of one group see them."""
     rows: Number = 0.0
     pairs: Number = 0.0
-    span: Number = 0.0
-    for g in phase.groups:
+    positions: Number = 0.0
+    for g in phase.sequences:
         rows = rows + g.batch * g.tokens
-        seen, read = (
-            pairs_attended(g.tokens, g.past, block.window, network.square),
-            span_read(g.tokens, g.past, block.window),
-        )
-        if network.skip_new:
-            seen, read = (
-                np.where(np.asarray(g.past) > 0, g.tokens * g.past, seen),
-                np.where(np.asarray(g.past) > 0, g.past, read),
-            )
-        pairs = pairs + g.batch * seen
-        span = span + g.batch * read
-    return Extents(rows, pairs, span, distinct_experts(network.experts, network.active, rows), phase.outputs)
+        attended = attention_pairs(g.tokens, g.cached, group.window, graph.square)
+        read = kv_positions_read(g.tokens, g.cached, group.window)
+        if graph.skip_new_tokens:
+            is_decode = np.asarray(g.cached) > 0
+            attended = np.where(is_decode, g.tokens * g.cached, attended)
+            read = np.where(is_decode, g.cached, read)
+        pairs = pairs + g.batch * attended
+        positions = positions + g.batch * read
+    active_experts = expected_active_experts(graph.expert_count, graph.experts_per_token, rows)
+    return Extents(rows, pairs, positions, active_experts, phase.logit_rows)
 
 
-def cached(block: Block, phase: Phase) -> Number:
-    """Positions whose keys and values are kept after each pass, over all sequences."""
+def cached_positions(group: LayerGroup, phase: Phase) -> Number:
+    """Positions in the KV cache of a layer after each pass, over all sequences."""
     total: Number = 0.0
-    for g in phase.groups:
-        kept = g.past + g.tokens
-        total = total + g.batch * (np.minimum(kept, block.window) if block.window else kept)
+    for g in phase.sequences:
+        kept = g.cached + g.tokens
+        total = total + g.batch * (np.minimum(kept, group.window) if group.window else kept)
     return total

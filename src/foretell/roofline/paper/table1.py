@@ -1,33 +1,29 @@
-"""Table 1 of the survey: one layer of Llama-2-7b on an A6000, 2048 tokens, batch 1, 16 bits; twelve operations in two
-stages.
-"""
+"""Table 1 of the survey: twelve operations of a Llama-2-7b layer, two stages, on an A6000 (2048 tokens, 16 bits)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foretell.roofline.attention import Fusion
-from foretell.roofline.cost import Line, lines, rates, value
-from foretell.roofline.graph_builder import network
-from foretell.roofline.hardware import devices
-from foretell.roofline.model_configs import find
-from foretell.roofline.paper.accounting import paper_network
-from foretell.roofline.workload import Setting, Stage, phases, sizes
+from foretell.roofline.cost import OpCost, device_rates, op_costs, scalar
+from foretell.roofline.graph_builder import build_graph
+from foretell.roofline.hardware import known_hardware
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.paper.accounting import paper_graph
+from foretell.roofline.workload import Stage, Workload, phases, workload_sizes
 
-NAMES: Mapping[str, str] = {
+OP_OF_ROW: Mapping[str, str] = {
     "q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj", "gate_proj": "gate_proj",
     "up_proj": "up_proj", "down_proj": "down_proj", "qk_matmul": "qk_matmul", "sv_matmul": "sv_matmul",
     "softmax": "softmax",
     "norm": "attn_norm", "add": "attn_add",
 }  # fmt: skip
-"""Row of the table to our operation."""
+"""Operation of our graph by row of the table."""
 CONTEXT, MODEL, DEVICE = 2048, "llama-2-7b", "a6000"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row as the paper counts it, and OPs and bytes as we count them (causal, all operands, the new token
-    included).
-    """
+class Table1Row:
+    """A row in the paper's accounting; exact_ops, exact_bytes: ours (causal, all operands, the new token included)."""
 
     stage: str
     name: str
@@ -40,26 +36,26 @@ class Row:
     exact_bytes: float
 
 
-def table1() -> tuple[Row, ...]:
+def table1() -> tuple[Table1Row, ...]:
     """The 24 rows, prefill before decode."""
-    _, config = find(MODEL)
-    device = devices()[DEVICE]
-    rows: list[Row] = []
+    _, config = find_model(MODEL)
+    device = known_hardware()[DEVICE]
+    rows: list[Table1Row] = []
     unfused: Fusion = "none"
     stages: tuple[Stage, ...] = ("prefill", "decode")
     for stage in stages:
-        setting = Setting(stage, context=CONTEXT, fusion=unfused)
-        (phase,) = phases(setting.stage, sizes(setting))
-        r = rates(setting, device)
-        theirs = {line.op.name: line for line in lines(paper_network(config), phase, r)}
-        ours = {line.op.name: line for line in lines(network(config, fusion=unfused), phase, r)}
-        rows.extend(_row(stage, name, theirs[op], ours[op]) for name, op in NAMES.items())
+        setting = Workload(stage, context=CONTEXT, fusion=unfused)
+        (phase,) = phases(setting.stage, workload_sizes(setting))
+        r = device_rates(setting, device)
+        theirs = {c.op.name: c for c in op_costs(paper_graph(config), phase, r)}
+        ours = {c.op.name: c for c in op_costs(build_graph(config, fusion=unfused), phase, r)}
+        rows.extend(_row(stage, name, theirs[op], ours[op]) for name, op in OP_OF_ROW.items())
     return tuple(rows)
 
 
-def _row(stage: str, name: str, theirs: Line, ours: Line) -> Row:
+def _row(stage: str, name: str, theirs: OpCost, ours: OpCost) -> Table1Row:
     c = theirs.cost
-    return Row(
-        stage, name, value(c.ops), value(c.bytes), theirs.intensity, theirs.attainable, theirs.bound,
-        value(ours.cost.ops), value(ours.cost.bytes),
+    return Table1Row(
+        stage, name, scalar(c.ops), scalar(c.bytes), theirs.intensity, theirs.attainable, theirs.bound,
+        scalar(ours.cost.ops), scalar(ours.cost.bytes),
     )  # fmt: skip
