@@ -37,7 +37,7 @@ def by_dynamic_programming(ranks: tuple[float, ...], decay: float, nodes: int, d
     return tree(0, nodes)
 
 
-def test_a_chain_is_a_path_tree() -> None:
+def test_a_chain_is_a_tree_without_branches() -> None:
     for alpha in (0.0, 0.3, 0.8, 1.0):
         for drafted in (1, 4, 9):
             path = tree_tokens(range(-1, drafted), [0] * (drafted + 1), AcceptanceByRank((alpha,), ""))
@@ -90,6 +90,6 @@ def test_published_tokens_are_fitted_exactly() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0.8, 0.3), (0.1, 0.2), (-0.1,), ()])
-def test_impossible_profiles_are_refused(ranks: tuple[float, ...]) -> None:
+def test_invalid_acceptance_is_rejected(ranks: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="acceptance by rank"):
         AcceptanceByRank(ranks, "")

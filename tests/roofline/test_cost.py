@@ -1,4 +1,4 @@
-"""Costs against an independent closed form, and the laws they must obey."""
+"""Costs against an independent closed form, and relations that must hold between them."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_totals_equal_the_closed_form(name: str, n: int, b: int, s: int) -> None
     assert scalar(found.bytes) == pytest.approx(moved, rel=1e-12)
 
 
-def test_pairs_and_spans_equal_enumeration() -> None:
+def test_attention_pairs_and_positions_equal_enumeration() -> None:
     for tokens in (1, 2, 5, 9):
         for past in (0, 1, 4, 20):
             for window in (0, 1, 3, 8):
@@ -61,9 +61,9 @@ def test_pairs_and_spans_equal_enumeration() -> None:
 
 def test_verifying_one_token_is_decoding() -> None:
     for name in ("llama-3-8b", "mixtral-8x7b", "gemma-3-4b", "deepseek-v3", "opt-6.7b"):
-        asked = Workload("verify", 4, 2000, 1)
-        decode = predict_seconds(model(name), HARDWARE["h100-sxm"], replace(asked, stage="decode"))
-        assert predict_seconds(model(name), HARDWARE["h100-sxm"], asked) == decode
+        workload = Workload("verify", 4, 2000, 1)
+        decode = predict_seconds(model(name), HARDWARE["h100-sxm"], replace(workload, stage="decode"))
+        assert predict_seconds(model(name), HARDWARE["h100-sxm"], workload) == decode
 
 
 def test_time_never_falls_with_more_work() -> None:
@@ -74,8 +74,8 @@ def test_time_never_falls_with_more_work() -> None:
             [replace(b, batch=n) for n in (1, 3, 40)],
             [replace(b, context=n) for n in (0, 10, 5000)],
         )
-        for settings in (wider, fuller, longer):
-            times = [predict_seconds(model(name), a100, setting) for setting in settings]
+        for workloads in (wider, fuller, longer):
+            times = [predict_seconds(model(name), a100, workload) for workload in workloads]
             assert times == sorted(times)
 
 
@@ -84,11 +84,11 @@ VERIFICATION = {
     ("llama-3-8b", "a100-80g"): ((1.00, 1.00, 1.02, 1.04), (1.01, 1.05, 3.11, 6.16), (1.02, 2.50, 8.92, 17.6)),
     ("mixtral-8x7b", "h100-sxm"): ((1.66, 3.29, 3.65, 3.67), (1.01, 1.02, 1.09, 1.19), (1.01, 1.06, 1.87, 3.66)),
 }
-"""T(n) / T(1) at 1k context for n = 2, 8, 32, 64 and batch 1, 16, 64, from a derivation made apart from this code."""
+"""T(n) / T(1) at 1k context for n = 2, 8, 32, 64 and batch 1, 16, 64, from an independent derivation."""
 
 
 @pytest.mark.parametrize("pair", VERIFICATION)
-def test_the_price_of_verification(pair: tuple[str, str]) -> None:
+def test_the_cost_of_verification(pair: tuple[str, str]) -> None:
     name, device = pair
     for batch, row in zip((1, 16, 64), VERIFICATION[pair], strict=True):
         one = predict_seconds(model(name), HARDWARE[device], Workload("verify", batch, 1024, 1, fusion="full"))
@@ -99,7 +99,7 @@ def test_the_price_of_verification(pair: tuple[str, str]) -> None:
             assert found == pytest.approx(expected, rel=0.04), (batch, n)
 
 
-def test_mixtral_has_its_parameters_and_touches_its_experts() -> None:
+def test_mixtral_has_its_parameters_and_activates_its_experts() -> None:
     mixtral = model("mixtral-8x7b")
     assert mixtral.graph("flash", False).parameters == pytest.approx(46.70e9, rel=1e-3)
     table = {1: 2, 2: 3.5, 4: 5.47, 8: 7.2, 16: 7.92, 32: 8.0}
@@ -114,9 +114,11 @@ def test_an_expert_count_of_one_is_a_dense_feed_forward() -> None:
     assert sparse.experts is not None
     one = replace(sparse.experts, count=1, active=1)
     for b, n in ((1, 1), (8, 16)):
-        asked = Workload("verify", b, 300, n)
-        mix = analyse(AnalyzedModel("one", replace(sparse, experts=one)), HARDWARE["a100-80g"], asked)
-        plain = analyse(AnalyzedModel("dense", replace(dense, window=0, window_layers=())), HARDWARE["a100-80g"], asked)
+        workload = Workload("verify", b, 300, n)
+        mix = analyse(AnalyzedModel("one", replace(sparse, experts=one)), HARDWARE["a100-80g"], workload)
+        plain = analyse(
+            AnalyzedModel("dense", replace(dense, window=0, window_layers=())), HARDWARE["a100-80g"], workload
+        )
         extra = sum(
             scalar(line.cost.ops) * line.count for line in mix.op_costs if line.op.name in ("router", "combine")
         )
@@ -144,7 +146,7 @@ def test_formats_set_bytes_and_peaks() -> None:
     assert parse_format("2g32z").bytes == 0.375 and parse_format("4g128").bytes == (4 + 16 / 128) / 8
 
 
-def test_tensor_parallelism_divides_work_and_pays_for_talk() -> None:
+def test_tensor_parallelism_divides_work_and_adds_communication() -> None:
     one, four = (
         analyse(model("llama-3-70b"), HARDWARE["h100-sxm"], Workload("prefill", 1, 4096, devices=t)) for t in (1, 4)
     )
@@ -175,18 +177,18 @@ def test_one_chunk_is_a_prefill_and_small_chunks_read_the_cache_again() -> None:
     assert scalar(cut.total.ops) - scalar(whole.total.ops) == 0
 
 
-def test_what_fits_really_fits_and_one_more_does_not() -> None:
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     m, h = model("llama-2-13b"), HARDWARE["a6000"]
-    for setting in (Workload(context=1024), Workload("prefill", 1, 512), Workload("chat", 2, 100)):
-        found = analyse(m, h, setting)
+    for workload in (Workload(context=1024), Workload("prefill", 1, 512), Workload("chat", 2, 100)):
+        found = analyse(m, h, workload)
         assert found.largest_batch and found.longest_context
-        assert analyse(m, h, replace(setting, batch=found.largest_batch)).fits
-        assert not analyse(m, h, replace(setting, batch=found.largest_batch + 1)).fits
+        assert analyse(m, h, replace(workload, batch=found.largest_batch)).fits
+        assert not analyse(m, h, replace(workload, batch=found.largest_batch + 1)).fits
 
 
 def test_peak_activation_is_a_lifetime_peak() -> None:
-    held = analyse(model("llama-2-7b"), HARDWARE["a6000"], Workload("prefill", 1, 2048)).memory.activations
+    activations = analyse(model("llama-2-7b"), HARDWARE["a6000"], Workload("prefill", 1, 2048)).memory.activations
     c = model("llama-2-7b").config
     # Residual stream, the normed input, gate and up, before the product: nothing else is alive in a gated feed-forward.
-    assert scalar(held) == 2 * 2048 * (c.hidden + 3 * c.ffn)
-    assert np.isscalar(scalar(held))
+    assert scalar(activations) == 2 * 2048 * (c.hidden + 3 * c.ffn)
+    assert np.isscalar(scalar(activations))

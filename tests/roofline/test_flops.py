@@ -26,10 +26,10 @@ def multiplied(op: Op) -> LinearCost:
     return op.work
 
 
-def ours(name: str, setting: Workload) -> float:
+def ours(name: str, workload: Workload) -> float:
     _, config = find_model(name)
     model = AnalyzedModel(name, replace(config, layers=LAYERS, window=0, window_layers=()))
-    ((network, phase),) = phase_graphs(model, setting)
+    ((network, phase),) = phase_graphs(model, workload)
     return sum(
         block.count * scalar(multiplied(op).evaluate(phase_extents(network, block, phase)))
         for block in network.groups
@@ -61,9 +61,9 @@ def test_operations_equal_the_flop_counter(name: str) -> None:
     for batch, past, tokens in ((1, 0, 33), (2, 40, 1), (2, 40, 5)):
         stage = "verify" if past else "prefill"
         context = past or tokens
-        setting = Workload(stage, batch, context, tokens, fusion="none", square=True)  # type: ignore[arg-type]
+        workload = Workload(stage, batch, context, tokens, fusion="none", square=True)  # type: ignore[arg-type]
         expected = counted(module, batch, past, tokens)
-        found = ours(name, setting)
+        found = ours(name, workload)
         if not past:
             # The module makes logits for every prompt token, a prefill needs those of the last one.
             _, config = find_model(name)
@@ -79,8 +79,8 @@ def test_parameters_equal_the_reference() -> None:
 
 
 def test_fused_attention_counts_the_same_products() -> None:
-    setting = Workload("verify", 3, 100, 7)
-    plain, fused = (replace(setting, fusion=f) for f in ("none", "flash"))
+    workload = Workload("verify", 3, 100, 7)
+    plain, fused = (replace(workload, fusion=f) for f in ("none", "flash"))
     assert ours("llama-2-7b", fused) - ours("llama-2-7b", plain) == SOFTMAX_OPS * 32 * LAYERS * 3 * (7 * 100 + 28)
 
 

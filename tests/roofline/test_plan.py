@@ -26,14 +26,14 @@ LLAMA = AnalyzedModel(*find_model("llama-2-7b"))
 LOOKUP = method_profiles()["ngram"]
 
 
-def test_nothing_accepted_means_do_not_speculate() -> None:
+def test_zero_acceptance_advises_against_speculation() -> None:
     never = {n: with_acceptance(m, geometric_acceptance(0.0, "given"), "given") for n, m in method_profiles().items()}
-    answer = rank_methods(LLAMA, A100, Workload(), never)
-    assert all(g.nodes == 1 and g.speedup == 1 for g in answer.estimates)
-    assert answer.advice.startswith("Do not speculate")
+    result = rank_methods(LLAMA, A100, Workload(), never)
+    assert all(g.nodes == 1 and g.speedup == 1 for g in result.estimates)
+    assert result.advice.startswith("Do not speculate")
 
 
-def test_everything_accepted_for_nothing_gains_every_token() -> None:
+def test_free_drafts_that_are_always_accepted_gain_every_token() -> None:
     always = with_acceptance(LOOKUP, geometric_acceptance(1.0, "given", chain=True), "given")
     gain = estimate_method(always, None, LLAMA, A100, Workload(), 9)
     assert gain.nodes == 9 and gain.tokens_per_pass == 9
@@ -42,28 +42,28 @@ def test_everything_accepted_for_nothing_gains_every_token() -> None:
     )
 
 
-def test_gains_are_bounded_by_tokens_and_agree_with_break_even() -> None:
-    for setting in (Workload(), Workload(batch=32, context=8192), Workload(batch=256, context=64)):
-        answer = rank_methods(LLAMA, A100, setting)
-        for g in answer.estimates:
+def test_speedups_are_bounded_by_tokens_and_agree_with_break_even() -> None:
+    for workload in (Workload(), Workload(batch=32, context=8192), Workload(batch=256, context=64)):
+        result = rank_methods(LLAMA, A100, workload)
+        for g in result.estimates:
             assert 1 <= g.speedup <= g.tokens_per_pass + 1e-9
             assert (g.tokens_per_pass >= g.break_even_tokens - 1e-9) and (g.nodes > 1) == (g.speedup > 1)
-            assert g.goodput == pytest.approx(g.speedup * setting.batch / g.plain_seconds)
+            assert g.goodput == pytest.approx(g.speedup * workload.batch / g.plain_seconds)
 
 
-def test_the_best_chain_of_the_derivation() -> None:
+def test_the_best_chain_of_an_independent_derivation() -> None:
     """Acceptance .8, a draft that costs 5 % of the target: about 3.08 times at batch 1 and 2.23 at 64 (derived
     apart).
     """
     chain = with_acceptance(LOOKUP, geometric_acceptance(0.8, "given", chain=True), "given")
     for batch, context, expected in ((1, 1024, 3.08), (64, 1024, 2.23), (64, 16384, 2.96)):
-        tokens, asked = np.arange(1.0, 20), Workload("verify", batch, context, fusion="full")
-        plain = predict_seconds(LLAMA, A100, replace(asked, tokens=1))
+        tokens, workload = np.arange(1.0, 20), Workload("verify", batch, context, fusion="full")
+        plain = predict_seconds(LLAMA, A100, replace(workload, tokens=1))
         gains = [
             (1 - 0.8**n)
             / 0.2
             * plain
-            / (predict_seconds(LLAMA, A100, replace(asked, tokens=int(n))) + 0.05 * plain * (n - 1))
+            / (predict_seconds(LLAMA, A100, replace(workload, tokens=int(n))) + 0.05 * plain * (n - 1))
             for n in tokens
         ]
         assert max(gains) == pytest.approx(expected, rel=0.02)
@@ -71,7 +71,7 @@ def test_the_best_chain_of_the_derivation() -> None:
         assert free.speedup > max(gains)
 
 
-def test_a_mixture_pays_between_two_batches_and_a_dense_model_up_to_one() -> None:
+def test_profitable_batches_of_a_mixture_and_of_a_dense_model() -> None:
     rest = method_profiles()["rest"]
     mixture = profitable_batches(
         rest, None, AnalyzedModel(*find_model("mixtral-8x7b")), HARDWARE["h100-sxm"], Workload()
@@ -85,7 +85,7 @@ def test_a_mixture_pays_between_two_batches_and_a_dense_model_up_to_one() -> Non
     assert at > 1 and beyond == 1
 
 
-def test_drafts_cost_what_they_are() -> None:
+def test_parameters_added_by_drafters() -> None:
     quarter, half = drafter_cost("layers", LLAMA), drafter_cost("nested", LLAMA, share=0.5)
     assert quarter and half and quarter.added_parameters == half.added_parameters == 0
     assert quarter.graph.layers == 8
@@ -99,7 +99,7 @@ def test_drafts_cost_what_they_are() -> None:
         drafter_cost("model", LLAMA, AnalyzedModel(*find_model("qwen3-0.6b")))
 
 
-def test_cheaper_passes() -> None:
+def test_model_variants() -> None:
     one, many = (model_variants(LLAMA, A100, Workload(batch=b), 0.5, 0.1) for b in (1, 64))
     first, later = ({c.name: c.speedup for c in found} for found in (one, many))
     assert 1.9 < first["skip-layers"] < 2.01 and first["early-exit"] < first["skip-layers"]
@@ -110,22 +110,22 @@ def test_cheaper_passes() -> None:
         model_variants(LLAMA, A100, Workload(), density=0)
 
 
-def test_offload_streams_or_computes_beside_the_memory() -> None:
+def test_offload_streams_or_computes_on_the_host() -> None:
     a6000, big = HARDWARE["a6000"], AnalyzedModel(*find_model("llama-2-70b"))
-    answer = analyse(big, a6000, Workload())
-    none = apply_offload(answer, Offload(memory_tier("ddr"), 0.0), HARDWARE)
-    assert none.seconds == pytest.approx(answer.seconds) and none.fetched == 0
+    result = analyse(big, a6000, Workload())
+    none = apply_offload(result, Offload(memory_tier("ddr"), 0.0), HARDWARE)
+    assert none.seconds == pytest.approx(result.seconds) and none.fetched == 0
     streamed, beside = (
-        apply_offload(answer, Offload(memory_tier("ddr"), 1.0, compute=c), HARDWARE) for c in ("device", "host")
+        apply_offload(result, Offload(memory_tier("ddr"), 1.0, compute=c), HARDWARE) for c in ("device", "host")
     )
-    assert streamed.seconds == pytest.approx(scalar(answer.total.weights) / 32e9, rel=0.01) and streamed.bound == "link"
-    assert beside.seconds == pytest.approx(scalar(answer.total.weights) / 89.6e9, rel=0.02) and beside.bound == "host"
+    assert streamed.seconds == pytest.approx(scalar(result.total.weights) / 32e9, rel=0.01) and streamed.bound == "link"
+    assert beside.seconds == pytest.approx(scalar(result.total.weights) / 89.6e9, rel=0.02) and beside.bound == "host"
     many = analyse(big, a6000, Workload(batch=512, context=64))
     wide = apply_offload(many, Offload(memory_tier("ddr"), 1.0), HARDWARE).seconds
     assert wide < apply_offload(many, Offload(memory_tier("ddr"), 1.0, compute="host"), HARDWARE).seconds
 
 
-def test_a_sweep_is_its_settings_one_by_one() -> None:
+def test_a_sweep_equals_its_workloads_one_by_one() -> None:
     mixtral, h100 = AnalyzedModel(*find_model("mixtral-8x7b")), HARDWARE["h100-sxm"]
     axes = dict(
         parse_axis(a)
@@ -139,7 +139,7 @@ def test_a_sweep_is_its_settings_one_by_one() -> None:
         found = sweep(mixtral, h100, base, axes)
         for at, (b, w, bandwidth, s, t) in enumerate(found.points()):
             one = replace(base, batch=int(b), context=int(s), weights=parse_format(str(w)), devices=int(t))
-            answer = analyse(mixtral, replace(h100, bandwidth=float(bandwidth) * 1e9), one)
-            assert found.seconds[at] == pytest.approx(answer.seconds, rel=1e-12)
-            assert found.memory[at] == pytest.approx(scalar(answer.memory.total), rel=1e-12)
-            assert found.bytes[at] == pytest.approx(scalar(answer.total.bytes), rel=1e-12)
+            result = analyse(mixtral, replace(h100, bandwidth=float(bandwidth) * 1e9), one)
+            assert found.seconds[at] == pytest.approx(result.seconds, rel=1e-12)
+            assert found.memory[at] == pytest.approx(scalar(result.memory.total), rel=1e-12)
+            assert found.bytes[at] == pytest.approx(scalar(result.total.bytes), rel=1e-12)

@@ -132,9 +132,9 @@ def analyze(
     activations: Bits = "16",
     kv: Bits = "16",
     fusion: FusionName = "flash",
-    number: Devices = 1,
+    devices: Devices = 1,
     square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
-    over: Axes = None,
+    axes: Axes = None,
     offload: Annotated[
         str | None, typer.Option(help="Parts in memory outside the device, as weights=1,kv=0.5.")
     ] = None,
@@ -147,48 +147,31 @@ def analyze(
 ) -> None:
     """Predict the cost of every operation of a pass; totals, memory, and the largest sizes that fit."""
     check_output_options(as_json, as_csv)
-    on, target = (
-        cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity),
-        AnalyzedModel(*find_model(model)),
-    )
-    w, a, cache = parse_format(weights), parse_format(activations), parse_format(kv)
-    asked = Workload(
-        cli_inputs.parse_stage(stage),
-        batch,
-        context,
-        tokens,
-        chunk,
-        generate,
-        w,
-        a,
-        cache,
-        cli_inputs.parse_fusion(fusion),
-        number,
-        square,
-    )
-    if over:
-        found = sweep(target, on, asked, dict(parse_axis(o) for o in over))
-        print_records(
-            report.sweep_records(found, on.capacity), as_json, as_csv, f"{target.name} on {on.title}, {stage}"
-        )
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity)
+    target = AnalyzedModel(*find_model(model))
+    workload = Workload(
+        cli_inputs.parse_stage(stage), batch, context, tokens, chunk, generate, parse_format(weights),
+        parse_format(activations), parse_format(kv), cli_inputs.parse_fusion(fusion), devices, square,
+    )  # fmt: skip
+    if axes:
+        records = report.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
+        print_records(records, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
         return
-    answer = analyse(target, on, asked)
-    away = None
+    analysis, result = analyse(target, device, workload), None
     if offload is not None:
-        away = apply_offload(
-            answer,
-            Offload(memory_tier(tier_name), *cli_inputs.parse_offload(offload), compute),
-            known_hardware(hardware_file),
-        )
+        placement = Offload(memory_tier(tier_name), *cli_inputs.parse_offload(offload), compute)
+        result = apply_offload(analysis, placement, known_hardware(hardware_file))
     if as_json:
-        typer.echo(json.dumps(report.analysis_record(answer) | ({"offload": vars(away)} if away else {}), indent=1))
+        typer.echo(
+            json.dumps(report.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
+        )
     elif as_csv:
-        typer.echo(report.to_csv([report.op_record(line) for line in answer.op_costs]), nl=False)
+        typer.echo(report.to_csv([report.op_record(c) for c in analysis.op_costs]), nl=False)
     else:
         out = console()
-        operations = report.fit_width(report.operations_table(answer), out.width, report.OPERATIONS_OPTIONAL)
-        out.print(operations, "", report.totals_table(answer), *([report.offload_text(away)] if away else []))
-    exit_with_error(report.memory_warning(answer, away))
+        operations = report.fit_width(report.operations_table(analysis), out.width, report.OPERATIONS_OPTIONAL)
+        out.print(operations, "", report.totals_table(analysis), *([report.offload_text(result)] if result else []))
+    exit_with_error(report.memory_warning(analysis, result))
 
 
 @app.command("plan")
@@ -205,7 +188,7 @@ def plan_command(
     activations: Bits = "16",
     kv: Bits = "16",
     fusion: FusionName = "flash",
-    number: Devices = 1,
+    devices: Devices = 1,
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; repeatable.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     accept: Annotated[
@@ -226,49 +209,32 @@ def plan_command(
 ) -> None:
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
-    on, target = (
-        cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity),
-        AnalyzedModel(*find_model(model)),
-    )
-    other, chosen = (
-        AnalyzedModel(*find_model(draft)) if draft else None,
-        cli_inputs.select_methods(method, accept, acceptance),
-    )
-    w, a, cache = parse_format(weights), parse_format(activations), parse_format(kv)
-    asked = Workload(
-        "decode",
-        batch,
-        context,
-        weights=w,
-        activations=a,
-        kv=cache,
-        fusion=cli_inputs.parse_fusion(fusion),
-        devices=number,
-    )
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity)
+    target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
+    profiles = cli_inputs.select_methods(method, accept, acceptance)
+    workload = Workload(
+        "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
+        kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
+    )  # fmt: skip
     if curve:
-        print_records(
-            cli_inputs.speedup_curves(target, on, asked, chosen, other),
-            as_json,
-            as_csv,
-            f"{target.name} on {on.title}, context {context}: speed-up by batch",
-        )
+        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model)
+        title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
+        print_records(records, as_json, as_csv, title)
         return
-    answer, changes = (
-        rank_methods(target, on, asked, chosen, other, nodes),
-        model_variants(target, on, asked, share, density),
-    )
+    plan = rank_methods(target, device, workload, profiles, draft_model, nodes)
+    variants = model_variants(target, device, workload, share, density)
     if as_json:
-        typer.echo(json.dumps(report.plan_record(answer, changes), indent=1))
+        typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
     elif as_csv:
-        typer.echo(report.to_csv(report.plan_records(answer)), nl=False)
+        typer.echo(report.to_csv(report.plan_records(plan)), nl=False)
     else:
         out = console()
-        ranking = report.fit_width(report.plan_table(answer), out.width, report.PLAN_OPTIONAL)
-        cheaper = report.fit_width(report.variants_table(changes), out.width, ("OPs", "bytes"))
-        out.print(f"[bold]{answer.advice}[/]", "", ranking, "", cheaper)
-        for name, why in answer.unavailable.items():
-            typer.echo(f"unavailable: {name}: {why}")
-    exit_with_error(report.memory_warning(analyse(target, on, asked)))
+        ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
+        cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
+        out.print(f"[bold]{plan.advice}[/]", "", ranking, "", cheaper)
+        for name, reason in plan.unavailable.items():
+            typer.echo(f"unavailable: {name}: {reason}")
+    exit_with_error(report.memory_warning(analyse(target, device, workload)))
 
 
 @app.command("table1")

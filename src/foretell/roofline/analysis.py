@@ -138,12 +138,12 @@ def _largest_fitting(
         return None
 
     def fits(size: int) -> bool:
-        asked = replace(workload, batch=size) if name == "batch" else replace(workload, context=size)
-        if asked.stage == "chat":
-            asked = replace(asked, generate=1) if name == "context" else asked
-        elif asked.stage == "chunked":
+        resized = replace(workload, batch=size) if name == "batch" else replace(workload, context=size)
+        if resized.stage == "chat":
+            resized = replace(resized, generate=1) if name == "context" else resized
+        elif resized.stage == "chunked":
             # At most 64 chunks: more would not change the peak but take long to evaluate.
-            asked = replace(asked, chunk=max(asked.chunk, asked.context // 64))
-        return scalar(workload_memory(model, asked, rates).total) <= capacity
+            resized = replace(resized, chunk=max(resized.chunk, resized.context // 64))
+        return scalar(workload_memory(model, resized, rates).total) <= capacity
 
     return largest_fitting(name, fits)

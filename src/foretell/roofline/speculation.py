@@ -105,10 +105,10 @@ def _drafting_cost(drafter: DrafterCost | None, hardware: Hardware, workload: Wo
     """Cost of one drafter pass for each number of tokens per sequence in `widths`."""
     if drafter is None:
         return CostBreakdown(seconds=np.zeros_like(widths))
-    asked = replace(workload, weights=drafter.weights or workload.weights, kv=drafter.kv or workload.kv)
+    draft_workload = replace(workload, weights=drafter.weights or workload.weights, kv=drafter.kv or workload.kv)
     if drafter.per == "step":
         widths = widths[:1]
-    return verification_cost(drafter.graph, hardware, asked, widths)
+    return verification_cost(drafter.graph, hardware, draft_workload, widths)
 
 
 @lru_cache(maxsize=4096)

@@ -131,11 +131,11 @@ def sweep(model: AnalyzedModel, hardware: Hardware, workload: Workload, axes: Ma
         for name, index in zip(scalar_axes, combination, strict=True):
             mask &= grid[row[name]] == index
         values_chosen = {n: axes[n][i] for n, i in zip(scalar_axes, combination, strict=True)}
-        device, asked = _with_fixed_axes(hardware, workload, values_chosen)
-        check_devices(model, asked)
+        device, fixed = _with_fixed_axes(hardware, workload, values_chosen)
+        check_devices(model, fixed)
         selected = np.flatnonzero(mask)
         lengths = {n: np.asarray(axes[n], dtype=np.float64)[grid[row[n]][selected]] for n in LENGTH_AXES if n in axes}
-        for name, values in _evaluate(model, device, asked, lengths, len(selected)).items():
+        for name, values in _evaluate(model, device, fixed, lengths, len(selected)).items():
             results[name][selected] = values
     return SweepResult(axes, **results)
 

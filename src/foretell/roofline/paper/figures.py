@@ -50,11 +50,11 @@ def _roofline(name: str, bandwidth: float, peak: float, max_intensity: float) ->
 
 def figure5() -> Figure:
     """Roofline of the A6000 in 16 bits, with the operations of Table 1 on it."""
-    d = survey_gpu()
-    records = _roofline("16-bit", d.bandwidth, d.peaks["fp16"], 1400)
+    gpu = survey_gpu()
+    records = _roofline("16-bit", gpu.bandwidth, gpu.peaks["fp16"], 1400)
     stages: tuple[Stage, ...] = ("prefill", "decode")
     for stage in stages:
-        found = analyse(builtin_model(SMALL), d, Workload(stage, context=2048, fusion=UNFUSED))
+        found = analyse(builtin_model(SMALL), gpu, Workload(stage, context=2048, fusion=UNFUSED))
         records += [
             {"line": f"{stage} {line.op.name}", "intensity": line.intensity, "performance": line.attainable}
             for line in found.op_costs
@@ -66,9 +66,9 @@ def figure5() -> Figure:
 
 def figure6() -> Figure:
     """Rooflines of the A6000 per format."""
-    d = survey_gpu()
+    gpu = survey_gpu()
     names = {"fp16": "16-bit", "int8": "INT8", "int4": "INT4"}
-    records = [r for key, name in names.items() for r in _roofline(name, d.bandwidth, d.peaks[key], 1000)]
+    records = [r for key, name in names.items() for r in _roofline(name, gpu.bandwidth, gpu.peaks[key], 1000)]
     return Figure(
         6,
         "Roofline of the RTX A6000 by format",
@@ -86,7 +86,7 @@ def figure7() -> Figure:
         for batch, length in ((1, 1024), (1, 4096), (16, 1024)):
             base = 0.0
             for name, (w, a, kv) in settings.items():
-                asked = Workload(
+                workload = Workload(
                     stage,
                     batch,
                     length,
@@ -95,7 +95,7 @@ def figure7() -> Figure:
                     kv=parse_format(kv),
                     fusion=UNFUSED,
                 )
-                m = analyse(builtin_model(LARGE), survey_gpu(), asked).memory
+                m = analyse(builtin_model(LARGE), survey_gpu(), workload).memory
                 base = base or scalar(m.total)
                 parts = {"weights": scalar(m.weights), "cache": scalar(m.kv), "activations": scalar(m.activations)}
                 records.append(
@@ -181,15 +181,17 @@ def fusion_savings(plain: OpGraph, fused: OpGraph, workload: Workload, gpu: Hard
 
 def figure16() -> Figure:
     """Savings of FlashAttention: our count, and the paper's, which reads only one of keys and values."""
-    m, d = builtin_model(LARGE), survey_gpu()
+    m, gpu = builtin_model(LARGE), survey_gpu()
     stages: tuple[Stage, ...] = ("decode", "prefill")
     records: Records = []
     for stage in stages:
         for batch, length in ((1, 1000), (1, 10_000), (1, 100_000), (16, 1000), (64, 1000)):
-            asked = Workload(stage, batch, length)
-            ours = fusion_savings(m.graph("none", True), m.graph("flash", True), asked, d)
+            workload = Workload(stage, batch, length)
+            ours = fusion_savings(m.graph("none", True), m.graph("flash", True), workload, gpu)
             prompt = length if stage == "prefill" else 1
-            theirs = fusion_savings(paper_graph(m.config), paper_graph(m.config, flash=True, prompt=prompt), asked, d)
+            theirs = fusion_savings(
+                paper_graph(m.config), paper_graph(m.config, flash=True, prompt=prompt), workload, gpu
+            )
             records.append(
                 {"stage": stage, "batch": batch, "length": length, "traffic": ours[0], "time": ours[1],
                  "paper_traffic": theirs[0], "paper_time": theirs[1]}
@@ -204,11 +206,11 @@ def figure16() -> Figure:
 
 def figure18() -> Figure:
     """Rooflines with data in GPU memory, and in DDR computed on the GPU or on the CPU."""
-    d, ddr = survey_gpu(), memory_tier("ddr")
+    gpu, ddr = survey_gpu(), memory_tier("ddr")
     cpu = known_hardware()[ddr.compute or ""]
-    most = 2 * d.peaks["fp16"] / ddr.bandwidth
-    records = _roofline("GPU memory, GPU compute", d.bandwidth, d.peaks["fp16"], most)
-    records += _roofline("DDR, GPU compute", ddr.bandwidth, d.peaks["fp16"], most)
+    most = 2 * gpu.peaks["fp16"] / ddr.bandwidth
+    records = _roofline("GPU memory, GPU compute", gpu.bandwidth, gpu.peaks["fp16"], most)
+    records += _roofline("DDR, GPU compute", ddr.bandwidth, gpu.peaks["fp16"], most)
     records += _roofline("DDR, CPU compute", ddr.bandwidth, max(cpu.peaks.values()), most)
     note = (
         "As in the paper, DDR is read at its own 89.6 GB/s; a PCIe 4.0 × 16 link would limit it to 32 GB/s "
@@ -221,8 +223,8 @@ def figure19() -> Figure:
     """Throughput, latency and memory against batch in 8 bits."""
     eight = parse_format("8")
     lengths, batches = (256.0, 512.0, 1024.0, 2048.0), tuple(float(b) for b in range(1, 128))
-    asked = Workload(weights=eight, activations=eight, kv=eight, fusion=UNFUSED)
-    found = sweep(builtin_model(LARGE), survey_gpu(), asked, {"context": lengths, "batch": batches})
+    workload = Workload(weights=eight, activations=eight, kv=eight, fusion=UNFUSED)
+    found = sweep(builtin_model(LARGE), survey_gpu(), workload, {"context": lengths, "batch": batches})
     records = [
         {
             "context": int(float(s)),

@@ -44,18 +44,18 @@ def table1() -> tuple[Table1Row, ...]:
     unfused: Fusion = "none"
     stages: tuple[Stage, ...] = ("prefill", "decode")
     for stage in stages:
-        setting = Workload(stage, context=CONTEXT, fusion=unfused)
-        (phase,) = phases(setting.stage, workload_sizes(setting))
-        r = device_rates(setting, device)
-        theirs = {c.op.name: c for c in op_costs(paper_graph(config), phase, r)}
-        ours = {c.op.name: c for c in op_costs(build_graph(config, fusion=unfused), phase, r)}
-        rows.extend(_row(stage, name, theirs[op], ours[op]) for name, op in OP_OF_ROW.items())
+        workload = Workload(stage, context=CONTEXT, fusion=unfused)
+        (phase,) = phases(workload.stage, workload_sizes(workload))
+        rates = device_rates(workload, device)
+        paper_ops = {c.op.name: c for c in op_costs(paper_graph(config), phase, rates)}
+        own_ops = {c.op.name: c for c in op_costs(build_graph(config, fusion=unfused), phase, rates)}
+        rows.extend(_row(stage, name, paper_ops[op], own_ops[op]) for name, op in OP_OF_ROW.items())
     return tuple(rows)
 
 
-def _row(stage: str, name: str, theirs: OpCost, ours: OpCost) -> Table1Row:
-    c = theirs.cost
+def _row(stage: str, name: str, paper_ops: OpCost, own_ops: OpCost) -> Table1Row:
+    c = paper_ops.cost
     return Table1Row(
-        stage, name, scalar(c.ops), scalar(c.bytes), theirs.intensity, theirs.attainable, theirs.bound,
-        scalar(ours.cost.ops), scalar(ours.cost.bytes),
+        stage, name, scalar(c.ops), scalar(c.bytes), paper_ops.intensity, paper_ops.attainable, paper_ops.bound,
+        scalar(own_ops.cost.ops), scalar(own_ops.cost.bytes),
     )  # fmt: skip

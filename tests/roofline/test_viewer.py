@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads, obeys, agrees with the command line, and fits a laptop and a phone."""
+"""The page in a browser: it loads, agrees with the command line, and fits a laptop and a phone."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
-def shot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
+def screenshot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
     if SHOTS:
         browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
@@ -67,12 +67,12 @@ def text(browser: Any, selector: str) -> str:
     return str(browser.execute_script("return document.querySelector(arguments[0]).textContent", selector))
 
 
-def printed(*arguments: str) -> Any:
+def run_cli(*arguments: str) -> Any:
     result = CliRunner().invoke(app, [*arguments, "--json"])
     return json.loads(result.stdout)
 
 
-def opened(browser: Any, address: str, state: str = "") -> None:
+def open_page(browser: Any, address: str, state: str = "") -> None:
     browser.get("about:blank")
     browser.get(f"{address}#{state}")
     settle(browser)
@@ -104,14 +104,14 @@ def command(state: str) -> list[str]:
 
 @pytest.mark.parametrize("state", QUESTIONS)
 def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state: str) -> None:
-    opened(browser, address, state)
+    open_page(browser, address, state)
     found = browser.execute_script(
         "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, link: a.total[6], "
         "memory: a.memory,"
         "batch: a.largestBatch, context: a.longestContext, fits: a.fits, tokens: a.tokens,"
         "lines: Object.fromEntries(a.lines.map(l => [l.key, [l.cost[0], l.bytes, l.seconds, l.bound]]))}"
     )
-    expected = printed(*command(state))
+    expected = run_cli(*command(state))
     total, memory = expected["total"], expected["memory"]
     for key in ("seconds", "ops", "bytes", "link", "tokens"):
         assert found[key] == pytest.approx(total[key], rel=1e-9), key
@@ -140,9 +140,9 @@ def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state
     ],
 )
 def test_the_methods_agree_with_the_command_line(browser: Any, address: str, state: str) -> None:
-    opened(browser, address, state)
+    open_page(browser, address, state)
     found = {g["name"]: g for g in browser.execute_script("return Roofline.methods.plan(Roofline.state.now)")}
-    expected = printed("plan", *command(state)[1:])
+    expected = run_cli("plan", *command(state)[1:])
     assert {n for n, g in found.items() if "unavailable" in g} == set(expected["unavailable"])
     for row in expected["methods"][:-1]:
         mine = found[row["method"]]
@@ -153,8 +153,8 @@ def test_the_methods_agree_with_the_command_line(browser: Any, address: str, sta
     assert text(browser, ".advice") == f"Use {top['method']}: {top['speedup']:.2f}× predicted."
 
 
-def test_it_loads_draws_and_takes_clicks_and_keys(browser: Any, address: str) -> None:
-    opened(browser, address)
+def test_it_loads_draws_and_accepts_clicks_and_keys(browser: Any, address: str) -> None:
+    open_page(browser, address)
     assert not browser.get_log("browser")
     assert len(browser.find_elements("css selector", "#graph .op")) == 17
     browser.execute_script(
@@ -173,11 +173,11 @@ def test_it_loads_draws_and_takes_clicks_and_keys(browser: Any, address: str) ->
     assert text(browser, "#operation h2").startswith("o_proj")
     assert browser.execute_script("return document.activeElement.dataset.key") == "layer/o_proj"
     assert browser.find_elements("css selector", "#roof .dot.chosen")
-    shot(browser, "page")
+    screenshot(browser, "page")
 
 
 def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, address: str) -> None:
-    opened(browser, address)
+    open_page(browser, address)
     before = text(browser, "#headline")
     field = browser.find_element("css selector", "input[name=batch]:not([type=range])")
     field.clear()
@@ -191,7 +191,7 @@ def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, add
 
 
 def test_two_settings_side_by_side(browser: Any, address: str) -> None:
-    opened(browser, address, "model=llama-3-8b&hardware=a100-80g&op=layer%2Fgate_proj")
+    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&op=layer%2Fgate_proj")
     browser.find_element("id", "keep").click()
     browser.execute_script("Roofline.set({weights: '4g128', batch: 8})")
     settle(browser)
@@ -200,13 +200,13 @@ def test_two_settings_side_by_side(browser: Any, address: str) -> None:
         "css selector", "#roof .roofline.other"
     )
     link = browser.current_url
-    opened(browser, address, link.partition("#")[2])
+    open_page(browser, address, link.partition("#")[2])
     assert "as fast as the compared setting" in text(browser, "#headline")
-    shot(browser, "compare")
+    screenshot(browser, "compare")
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ("model=llama-3-9b", "no model called “llama-3-9b”"),
         ("hardware=a9000", "no hardware called “a9000”"),
@@ -217,14 +217,14 @@ def test_two_settings_side_by_side(browser: Any, address: str) -> None:
         ("model=llama-2-70b", "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(browser: Any, address: str, state: str, said: str) -> None:
-    opened(browser, address, state)
-    assert said in text(browser, "#alert")
+def test_errors_are_one_sentence(browser: Any, address: str, state: str, message: str) -> None:
+    open_page(browser, address, state)
+    assert message in text(browser, "#alert")
     assert not browser.get_log("browser")
 
 
 def test_downloads(browser: Any, address: str) -> None:
-    opened(browser, address, "model=llama-2-7b")
+    open_page(browser, address, "model=llama-2-7b")
     lines = browser.execute_script("return Roofline.table()").splitlines()
     assert lines[0].startswith("group,count,operation") and len(lines) == 18
     kind, size = browser.execute_async_script(
@@ -233,25 +233,25 @@ def test_downloads(browser: Any, address: str) -> None:
     assert kind == "image/png" and size > 20_000
 
 
-def test_it_fits_a_phone_and_dark_rooms(browser: Any, address: str) -> None:
+def test_it_fits_a_phone_and_dark_mode(browser: Any, address: str) -> None:
     for width in (390, 1024):
         browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
         )
-        opened(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
+        open_page(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    shot(browser, "phone", 390, 2600)
+    screenshot(browser, "phone", 390, 2600)
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     )
-    opened(
+    open_page(
         browser,
         address,
         "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8&activations=fp8",
     )
-    shot(browser, "dark", 1440, 1500)
+    screenshot(browser, "dark", 1440, 1500)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
