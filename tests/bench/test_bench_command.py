@@ -180,7 +180,8 @@ TOY = {
 def test_a_random_model_of_a_shape_is_timed_against_the_memory_bandwidth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretell.roofline.describe.built_in", lambda: {"toy": {"source": "owner/toy", **TOY}})
+    models = {"toy": {"source": "owner/toy", **TOY}}
+    monkeypatch.setattr("foretell.roofline.model_configs.builtin_models", lambda: models)
     out = tmp_path / "step.json"
     sizes = ["--tokens", "1,4", "--context", "16", "--repeats", "1", "--rows", "2", "--dtype", "float32"]
     result = bench("step", "--shape", "toy", *sizes, "--json", out)

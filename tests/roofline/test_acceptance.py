@@ -6,7 +6,14 @@ from functools import cache
 
 import pytest
 
-from foretell.roofline.acceptance import Acceptance, chain_tokens, fitted, grow, profile, tree_tokens
+from foretell.roofline.acceptance import (
+    AcceptanceByRank,
+    best_trees,
+    chain_tokens,
+    fit_acceptance,
+    geometric_acceptance,
+    tree_tokens,
+)
 
 RANKS = (0.6, 0.15, 0.07, 0.04)
 
@@ -30,18 +37,20 @@ def by_dynamic_programming(ranks: tuple[float, ...], decay: float, nodes: int, d
     return tree(0, nodes)
 
 
-def test_a_chain_is_a_path_tree() -> None:
+def test_a_chain_is_a_tree_without_branches() -> None:
     for alpha in (0.0, 0.3, 0.8, 1.0):
         for drafted in (1, 4, 9):
-            path = tree_tokens(range(-1, drafted), [0] * (drafted + 1), Acceptance((alpha,), ""))
+            path = tree_tokens(range(-1, drafted), [0] * (drafted + 1), AcceptanceByRank((alpha,), ""))
             assert chain_tokens(alpha, drafted) == pytest.approx(path)
-            assert grow(Acceptance((alpha or 1e-300,), ""), drafted + 1, drafted).tokens[-1] == pytest.approx(path)
+            assert best_trees(AcceptanceByRank((alpha or 1e-300,), ""), drafted + 1, drafted).tokens[
+                -1
+            ] == pytest.approx(path)
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.8])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_greedy_trees_are_optimal(decay: float, depth: int) -> None:
-    grown = grow(Acceptance(RANKS, "", decay), 14, depth)
+    grown = best_trees(AcceptanceByRank(RANKS, "", decay), 14, depth)
     for nodes, tokens in enumerate(grown.tokens, 1):
         assert tokens == pytest.approx(by_dynamic_programming(RANKS, decay, nodes, depth), rel=1e-12)
 
@@ -50,16 +59,16 @@ def test_greedy_trees_beat_every_tree_of_five_nodes() -> None:
     best = 0.0
     for parents in itertools.product(*(range(i) for i in range(1, 5))):
         ranks = [list(parents[:i]).count(parent) for i, parent in enumerate(parents)]
-        best = max(best, tree_tokens([-1, *parents], [0, *ranks], Acceptance(RANKS, "")))
-    assert grow(Acceptance(RANKS, ""), 5, 4).tokens[-1] == pytest.approx(best)
+        best = max(best, tree_tokens([-1, *parents], [0, *ranks], AcceptanceByRank(RANKS, "")))
+    assert best_trees(AcceptanceByRank(RANKS, ""), 5, 4).tokens[-1] == pytest.approx(best)
 
 
 def test_gains_shrink_and_expanded_nodes_are_parents() -> None:
-    grown = grow(profile(0.7, ""), 60, 6)
+    grown = best_trees(geometric_acceptance(0.7, ""), 60, 6)
     steps = [b - a for a, b in itertools.pairwise(grown.tokens)]
     assert all(x >= y - 1e-15 for x, y in itertools.pairwise(steps))
-    assert grown.expanded[1] == (1, 0, 0, 0, 0, 0)
-    assert all(widths[0] <= 1 and sum(widths) < nodes for nodes, widths in enumerate(grown.expanded, 1))
+    assert grown.nodes_expanded[1] == (1, 0, 0, 0, 0, 0)
+    assert all(widths[0] <= 1 and sum(widths) < nodes for nodes, widths in enumerate(grown.nodes_expanded, 1))
 
 
 def test_a_simulation_reproduces_the_expectation() -> None:
@@ -74,13 +83,13 @@ def test_a_simulation_reproduces_the_expectation() -> None:
 
 def test_published_tokens_are_fitted_exactly() -> None:
     for tokens, nodes, depth in ((3.64, 26, 5), (5.71, 61, 7), (1.6, 11, 10)):
-        found = fitted(tokens, nodes, depth, "paper")
-        assert grow(found, nodes, depth).tokens[-1] == pytest.approx(tokens, rel=1e-9)
+        found = fit_acceptance(tokens, nodes, depth, "paper")
+        assert best_trees(found, nodes, depth).tokens[-1] == pytest.approx(tokens, rel=1e-9)
     with pytest.raises(ValueError, match="cannot come from 3 nodes of depth 2"):
-        fitted(9.0, 3, 2, "paper")
+        fit_acceptance(9.0, 3, 2, "paper")
 
 
 @pytest.mark.parametrize("ranks", [(0.8, 0.3), (0.1, 0.2), (-0.1,), ()])
-def test_impossible_profiles_are_refused(ranks: tuple[float, ...]) -> None:
+def test_invalid_acceptance_is_rejected(ranks: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="acceptance by rank"):
-        Acceptance(ranks, "")
+        AcceptanceByRank(ranks, "")

@@ -1,23 +1,23 @@
-"""Costs against an independent closed form, and the laws they must obey."""
+"""Costs against an independent closed form, and relations that must hold between them."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from foretell.roofline.amount import distinct_experts, pairs_attended, span_read
-from foretell.roofline.analysis import Model, analyse, seconds
-from foretell.roofline.cost import value
-from foretell.roofline.describe import find
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import devices
-from foretell.roofline.setting import Setting
+from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
+from foretell.roofline.cost import scalar
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import known_hardware
+from foretell.roofline.linear_cost import attention_pairs, expected_active_experts, kv_positions_read
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.workload import Workload
 
-HARDWARE = devices()
+HARDWARE = known_hardware()
 
 
-def model(name: str) -> Model:
-    return Model(*find(name))
+def model(name: str) -> AnalyzedModel:
+    return AnalyzedModel(*find_model(name))
 
 
 def closed_form(name: str, n: int, b: int, s: int) -> tuple[float, float]:
@@ -44,38 +44,38 @@ def closed_form(name: str, n: int, b: int, s: int) -> tuple[float, float]:
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "qwen2.5-7b"])
 @pytest.mark.parametrize(("n", "b", "s"), [(1, 1, 0), (1, 4, 1000), (8, 2, 4096), (64, 64, 16000)])
 def test_totals_equal_the_closed_form(name: str, n: int, b: int, s: int) -> None:
-    found = analyse(model(name), HARDWARE["a100-80g"], Setting("verify", b, s, n)).total
+    found = analyse(model(name), HARDWARE["a100-80g"], Workload("verify", b, s, n)).total
     ops, moved = closed_form(name, n, b, s)
-    assert value(found.ops) == pytest.approx(ops, rel=1e-12)
-    assert value(found.bytes) == pytest.approx(moved, rel=1e-12)
+    assert scalar(found.ops) == pytest.approx(ops, rel=1e-12)
+    assert scalar(found.bytes) == pytest.approx(moved, rel=1e-12)
 
 
-def test_pairs_and_spans_equal_enumeration() -> None:
+def test_attention_pairs_and_positions_equal_enumeration() -> None:
     for tokens in (1, 2, 5, 9):
         for past in (0, 1, 4, 20):
             for window in (0, 1, 3, 8):
                 seen = [{k for k in range(past + i + 1) if not window or past + i - k < window} for i in range(tokens)]
-                assert float(pairs_attended(tokens, past, window, False)) == sum(map(len, seen))
-                assert float(span_read(tokens, past, window)) == len(set().union(*seen))
+                assert float(attention_pairs(tokens, past, window, False)) == sum(map(len, seen))
+                assert float(kv_positions_read(tokens, past, window)) == len(set().union(*seen))
 
 
 def test_verifying_one_token_is_decoding() -> None:
     for name in ("llama-3-8b", "mixtral-8x7b", "gemma-3-4b", "deepseek-v3", "opt-6.7b"):
-        asked = Setting("verify", 4, 2000, 1)
-        decode = seconds(model(name), HARDWARE["h100-sxm"], replace(asked, stage="decode"))
-        assert seconds(model(name), HARDWARE["h100-sxm"], asked) == decode
+        workload = Workload("verify", 4, 2000, 1)
+        decode = predict_seconds(model(name), HARDWARE["h100-sxm"], replace(workload, stage="decode"))
+        assert predict_seconds(model(name), HARDWARE["h100-sxm"], workload) == decode
 
 
 def test_time_never_falls_with_more_work() -> None:
     for name in ("llama-3-8b", "mixtral-8x7b", "gemma-2-9b", "deepseek-v3"):
-        a100, b = HARDWARE["a100-80g"], Setting("verify", 2, 500, 4)
+        a100, b = HARDWARE["a100-80g"], Workload("verify", 2, 500, 4)
         wider, fuller, longer = (
             [replace(b, tokens=n) for n in (1, 2, 7, 64)],
             [replace(b, batch=n) for n in (1, 3, 40)],
             [replace(b, context=n) for n in (0, 10, 5000)],
         )
-        for settings in (wider, fuller, longer):
-            times = [seconds(model(name), a100, setting) for setting in settings]
+        for workloads in (wider, fuller, longer):
+            times = [predict_seconds(model(name), a100, workload) for workload in workloads]
             assert times == sorted(times)
 
 
@@ -84,26 +84,28 @@ VERIFICATION = {
     ("llama-3-8b", "a100-80g"): ((1.00, 1.00, 1.02, 1.04), (1.01, 1.05, 3.11, 6.16), (1.02, 2.50, 8.92, 17.6)),
     ("mixtral-8x7b", "h100-sxm"): ((1.66, 3.29, 3.65, 3.67), (1.01, 1.02, 1.09, 1.19), (1.01, 1.06, 1.87, 3.66)),
 }
-"""T(n) / T(1) at 1k context for n = 2, 8, 32, 64 and batch 1, 16, 64, from a derivation made apart from this code."""
+"""T(n) / T(1) at 1k context for n = 2, 8, 32, 64 and batch 1, 16, 64, from an independent derivation."""
 
 
 @pytest.mark.parametrize("pair", VERIFICATION)
-def test_the_price_of_verification(pair: tuple[str, str]) -> None:
+def test_the_cost_of_verification(pair: tuple[str, str]) -> None:
     name, device = pair
     for batch, row in zip((1, 16, 64), VERIFICATION[pair], strict=True):
-        one = seconds(model(name), HARDWARE[device], Setting("verify", batch, 1024, 1, fusion="full"))
+        one = predict_seconds(model(name), HARDWARE[device], Workload("verify", batch, 1024, 1, fusion="full"))
         for n, expected in zip((2, 8, 32, 64), row, strict=True):
-            found = seconds(model(name), HARDWARE[device], Setting("verify", batch, 1024, n, fusion="full")) / one
+            found = (
+                predict_seconds(model(name), HARDWARE[device], Workload("verify", batch, 1024, n, fusion="full")) / one
+            )
             assert found == pytest.approx(expected, rel=0.04), (batch, n)
 
 
-def test_mixtral_has_its_parameters_and_touches_its_experts() -> None:
+def test_mixtral_has_its_parameters_and_activates_its_experts() -> None:
     mixtral = model("mixtral-8x7b")
-    assert mixtral.network("flash", False).parameters == pytest.approx(46.70e9, rel=1e-3)
+    assert mixtral.graph("flash", False).parameters == pytest.approx(46.70e9, rel=1e-3)
     table = {1: 2, 2: 3.5, 4: 5.47, 8: 7.2, 16: 7.92, 32: 8.0}
-    assert [float(distinct_experts(8, 2, n)) for n in table] == pytest.approx(list(table.values()), abs=0.01)
-    decode = analyse(mixtral, HARDWARE["h100-sxm"], Setting(context=0))
-    assert value(decode.total.weights) / 2 == pytest.approx(12.88e9 - 32000 * 4096, rel=2e-3)
+    assert [float(expected_active_experts(8, 2, n)) for n in table] == pytest.approx(list(table.values()), abs=0.01)
+    decode = analyse(mixtral, HARDWARE["h100-sxm"], Workload(context=0))
+    assert scalar(decode.total.weights) / 2 == pytest.approx(12.88e9 - 32000 * 4096, rel=2e-3)
 
 
 def test_an_expert_count_of_one_is_a_dense_feed_forward() -> None:
@@ -112,75 +114,81 @@ def test_an_expert_count_of_one_is_a_dense_feed_forward() -> None:
     assert sparse.experts is not None
     one = replace(sparse.experts, count=1, active=1)
     for b, n in ((1, 1), (8, 16)):
-        asked = Setting("verify", b, 300, n)
-        mix = analyse(Model("one", replace(sparse, experts=one)), HARDWARE["a100-80g"], asked)
-        plain = analyse(Model("dense", replace(dense, window=0, window_layers=())), HARDWARE["a100-80g"], asked)
-        extra = sum(value(line.cost.ops) * line.count for line in mix.lines if line.op.name in ("router", "combine"))
-        assert value(mix.total.ops) - extra == value(plain.total.ops)
+        workload = Workload("verify", b, 300, n)
+        mix = analyse(AnalyzedModel("one", replace(sparse, experts=one)), HARDWARE["a100-80g"], workload)
+        plain = analyse(
+            AnalyzedModel("dense", replace(dense, window=0, window_layers=())), HARDWARE["a100-80g"], workload
+        )
+        extra = sum(
+            scalar(line.cost.ops) * line.count for line in mix.op_costs if line.op.name in ("router", "combine")
+        )
+        assert scalar(mix.total.ops) - extra == scalar(plain.total.ops)
 
 
 def test_a_sliding_window_bounds_cache_and_reads() -> None:
-    near, far = (analyse(model("mistral-7b"), HARDWARE["a100-80g"], Setting(context=s)) for s in (4096, 30000))
-    assert value(near.total.kv_read) == value(far.total.kv_read)
-    assert value(near.memory.kv) == value(far.memory.kv)
+    near, far = (analyse(model("mistral-7b"), HARDWARE["a100-80g"], Workload(context=s)) for s in (4096, 30000))
+    assert scalar(near.total.kv_read) == scalar(far.total.kv_read)
+    assert scalar(near.memory.kv) == scalar(far.memory.kv)
 
 
 def test_latent_attention_keeps_a_small_cache_and_both_forms_agree_on_weights() -> None:
     deepseek = model("deepseek-v3")
-    assert value(analyse(deepseek, HARDWARE["b200"], Setting(context=999)).memory.kv) == 61 * 1000 * 576 * 2
-    assert deepseek.network("flash", False).parameters == deepseek.network("flash", True).parameters == 671026419200
+    assert scalar(analyse(deepseek, HARDWARE["b200"], Workload(context=999)).memory.kv) == 61 * 1000 * 576 * 2
+    assert deepseek.graph("flash", False).parameters == deepseek.graph("flash", True).parameters == 671026419200
 
 
 def test_formats_set_bytes_and_peaks() -> None:
     a6000, h100 = HARDWARE["a6000"], HARDWARE["h100-sxm"]
-    w4, w8, w16, f8 = (parse(t) for t in ("4", "8", "16", "fp8"))
+    w4, w8, w16, f8 = (parse_format(t) for t in ("4", "8", "16", "fp8"))
     assert a6000.peak(w4, w16) == a6000.peaks["fp16"] and a6000.peak(w8, w8) == a6000.peaks["int8"]
     assert a6000.peak(w4, w4) == a6000.peaks["int4"] and h100.peak(w4, w4) == h100.peaks["int8"]
     assert h100.peak(f8, f8) == h100.peaks["fp8"] and a6000.peak(f8, f8) == a6000.peaks["fp16"]
-    assert parse("2g32z").bytes == 0.375 and parse("4g128").bytes == (4 + 16 / 128) / 8
+    assert parse_format("2g32z").bytes == 0.375 and parse_format("4g128").bytes == (4 + 16 / 128) / 8
 
 
-def test_tensor_parallelism_divides_work_and_pays_for_talk() -> None:
+def test_tensor_parallelism_divides_work_and_adds_communication() -> None:
     one, four = (
-        analyse(model("llama-3-70b"), HARDWARE["h100-sxm"], Setting("prefill", 1, 4096, devices=t)) for t in (1, 4)
+        analyse(model("llama-3-70b"), HARDWARE["h100-sxm"], Workload("prefill", 1, 4096, devices=t)) for t in (1, 4)
     )
-    assert value(four.total.wire) == pytest.approx((80 * 2 * 2 * 4096 * 8192 + 128256) * 2 * 3 / 4)
-    assert value(one.total.wire) == 0 and not one.fits and four.fits
+    assert scalar(four.total.link) == pytest.approx((80 * 2 * 2 * 4096 * 8192 + 128256) * 2 * 3 / 4)
+    assert scalar(one.total.link) == 0 and not one.fits and four.fits
     assert 1 / 4 < four.seconds / one.seconds < 0.5
-    assert sum(value(line.cost.ops) for line in four.lines if line.op.name == "q_proj") == 2 * 4096 * 8192 * 8192 / 4
+    assert (
+        sum(scalar(line.cost.ops) for line in four.op_costs if line.op.name == "q_proj") == 2 * 4096 * 8192 * 8192 / 4
+    )
 
 
 def test_chat_is_its_prefill_and_its_decodes() -> None:
     m, h = model("deepseek-v3"), HARDWARE["b200"]
-    chat = seconds(m, h, Setting("chat", 2, 300, generate=7))
-    parts = seconds(m, h, Setting("prefill", 2, 300)) + sum(
-        seconds(m, h, Setting("decode", 2, 300 + i)) for i in range(7)
+    chat = predict_seconds(m, h, Workload("chat", 2, 300, generate=7))
+    parts = predict_seconds(m, h, Workload("prefill", 2, 300)) + sum(
+        predict_seconds(m, h, Workload("decode", 2, 300 + i)) for i in range(7)
     )
     assert chat == pytest.approx(parts, rel=1e-12)
 
 
 def test_one_chunk_is_a_prefill_and_small_chunks_read_the_cache_again() -> None:
     m, h = model("llama-3-8b"), HARDWARE["a100-80g"]
-    whole = analyse(m, h, Setting("prefill", 1, 4096))
-    assert analyse(m, h, Setting("chunked", 1, 4096, chunk=4096)).seconds == pytest.approx(whole.seconds, rel=1e-12)
-    cut = analyse(m, h, Setting("chunked", 1, 4096, chunk=512))
+    whole = analyse(m, h, Workload("prefill", 1, 4096))
+    assert analyse(m, h, Workload("chunked", 1, 4096, chunk=4096)).seconds == pytest.approx(whole.seconds, rel=1e-12)
+    cut = analyse(m, h, Workload("chunked", 1, 4096, chunk=512))
     per_token = 2 * 32 * 8 * 128 * 2
-    assert value(cut.total.kv_read) - value(whole.total.kv_read) == per_token * 4096 * (4096 - 512) / (2 * 512)
-    assert value(cut.total.ops) - value(whole.total.ops) == 0
+    assert scalar(cut.total.kv_read) - scalar(whole.total.kv_read) == per_token * 4096 * (4096 - 512) / (2 * 512)
+    assert scalar(cut.total.ops) - scalar(whole.total.ops) == 0
 
 
-def test_what_fits_really_fits_and_one_more_does_not() -> None:
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     m, h = model("llama-2-13b"), HARDWARE["a6000"]
-    for setting in (Setting(context=1024), Setting("prefill", 1, 512), Setting("chat", 2, 100)):
-        found = analyse(m, h, setting)
+    for workload in (Workload(context=1024), Workload("prefill", 1, 512), Workload("chat", 2, 100)):
+        found = analyse(m, h, workload)
         assert found.largest_batch and found.longest_context
-        assert analyse(m, h, replace(setting, batch=found.largest_batch)).fits
-        assert not analyse(m, h, replace(setting, batch=found.largest_batch + 1)).fits
+        assert analyse(m, h, replace(workload, batch=found.largest_batch)).fits
+        assert not analyse(m, h, replace(workload, batch=found.largest_batch + 1)).fits
 
 
 def test_peak_activation_is_a_lifetime_peak() -> None:
-    held = analyse(model("llama-2-7b"), HARDWARE["a6000"], Setting("prefill", 1, 2048)).memory.activations
+    activations = analyse(model("llama-2-7b"), HARDWARE["a6000"], Workload("prefill", 1, 2048)).memory.activations
     c = model("llama-2-7b").config
     # Residual stream, the normed input, gate and up, before the product: nothing else is alive in a gated feed-forward.
-    assert value(held) == 2 * 2048 * (c.hidden + 3 * c.ffn)
-    assert np.isscalar(value(held))
+    assert scalar(activations) == 2 * 2048 * (c.hidden + 3 * c.ffn)
+    assert np.isscalar(scalar(activations))

@@ -6,39 +6,39 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from foretell.roofline.amount import Amount
-from foretell.roofline.analysis import Model, run
+from foretell.roofline.analysis import AnalyzedModel, phase_graphs
 from foretell.roofline.attention import SOFTMAX_OPS
-from foretell.roofline.cost import value
-from foretell.roofline.describe import built_in, find
-from foretell.roofline.network import Op
-from foretell.roofline.setting import Setting, extents
+from foretell.roofline.cost import scalar
+from foretell.roofline.linear_cost import LinearCost
+from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.op_graph import Op
+from foretell.roofline.workload import Workload, phase_extents
 
 transformers = pytest.importorskip("transformers")
 LAYERS = 2
 NAMES = ("llama-3-8b", "gemma-2-9b", "qwen3-8b", "opt-6.7b", "gpt-j-6b")
 
 
-def multiplied(op: Op) -> Amount:
+def multiplied(op: Op) -> LinearCost:
     """OPs of the matrix products alone, which is what the counter sees."""
-    if op.kind not in ("matmul", "attend"):
-        return Amount()
+    if op.kind not in ("matmul", "attention"):
+        return LinearCost()
     return op.work
 
 
-def ours(name: str, setting: Setting) -> float:
-    _, config = find(name)
-    model = Model(name, replace(config, layers=LAYERS, window=0, window_layers=()))
-    ((network, phase),) = run(model, setting)
+def ours(name: str, workload: Workload) -> float:
+    _, config = find_model(name)
+    model = AnalyzedModel(name, replace(config, layers=LAYERS, window=0, window_layers=()))
+    ((network, phase),) = phase_graphs(model, workload)
     return sum(
-        block.count * value(multiplied(op).at(extents(network, block, phase)))
-        for block in network.blocks
+        block.count * scalar(multiplied(op).evaluate(phase_extents(network, block, phase)))
+        for block in network.groups
         for op in block.ops
     )
 
 
 def reference(name: str) -> torch.nn.Module:
-    keys = {k: v for k, v in built_in()[name].items() if k not in ("source", "sliding_window")}
+    keys = {k: v for k, v in builtin_models()[name].items() if k not in ("source", "sliding_window")}
     keys |= {"n_layer" if "n_layer" in keys else "num_hidden_layers": LAYERS}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
@@ -61,31 +61,31 @@ def test_operations_equal_the_flop_counter(name: str) -> None:
     for batch, past, tokens in ((1, 0, 33), (2, 40, 1), (2, 40, 5)):
         stage = "verify" if past else "prefill"
         context = past or tokens
-        setting = Setting(stage, batch, context, tokens, fusion="none", square=True)  # type: ignore[arg-type]
+        workload = Workload(stage, batch, context, tokens, fusion="none", square=True)  # type: ignore[arg-type]
         expected = counted(module, batch, past, tokens)
-        found = ours(name, setting)
+        found = ours(name, workload)
         if not past:
             # The module makes logits for every prompt token, a prefill needs those of the last one.
-            _, config = find(name)
+            _, config = find_model(name)
             found += 2.0 * config.hidden * config.vocab * batch * (tokens - 1)
         assert found == expected, (batch, past, tokens)
 
 
 def test_parameters_equal_the_reference() -> None:
     for name in NAMES:
-        _, config = find(name)
-        found = Model(name, replace(config, layers=LAYERS, window_layers=())).network("none", False).parameters
+        _, config = find_model(name)
+        found = AnalyzedModel(name, replace(config, layers=LAYERS, window_layers=())).graph("none", False).parameters
         assert found == sum(p.numel() for p in dict.fromkeys(reference(name).parameters())), name
 
 
 def test_fused_attention_counts_the_same_products() -> None:
-    setting = Setting("verify", 3, 100, 7)
-    plain, fused = (replace(setting, fusion=f) for f in ("none", "flash"))
+    workload = Workload("verify", 3, 100, 7)
+    plain, fused = (replace(workload, fusion=f) for f in ("none", "flash"))
     assert ours("llama-2-7b", fused) - ours("llama-2-7b", plain) == SOFTMAX_OPS * 32 * LAYERS * 3 * (7 * 100 + 28)
 
 
 def test_latent_attention_of_a_prompt_equals_the_flop_counter() -> None:
-    _, config = find("deepseek-v3")
+    _, config = find_model("deepseek-v3")
     expected = counted(reference("deepseek-v3"), 2, 0, 33)
-    found = ours("deepseek-v3", Setting("prefill", 2, 33, fusion="none", square=True))
+    found = ours("deepseek-v3", Workload("prefill", 2, 33, fusion="none", square=True))
     assert found + 2.0 * config.hidden * config.vocab * 2 * 32 == expected

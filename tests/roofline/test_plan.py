@@ -5,131 +5,141 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foretell.roofline.acceptance import profile
-from foretell.roofline.analysis import Model, analyse, seconds
-from foretell.roofline.changes import cost_changes, exit_depth
-from foretell.roofline.cost import value
-from foretell.roofline.describe import find
-from foretell.roofline.draft import make
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import devices, tier
-from foretell.roofline.offload import Offload, offloaded
-from foretell.roofline.plan import paying_batches, plan
-from foretell.roofline.setting import Setting, Stage
-from foretell.roofline.speculate import best, catalogue, with_acceptance
+from foretell.roofline.acceptance import geometric_acceptance
+from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
+from foretell.roofline.cost import scalar
+from foretell.roofline.drafter_cost import drafter_cost
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import known_hardware, memory_tier
+from foretell.roofline.method_profiles import method_profiles, with_acceptance
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.model_variants import expected_exit_depth, model_variants
+from foretell.roofline.offload import Offload, apply_offload
+from foretell.roofline.plan import profitable_batches, rank_methods
+from foretell.roofline.speculation import estimate_method
 from foretell.roofline.sweep import parse_axis, sweep
+from foretell.roofline.workload import Stage, Workload
 
-HARDWARE = devices()
+HARDWARE = known_hardware()
 A100 = HARDWARE["a100-80g"]
-LLAMA = Model(*find("llama-2-7b"))
-LOOKUP = catalogue()["ngram"]
+LLAMA = AnalyzedModel(*find_model("llama-2-7b"))
+LOOKUP = method_profiles()["ngram"]
 
 
-def test_nothing_accepted_means_do_not_speculate() -> None:
-    never = {n: with_acceptance(m, profile(0.0, "given"), "given") for n, m in catalogue().items()}
-    answer = plan(LLAMA, A100, Setting(), never)
-    assert all(g.nodes == 1 and g.speedup == 1 for g in answer.gains)
-    assert answer.advice.startswith("Do not speculate")
+def test_zero_acceptance_advises_against_speculation() -> None:
+    never = {n: with_acceptance(m, geometric_acceptance(0.0, "given"), "given") for n, m in method_profiles().items()}
+    result = rank_methods(LLAMA, A100, Workload(), never)
+    assert all(g.nodes == 1 and g.speedup == 1 for g in result.estimates)
+    assert result.advice.startswith("Do not speculate")
 
 
-def test_everything_accepted_for_nothing_gains_every_token() -> None:
-    always = with_acceptance(LOOKUP, profile(1.0, "given", chain=True), "given")
-    gain = best(always, None, LLAMA, A100, Setting(), 9)
-    assert gain.nodes == 9 and gain.tokens == 9
+def test_free_drafts_that_are_always_accepted_gain_every_token() -> None:
+    always = with_acceptance(LOOKUP, geometric_acceptance(1.0, "given", chain=True), "given")
+    gain = estimate_method(always, None, LLAMA, A100, Workload(), 9)
+    assert gain.nodes == 9 and gain.tokens_per_pass == 9
     assert gain.speedup == pytest.approx(
-        9 * seconds(LLAMA, A100, Setting()) / seconds(LLAMA, A100, Setting("verify", tokens=9))
+        9 * predict_seconds(LLAMA, A100, Workload()) / predict_seconds(LLAMA, A100, Workload("verify", tokens=9))
     )
 
 
-def test_gains_are_bounded_by_tokens_and_agree_with_break_even() -> None:
-    for setting in (Setting(), Setting(batch=32, context=8192), Setting(batch=256, context=64)):
-        answer = plan(LLAMA, A100, setting)
-        for g in answer.gains:
-            assert 1 <= g.speedup <= g.tokens + 1e-9
-            assert (g.tokens >= g.break_even - 1e-9) and (g.nodes > 1) == (g.speedup > 1)
-            assert g.goodput == pytest.approx(g.speedup * setting.batch / g.plain_seconds)
+def test_speedups_are_bounded_by_tokens_and_agree_with_break_even() -> None:
+    for workload in (Workload(), Workload(batch=32, context=8192), Workload(batch=256, context=64)):
+        result = rank_methods(LLAMA, A100, workload)
+        for g in result.estimates:
+            assert 1 <= g.speedup <= g.tokens_per_pass + 1e-9
+            assert (g.tokens_per_pass >= g.break_even_tokens - 1e-9) and (g.nodes > 1) == (g.speedup > 1)
+            assert g.goodput == pytest.approx(g.speedup * workload.batch / g.plain_seconds)
 
 
-def test_the_best_chain_of_the_derivation() -> None:
+def test_the_best_chain_of_an_independent_derivation() -> None:
     """Acceptance .8, a draft that costs 5 % of the target: about 3.08 times at batch 1 and 2.23 at 64 (derived
     apart).
     """
-    chain = with_acceptance(LOOKUP, profile(0.8, "given", chain=True), "given")
+    chain = with_acceptance(LOOKUP, geometric_acceptance(0.8, "given", chain=True), "given")
     for batch, context, expected in ((1, 1024, 3.08), (64, 1024, 2.23), (64, 16384, 2.96)):
-        tokens, asked = np.arange(1.0, 20), Setting("verify", batch, context, fusion="full")
-        plain = seconds(LLAMA, A100, replace(asked, tokens=1))
+        tokens, workload = np.arange(1.0, 20), Workload("verify", batch, context, fusion="full")
+        plain = predict_seconds(LLAMA, A100, replace(workload, tokens=1))
         gains = [
-            (1 - 0.8**n) / 0.2 * plain / (seconds(LLAMA, A100, replace(asked, tokens=int(n))) + 0.05 * plain * (n - 1))
+            (1 - 0.8**n)
+            / 0.2
+            * plain
+            / (predict_seconds(LLAMA, A100, replace(workload, tokens=int(n))) + 0.05 * plain * (n - 1))
             for n in tokens
         ]
         assert max(gains) == pytest.approx(expected, rel=0.02)
-        free = best(chain, None, LLAMA, A100, Setting(batch=batch, context=context, fusion="full"))
+        free = estimate_method(chain, None, LLAMA, A100, Workload(batch=batch, context=context, fusion="full"))
         assert free.speedup > max(gains)
 
 
-def test_a_mixture_pays_between_two_batches_and_a_dense_model_up_to_one() -> None:
-    rest = catalogue()["rest"]
-    mixture = paying_batches(rest, None, Model(*find("mixtral-8x7b")), HARDWARE["h100-sxm"], Setting())
-    dense = paying_batches(rest, None, LLAMA, A100, Setting(context=128))
+def test_profitable_batches_of_a_mixture_and_of_a_dense_model() -> None:
+    rest = method_profiles()["rest"]
+    mixture = profitable_batches(
+        rest, None, AnalyzedModel(*find_model("mixtral-8x7b")), HARDWARE["h100-sxm"], Workload()
+    )
+    dense = profitable_batches(rest, None, LLAMA, A100, Workload(context=128))
     assert mixture[0][0] > 1 and dense[0][0] == 1 and dense[-1][1] < 256
     edge = dense[-1][1]
-    at, beyond = (best(rest, None, LLAMA, A100, Setting(batch=b, context=128)).speedup for b in (edge, edge + 1))
+    at, beyond = (
+        estimate_method(rest, None, LLAMA, A100, Workload(batch=b, context=128)).speedup for b in (edge, edge + 1)
+    )
     assert at > 1 and beyond == 1
 
 
-def test_drafts_cost_what_they_are() -> None:
-    quarter, half = make("layers", LLAMA), make("nested", LLAMA, share=0.5)
-    assert quarter and half and quarter.extra == half.extra == 0
-    assert quarter.network.layers == 8
-    eagle = make("layer", LLAMA)
-    assert eagle and eagle.extra == 2 * 4096 * 4096 + 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    medusa = make("heads", LLAMA)
-    assert medusa and medusa.extra == 5 * (4096 * 4096 + 4096 + 4096 * 32000)
+def test_parameters_added_by_drafters() -> None:
+    quarter, half = drafter_cost("layers", LLAMA), drafter_cost("nested", LLAMA, share=0.5)
+    assert quarter and half and quarter.added_parameters == half.added_parameters == 0
+    assert quarter.graph.layers == 8
+    eagle = drafter_cost("layer", LLAMA)
+    assert eagle and eagle.added_parameters == 2 * 4096 * 4096 + 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    medusa = drafter_cost("heads", LLAMA)
+    assert medusa and medusa.added_parameters == 5 * (4096 * 4096 + 4096 + 4096 * 32000)
     with pytest.raises(ValueError, match="name one with --draft"):
-        make("model", Model(*find("gpt-j-6b")))
+        drafter_cost("model", AnalyzedModel(*find_model("gpt-j-6b")))
     with pytest.raises(ValueError, match="must share the vocabulary"):
-        make("model", LLAMA, Model(*find("qwen3-0.6b")))
+        drafter_cost("model", LLAMA, AnalyzedModel(*find_model("qwen3-0.6b")))
 
 
-def test_cheaper_passes() -> None:
-    one, many = (cost_changes(LLAMA, A100, Setting(batch=b), 0.5, 0.1) for b in (1, 64))
+def test_model_variants() -> None:
+    one, many = (model_variants(LLAMA, A100, Workload(batch=b), 0.5, 0.1) for b in (1, 64))
     first, later = ({c.name: c.speedup for c in found} for found in (one, many))
     assert 1.9 < first["skip-layers"] < 2.01 and first["early-exit"] < first["skip-layers"]
     assert later["early-exit"] < 1.1 < later["skip-layers"]
     assert first["sparse"] > 1.9 and later["sparse"] < 1.05
-    assert exit_depth(0.5, 1) == 0.5 and exit_depth(1.0, 5) == 1.0
+    assert expected_exit_depth(0.5, 1) == 0.5 and expected_exit_depth(1.0, 5) == 1.0
     with pytest.raises(ValueError, match="density"):
-        cost_changes(LLAMA, A100, Setting(), density=0)
+        model_variants(LLAMA, A100, Workload(), density=0)
 
 
-def test_offload_streams_or_computes_beside_the_memory() -> None:
-    a6000, big = HARDWARE["a6000"], Model(*find("llama-2-70b"))
-    answer = analyse(big, a6000, Setting())
-    none = offloaded(answer, Offload(tier("ddr"), 0.0), HARDWARE)
-    assert none.seconds == pytest.approx(answer.seconds) and none.fetched == 0
-    streamed, beside = (offloaded(answer, Offload(tier("ddr"), 1.0, compute=c), HARDWARE) for c in ("device", "host"))
-    assert streamed.seconds == pytest.approx(value(answer.total.weights) / 32e9, rel=0.01) and streamed.bound == "link"
-    assert beside.seconds == pytest.approx(value(answer.total.weights) / 89.6e9, rel=0.02) and beside.bound == "host"
-    many = analyse(big, a6000, Setting(batch=512, context=64))
-    wide = offloaded(many, Offload(tier("ddr"), 1.0), HARDWARE).seconds
-    assert wide < offloaded(many, Offload(tier("ddr"), 1.0, compute="host"), HARDWARE).seconds
+def test_offload_streams_or_computes_on_the_host() -> None:
+    a6000, big = HARDWARE["a6000"], AnalyzedModel(*find_model("llama-2-70b"))
+    result = analyse(big, a6000, Workload())
+    none = apply_offload(result, Offload(memory_tier("ddr"), 0.0), HARDWARE)
+    assert none.seconds == pytest.approx(result.seconds) and none.fetched == 0
+    streamed, beside = (
+        apply_offload(result, Offload(memory_tier("ddr"), 1.0, compute=c), HARDWARE) for c in ("device", "host")
+    )
+    assert streamed.seconds == pytest.approx(scalar(result.total.weights) / 32e9, rel=0.01) and streamed.bound == "link"
+    assert beside.seconds == pytest.approx(scalar(result.total.weights) / 89.6e9, rel=0.02) and beside.bound == "host"
+    many = analyse(big, a6000, Workload(batch=512, context=64))
+    wide = apply_offload(many, Offload(memory_tier("ddr"), 1.0), HARDWARE).seconds
+    assert wide < apply_offload(many, Offload(memory_tier("ddr"), 1.0, compute="host"), HARDWARE).seconds
 
 
-def test_a_sweep_is_its_settings_one_by_one() -> None:
-    mixtral, h100 = Model(*find("mixtral-8x7b")), HARDWARE["h100-sxm"]
+def test_a_sweep_equals_its_workloads_one_by_one() -> None:
+    mixtral, h100 = AnalyzedModel(*find_model("mixtral-8x7b")), HARDWARE["h100-sxm"]
     axes = dict(
         parse_axis(a)
         for a in ("batch=1:9:4", "weights=16,4g128", "bandwidth=1000,2000", "context=0,700", "devices=1,2")
     )
     stages: tuple[Stage, ...] = ("decode", "chat")
     for stage in stages:
-        base = Setting(stage, generate=5, context=1)
+        base = Workload(stage, generate=5, context=1)
         if stage == "chat":
             axes["context"] = (3.0, 700.0)
         found = sweep(mixtral, h100, base, axes)
-        for at, (b, w, bandwidth, s, t) in enumerate(found.settings()):
-            one = replace(base, batch=int(b), context=int(s), weights=parse(str(w)), devices=int(t))
-            answer = analyse(mixtral, replace(h100, bandwidth=float(bandwidth) * 1e9), one)
-            assert found.seconds[at] == pytest.approx(answer.seconds, rel=1e-12)
-            assert found.memory[at] == pytest.approx(value(answer.memory.total), rel=1e-12)
-            assert found.bytes[at] == pytest.approx(value(answer.total.bytes), rel=1e-12)
+        for at, (b, w, bandwidth, s, t) in enumerate(found.points()):
+            one = replace(base, batch=int(b), context=int(s), weights=parse_format(str(w)), devices=int(t))
+            result = analyse(mixtral, replace(h100, bandwidth=float(bandwidth) * 1e9), one)
+            assert found.seconds[at] == pytest.approx(result.seconds, rel=1e-12)
+            assert found.memory[at] == pytest.approx(scalar(result.memory.total), rel=1e-12)
+            assert found.bytes[at] == pytest.approx(scalar(result.total.bytes), rel=1e-12)

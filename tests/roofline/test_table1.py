@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from foretell.roofline.cost import lines, rates, total, value
-from foretell.roofline.describe import find
-from foretell.roofline.hardware import devices
-from foretell.roofline.memory import memory
-from foretell.roofline.paper import paper_network
-from foretell.roofline.setting import Setting, Stage, phases, sizes
-from foretell.roofline.table1 import table1
+from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
+from foretell.roofline.hardware import known_hardware
+from foretell.roofline.memory import memory_use
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.paper.accounting import paper_graph
+from foretell.roofline.paper.table1 import table1
+from foretell.roofline.workload import Stage, Workload, phases, workload_sizes
 
 PRINTED = """
 prefill q_proj     69G  67M  1024 155T compute
@@ -63,16 +63,16 @@ def test_all_24_rows_are_reproduced() -> None:
     [("prefill", 226.879e-3, 28.7512e12, 65.861e9, 0), ("decode", 18.6369e-3, 14.1697e9, 14.3132e9, 0)],
 )
 def test_the_totals_of_the_surveys_tool(stage: Stage, seconds: float, ops: float, moved: float, alive: float) -> None:
-    _, config = find("llama-2-7b")
-    a6000 = devices()["a6000"]
-    a6000 = replace(a6000, peaks={"fp16": 309.677e12 / 2}, vector=0.0)
-    setting = Setting(stage, context=2048)
-    (phase,) = phases(stage, sizes(setting))
-    r = rates(setting, a6000)
-    network = paper_network(config)
-    cost = total(lines(network, phase, r))
-    assert value(cost.seconds) == pytest.approx(seconds, rel=1e-5)
-    assert value(cost.ops) == pytest.approx(ops, rel=1e-5)
-    assert value(cost.bytes) == pytest.approx(moved, rel=2e-5)
-    held = memory([(network, phase)], r)
-    assert value(held.weights) == pytest.approx(12.952e9, rel=1e-4)
+    _, config = find_model("llama-2-7b")
+    a6000 = known_hardware()["a6000"]
+    a6000 = replace(a6000, peaks={"fp16": 309.677e12 / 2}, vector_rate=0.0)
+    workload = Workload(stage, context=2048)
+    (phase,) = phases(stage, workload_sizes(workload))
+    rates = device_rates(workload, a6000)
+    network = paper_graph(config)
+    cost = total_cost(op_costs(network, phase, rates))
+    assert scalar(cost.seconds) == pytest.approx(seconds, rel=1e-5)
+    assert scalar(cost.ops) == pytest.approx(ops, rel=1e-5)
+    assert scalar(cost.bytes) == pytest.approx(moved, rel=2e-5)
+    used = memory_use([(network, phase)], rates)
+    assert scalar(used.weights) == pytest.approx(12.952e9, rel=1e-4)

@@ -16,7 +16,7 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize
 from foretell.model.load.weights import Weights, build
 from foretell.model.runner import Network
-from foretell.roofline.describe import find
+from foretell.roofline.model_configs import find_model
 from foretell.testing import hash_name
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.names import unknown
@@ -66,7 +66,7 @@ def random_models(shape: str, precisions: Sequence[str], device: torch.device) -
     known: dict[str, Precision] = {p: p for p in get_args(Precision)}
     if wrong := [p for p in precisions if p not in known]:
         raise unknown("dtype", wrong[0], known)
-    name, config = find(shape)
+    name, config = find_model(shape)
     if config.architecture not in ARCHITECTURES:
         raise ValueError(
             f"--shape {shape}: the decoder does not run {config.architecture}; it runs {', '.join(ARCHITECTURES)}"

@@ -11,11 +11,10 @@ from foretell.api import Model
 from foretell.bench.own_backend import EngineTimer, OwnForwardBackend, StepTiming
 from foretell.bench.peers.base import ForwardBackend
 from foretell.bench.schema import FileModel, FrozenModel
-from foretell.roofline.analysis import Model as PricedModel
-from foretell.roofline.analysis import analyse
-from foretell.roofline.calibrate import setting
-from foretell.roofline.cost import value
-from foretell.roofline.formats import parse
+from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.calibrate import pass_workload
+from foretell.roofline.cost import scalar
+from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware
 
 _BURST = 3
@@ -219,9 +218,9 @@ _ANY_HARDWARE = Hardware("any", "any", 1.0, {"any": 1.0}, "")
 
 def pass_bytes(model: Model, tokens: int, context: int) -> float:
     """Bytes of weights and cache that one pass over `tokens` new tokens must move, by the roofline's count."""
-    asked = setting(parse(_BITS[model.precision]), tokens, context)
-    total = analyse(PricedModel(model.name, model.config), _ANY_HARDWARE, asked).total
-    return value(total.weights + total.kv_read + total.kv_write)
+    asked = pass_workload(parse_format(_BITS[model.precision]), tokens, context)
+    total = analyse(AnalyzedModel(model.name, model.config), _ANY_HARDWARE, asked).total
+    return scalar(total.weights + total.kv_read + total.kv_write)
 
 
 def add_bytes(passes: Sequence[PassTiming], models: Sequence[Model], context: int) -> list[PassTiming]:

@@ -1,4 +1,4 @@
-"""`foretell roofline`: predict before you run."""
+"""`foretell roofline`: predicted cost of forward passes and speed-up of decoding methods."""
 
 import json
 import os
@@ -11,25 +11,25 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from foretell.cli.errors import say, spoken
-from foretell.roofline import ask, calibrate, report
-from foretell.roofline.analysis import Model, analyse
-from foretell.roofline.changes import cost_changes
-from foretell.roofline.describe import built_in, find
-from foretell.roofline.figures import FIGURES, figure
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import devices, read_file, tier, user_file
-from foretell.roofline.offload import Offload, offloaded
-from foretell.roofline.plan import plan
-from foretell.roofline.setting import FUSIONS, STAGES, Setting
-from foretell.roofline.speculate import MOST_NODES
+from foretell.roofline import calibrate, cli_inputs, report
+from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import known_hardware, memory_tier, read_hardware_file, user_hardware_file
+from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.model_variants import model_variants
+from foretell.roofline.offload import Offload, apply_offload
+from foretell.roofline.paper.figures import FIGURES, figure
+from foretell.roofline.paper.table1 import table1
+from foretell.roofline.plan import rank_methods
+from foretell.roofline.speculation import MAX_NODES
 from foretell.roofline.sweep import parse_axis, sweep
-from foretell.roofline.table1 import table1
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
+from foretell.roofline.workload import FUSIONS, STAGES, Workload
 
 
-class Spoken(TyperGroup):
-    """A command group that turns a refusal into one sentence and a non-zero exit, also where it runs by itself."""
+class ErrorReportingGroup(TyperGroup):
+    """A command group that reports errors in one sentence and exits non-zero, also when run as a module."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -38,9 +38,9 @@ class Spoken(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Spoken,
+    cls=ErrorReportingGroup,
     no_args_is_help=True,
-    help="Predict cost and speed-up from a model's configuration, before anything runs.",
+    help="Predict cost and speed-up from a model's configuration and a device's data sheet.",
     pretty_exceptions_enable=False,
 )
 
@@ -56,7 +56,7 @@ Bandwidth = Annotated[float | None, typer.Option(help="Memory bandwidth in GB/s,
 Peak = Annotated[float | None, typer.Option(help="16-bit peak in 1e12 OPs/s; the other peaks follow in proportion.")]
 Capacity = Annotated[float | None, typer.Option(help="Memory in GB, in place of the device's.")]
 StageName = Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")]
-Batch = Annotated[int, typer.Option("--batch", "-b", help="Sequences.")]
+Batch = Annotated[int, typer.Option("--batch", "-b", help="Number of sequences.")]
 Context = Annotated[
     int, typer.Option("--context", "-s", help="Cached tokens; for prefill, chunked and chat the prompt.")
 ]
@@ -75,9 +75,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
 
-def emit(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
-    """Print records in the form asked for."""
-    check_form(as_json, as_csv)
+def print_records(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
+    """Print records as a table, JSON or CSV."""
+    check_output_options(as_json, as_csv)
     if as_json:
         typer.echo(json.dumps(records, indent=1))
     elif as_csv:
@@ -87,28 +87,28 @@ def emit(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str 
         out.print(report.plain_table(records, out.width, title))
 
 
-def check_form(as_json: bool, as_csv: bool) -> None:
-    """One form of output at a time.
+def check_output_options(as_json: bool, as_csv: bool) -> None:
+    """Check that one output format was chosen.
 
     Raises:
-        ValueError: two were asked for.
+        ValueError: two were chosen.
     """
     if as_json and as_csv:
         raise ValueError("--json and --csv were given; leave out one of them")
 
 
 _PIPED_WIDTH = 160
-"""Columns of a table that no terminal and no COLUMNS limits."""
+"""Width of tables where neither a terminal nor COLUMNS sets one."""
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal or COLUMNS says."""
+    """The console for tables, as wide as the terminal or COLUMNS."""
     found = Console()
     return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPED_WIDTH)
 
 
-def warn(sentence: str | None) -> None:
-    """Say what is wrong with the setting and leave with a non-zero status."""
+def exit_with_error(sentence: str | None) -> None:
+    """Print the sentence, if any, and exit with status 1."""
     if sentence:
         say(sentence)
         raise typer.Exit(1)
@@ -132,41 +132,46 @@ def analyze(
     activations: Bits = "16",
     kv: Bits = "16",
     fusion: FusionName = "flash",
-    number: Devices = 1,
+    devices: Devices = 1,
     square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
-    over: Axes = None,
-    offload: Annotated[str | None, typer.Option(help="Parts kept outside the device, as weights=1,kv=0.5.")] = None,
-    tier_name: Annotated[str, typer.Option("--tier", help="Where to: ddr, ddr-server, nvme.")] = "ddr",
-    compute: Annotated[str, typer.Option("--offload-compute", help="device or host.")] = "device",
+    axes: Axes = None,
+    offload: Annotated[
+        str | None, typer.Option(help="Parts in memory outside the device, as weights=1,kv=0.5.")
+    ] = None,
+    tier_name: Annotated[str, typer.Option("--tier", help="Memory tier of --offload: ddr, ddr-server, nvme.")] = "ddr",
+    compute: Annotated[
+        str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
+    ] = "device",
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
-    """Price every operation of a pass; totals, memory, and what still fits."""
-    check_form(as_json, as_csv)
-    on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
-    w, a, cache = parse(weights), parse(activations), parse(kv)
-    asked = Setting(
-        ask.stage(stage), batch, context, tokens, chunk, generate, w, a, cache, ask.fusion(fusion), number, square
-    )
-    if over:
-        found = sweep(target, on, asked, dict(parse_axis(o) for o in over))
-        emit(report.sweep_records(found, on.capacity), as_json, as_csv, f"{target.name} on {on.title}, {stage}")
+    """Predict the cost of every operation of a pass; totals, memory, and the largest sizes that fit."""
+    check_output_options(as_json, as_csv)
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity)
+    target = AnalyzedModel(*find_model(model))
+    workload = Workload(
+        cli_inputs.parse_stage(stage), batch, context, tokens, chunk, generate, parse_format(weights),
+        parse_format(activations), parse_format(kv), cli_inputs.parse_fusion(fusion), devices, square,
+    )  # fmt: skip
+    if axes:
+        records = report.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
+        print_records(records, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
         return
-    answer = analyse(target, on, asked)
-    away = None
+    analysis, result = analyse(target, device, workload), None
     if offload is not None:
-        away = offloaded(
-            answer, Offload(tier(tier_name), *ask.offloaded_parts(offload), compute), devices(hardware_file)
-        )
+        placement = Offload(memory_tier(tier_name), *cli_inputs.parse_offload(offload), compute)
+        result = apply_offload(analysis, placement, known_hardware(hardware_file))
     if as_json:
-        typer.echo(json.dumps(report.record(answer) | ({"offload": vars(away)} if away else {}), indent=1))
+        typer.echo(
+            json.dumps(report.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
+        )
     elif as_csv:
-        typer.echo(report.to_csv([report.line_record(line) for line in answer.lines]), nl=False)
+        typer.echo(report.to_csv([report.op_record(c) for c in analysis.op_costs]), nl=False)
     else:
         out = console()
-        operations = report.fitted(report.operations_table(answer), out.width, report.OPERATIONS_DISPENSABLE)
-        out.print(operations, "", report.totals_table(answer), *([report.offload_text(away)] if away else []))
-    warn(report.too_big(answer, away))
+        operations = report.fit_width(report.operations_table(analysis), out.width, report.OPERATIONS_OPTIONAL)
+        out.print(operations, "", report.totals_table(analysis), *([report.offload_text(result)] if result else []))
+    exit_with_error(report.memory_warning(analysis, result))
 
 
 @app.command("plan")
@@ -183,57 +188,59 @@ def plan_command(
     activations: Bits = "16",
     kv: Bits = "16",
     fusion: FusionName = "flash",
-    number: Devices = 1,
+    devices: Devices = 1,
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; repeatable.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     accept: Annotated[
-        float | None, typer.Option(help="Probability that the first drafted choice stands, for every method.")
+        float | None, typer.Option(help="Acceptance probability of the first choice, for every method.")
     ] = None,
     acceptance: Annotated[Path | None, typer.Option(help="JSON file of measured acceptance by method.")] = None,
-    nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MOST_NODES,
+    nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MAX_NODES,
     curve: Annotated[
-        bool, typer.Option("--curve", help="Speed-up at batch 1 to 256 and where each method stops paying.")
+        bool,
+        typer.Option(
+            "--curve", help="Speed-up at batch 1 to 256, and the batch sizes at which each method is profitable."
+        ),
     ] = False,
     share: Annotated[float, typer.Option(help="Layers run by early exit and layer skipping.")] = 0.5,
     density: Annotated[float, typer.Option(help="Feed-forward needed per token under contextual sparsity.")] = 0.2,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
-    """Rank decoding methods by predicted gain, and say when not to speculate."""
-    check_form(as_json, as_csv)
-    on, target = ask.device(hardware, hardware_file, bandwidth, peak, capacity), Model(*find(model))
-    other, chosen = Model(*find(draft)) if draft else None, ask.methods(method, accept, acceptance)
-    w, a, cache = parse(weights), parse(activations), parse(kv)
-    asked = Setting(
-        "decode", batch, context, weights=w, activations=a, kv=cache, fusion=ask.fusion(fusion), devices=number
-    )
+    """Rank decoding methods by predicted speed-up, or advise against speculation."""
+    check_output_options(as_json, as_csv)
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity)
+    target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
+    profiles = cli_inputs.select_methods(method, accept, acceptance)
+    workload = Workload(
+        "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
+        kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
+    )  # fmt: skip
     if curve:
-        emit(
-            ask.curves(target, on, asked, chosen, other),
-            as_json,
-            as_csv,
-            f"{target.name} on {on.title}, context {context}: speed-up by batch",
-        )
+        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model)
+        title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
+        print_records(records, as_json, as_csv, title)
         return
-    answer, changes = plan(target, on, asked, chosen, other, nodes), cost_changes(target, on, asked, share, density)
+    plan = rank_methods(target, device, workload, profiles, draft_model, nodes)
+    variants = model_variants(target, device, workload, share, density)
     if as_json:
-        typer.echo(json.dumps(report.plan_record(answer, changes), indent=1))
+        typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
     elif as_csv:
-        typer.echo(report.to_csv(report.plan_records(answer)), nl=False)
+        typer.echo(report.to_csv(report.plan_records(plan)), nl=False)
     else:
         out = console()
-        ranking = report.fitted(report.plan_table(answer), out.width, report.PLAN_DISPENSABLE)
-        cheaper = report.fitted(report.changes_table(changes), out.width, ("OPs", "bytes"))
-        out.print(f"[bold]{answer.advice}[/]", "", ranking, "", cheaper)
-        for name, why in answer.refused.items():
-            typer.echo(f"left out {name}: {why}")
-    warn(report.too_big(analyse(target, on, asked)))
+        ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
+        cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
+        out.print(f"[bold]{plan.advice}[/]", "", ranking, "", cheaper)
+        for name, reason in plan.unavailable.items():
+            typer.echo(f"unavailable: {name}: {reason}")
+    exit_with_error(report.memory_warning(analyse(target, device, workload)))
 
 
 @app.command("table1")
 def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
-    """Table 1 of the survey: Llama-2-7b on an A6000, 2048 tokens, with our exact counts in the last two columns."""
-    emit(
+    """Table 1 of the survey: Llama-2-7b on an A6000, 2048 tokens; our exact counts are in the last two columns."""
+    print_records(
         report.table1_records(table1()),
         as_json,
         as_csv,
@@ -244,10 +251,12 @@ def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
 @app.command("figure")
 def figure_command(
     number: Annotated[int, typer.Argument(help=f"Figure of the survey: {', '.join(map(str, FIGURES))}.")],
-    out: Annotated[Path, typer.Option(help="Picture to write (.png, .svg, .pdf); the data go beside it as .csv.")],
+    out: Annotated[
+        Path, typer.Option(help="Picture to write (.png, .svg, .pdf); its data are written beside it as .csv.")
+    ],
 ) -> None:
     """Draw a figure of the survey from our own numbers, and write its data as CSV."""
-    from foretell.roofline.plots import draw
+    from foretell.roofline.paper.plots import draw
 
     check_folder(out)
     drawn = figure(number)
@@ -269,7 +278,7 @@ def view(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Show the analyzer as a local page."""
-    known, extra = devices(hardware_file), [Model(*find(m)) for m in model or ()]
+    known, extra = known_hardware(hardware_file), [AnalyzedModel(*find_model(m)) for m in model or ()]
     server = serve(lambda: page(known, extra), port)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     typer.echo(f"{address} (stop with Ctrl+C)")
@@ -284,10 +293,10 @@ def view(
 
 
 def check_folder(out: Path) -> None:
-    """The folder of a file to write must be there.
+    """Check that the directory of an output file exists.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not.
     """
     if not out.parent.is_dir():
         raise ValueError(f"there is no directory {out.parent} to write {out.name} to")
@@ -301,7 +310,7 @@ def export(
 ) -> None:
     """Write the analyzer as one HTML file that opens from disk."""
     check_folder(out)
-    text = page(devices(hardware_file), [Model(*find(m)) for m in model or ()])
+    text = page(known_hardware(hardware_file), [AnalyzedModel(*find_model(m)) for m in model or ()])
     out.write_text(text, "utf-8")
     typer.echo(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
 
@@ -309,8 +318,11 @@ def export(
 @app.command()
 def models(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the built-in models."""
-    emit(
-        [report.model_record(Model(*find(name)), str(raw["source"])) for name, raw in built_in().items()],
+    print_records(
+        [
+            report.model_record(AnalyzedModel(*find_model(name)), str(raw["source"]))
+            for name, raw in builtin_models().items()
+        ],
         as_json,
         as_csv,
     )
@@ -318,8 +330,8 @@ def models(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
 
 @app.command("hardware")
 def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
-    """List the known devices and where their figures come from."""
-    emit([report.hardware_record(h) for h in devices(hardware_file).values()], as_json, as_csv)
+    """List the known devices and the sources of their figures."""
+    print_records([report.hardware_record(h) for h in known_hardware(hardware_file).values()], as_json, as_csv)
 
 
 @app.command("calibrate")
@@ -331,16 +343,17 @@ def calibrate_command(
     out: Annotated[Path | None, typer.Option(help="Hardware file to add to; by default the user's own.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads to use; by default those torch uses.")] = None,
     repeat: Annotated[int, typer.Option(help="Timings of a pass without a faster one that end its measurement.")] = 10,
-    force: Annotated[
-        bool, typer.Option("--force", help="Measure although other programs keep the machine busy.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Measure although other programs use the machine.")] = False,
     compare: Annotated[
-        bool, typer.Option("--compare/--no-compare", help="Then predict and measure the embedded model.")
+        bool,
+        typer.Option(
+            "--compare/--no-compare", help="Then compare predicted and measured passes of the embedded model."
+        ),
     ] = True,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
-    """Measure this machine, add it as hardware, and hold predictions against the embedded model's real passes."""
+    """Measure this machine, add it as hardware, and compare predictions with passes of the embedded model."""
     import torch
 
     from foretell.bench.machine import measure_bandwidth
@@ -348,30 +361,31 @@ def calibrate_command(
     from foretell.cli.setup import set_threads
 
     set_threads(threads)
-    forms = {precision: machine.form(precision) for precision in dtype or ["bfloat16", "int8"]}
-    disturbed = machine.disturbance()
+    forms = {precision: machine.number_format(precision) for precision in dtype or ["bfloat16", "int8"]}
+    disturbed = machine.interference()
     if disturbed and not force:
         raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
     fits = {
-        f.name: calibrate.fit(calibrate.sample(machine.probes(precision, repeat))) for precision, f in forms.items()
+        f.name: calibrate.fit_costs(calibrate.time_probes(machine.probe_timers(precision, repeat)))
+        for precision, f in forms.items()
     }
-    file, title, source = out or user_file(), machine.title(), machine.source()
+    file, title, source = out or user_hardware_file(), machine.processor_name(), machine.calibration_source()
     if disturbed:
         source += f"; while {disturbed}"
-    here = calibrate.hardware(
-        name.lower(), title, source, measure_bandwidth(torch.device("cpu")), machine.memory(), fits
+    here = calibrate.calibrated_hardware(
+        name.lower(), title, source, measure_bandwidth(torch.device("cpu")), machine.total_memory(), fits
     )
-    calibrate.add_to_file(file, here, read_file(file) if file.is_file() else {})
+    calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
     if not compare:
         return
     rows = []
     for precision, form in forms.items():
-        measure, config = machine.embedded(precision, repeat)
-        checks = calibrate.check(Model("smollm2-135m", config), here, form, measure)
+        measure, config = machine.embedded_timer(precision, repeat)
+        checks = calibrate.check_predictions(AnalyzedModel("smollm2-135m", config), here, form, measure)
         rows += [report.check_record(precision, c) for c in checks]
         typer.echo(report.check_summary(precision, checks), err=True)
-    emit(rows, as_json, as_csv, "Predicted and measured passes of the embedded model")
+    print_records(rows, as_json, as_csv, "Predicted and measured passes of the embedded model")
 
 
 if __name__ == "__main__":

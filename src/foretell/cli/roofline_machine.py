@@ -1,6 +1,4 @@
-"""Timing this machine for `foretell roofline calibrate`: the engine's own passes, behind the narrow callable the
-analyzer takes.
-"""
+"""Measurements of this machine for `foretell roofline calibrate`: timed passes of the library's own runner."""
 
 import os
 import platform
@@ -17,31 +15,33 @@ from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.load import EMBEDDED, load
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network
-from foretell.roofline.calibrate import PROBES, Measure
-from foretell.roofline.formats import Format, parse
+from foretell.roofline.calibrate import PROBES, PassTimer
+from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.names import look_up
 
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
-PATIENCE = 2.0
-"""Seconds after which a measurement ends whatever the machine does meanwhile."""
-MOST_USED, MOST_SPREAD = 0.15, 0.5
-"""What others may use of the processors, and how much longer than the fastest the median may be, before a machine
-counts as busy.
+IMPROVEMENT = 0.98
+"""A pass counts as faster below this part of the fastest time so far."""
+MAX_SECONDS = 2.0
+"""Longest measurement of one pass size."""
+MAX_CPU_SHARE, MAX_TIME_SPREAD = 0.15, 0.5
+"""A machine is busy above this CPU share of other programs, or this relative excess of the median over the fastest
+time.
 """
 
 
-def form(precision: str) -> Format:
-    """The analyzer's name of a dtype.
+def number_format(precision: str) -> NumberFormat:
+    """The number format of a dtype.
 
     Raises:
-        ValueError: no dtype the engine runs.
+        ValueError: an unknown dtype.
     """
-    return parse(look_up(DTYPES, precision, "dtype"))
+    return parse_format(look_up(DTYPES, precision, "dtype"))
 
 
-def title() -> str:
-    """What the processor calls itself."""
+def processor_name() -> str:
+    """Name of the processor, and number of threads."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -50,15 +50,15 @@ def title() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def source() -> str:
-    """Where the figures come from."""
+def calibration_source() -> str:
+    """The source entry of calibrated figures."""
     return f"foretell roofline calibrate, {date.today().isoformat()}, torch {torch.__version__}"
 
 
-def disturbance() -> str | None:
-    """What shows that other work competes for this machine; None: nothing does."""
-    used = _share_in_use()
-    if used > MOST_USED:
+def interference() -> str | None:
+    """A phrase if other programs compete for this machine."""
+    used = _cpu_share_in_use()
+    if used > MAX_CPU_SHARE:
         return f"other programs use {used:.0%} of the processors"
     block = torch.ones(1 << 22)
 
@@ -70,11 +70,11 @@ def disturbance() -> str | None:
     seconds()
     times = [seconds() for _ in range(100)]
     spread = statistics.median(times) / min(times) - 1
-    return f"the same work takes {spread:.0%} longer than at its fastest" if spread > MOST_SPREAD else None
+    return f"the same work takes {spread:.0%} longer than at its fastest" if spread > MAX_TIME_SPREAD else None
 
 
-def _share_in_use() -> float:
-    """Share of the processors' time that others use while this program sleeps; 0 where the system does not tell."""
+def _cpu_share_in_use() -> float:
+    """CPU share of other programs, while this one sleeps; 0 where the system does not report it."""
 
     def ticks() -> tuple[int, int]:
         with open("/proc/stat", encoding="ascii") as file:
@@ -90,29 +90,27 @@ def _share_in_use() -> float:
     return 1 - (idle_then - idle) / max(1, total_then - total)
 
 
-def memory() -> float:
-    """Bytes of memory in this machine."""
+def total_memory() -> float:
+    """Bytes of memory of this machine."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def probes(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]:
-    """The calibration networks with random weights, one in memory at a time."""
+def probe_timers(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, PassTimer]]:
+    """The probe models with random weights and their timers, one in memory at a time."""
     for config in PROBES:
         network = random_network(config, precision, torch.device("cpu"))  # type: ignore[arg-type]
-        yield config, timer(network, repeat)
+        yield config, pass_timer(network, repeat)
 
 
-def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:
-    """The embedded model's timer, and its configuration."""
+def embedded_timer(precision: str, repeat: int) -> tuple[PassTimer, ModelConfig]:
+    """The timer of the embedded model, and its configuration."""
     model = load(EMBEDDED, dtype=precision)
-    return timer(model.network, repeat), model.config
+    return pass_timer(model.network, repeat), model.config
 
 
-def timer(of: Network, repeat: int) -> Measure:
-    """Seconds of a pass over n new tokens after s cached ones: the fastest, once `repeat` more were no faster; with all
-    logits.
-    """
-    runner = DecoderRunner(of)
+def pass_timer(network: Network, repeat: int) -> PassTimer:
+    """A timer of passes with all logits: the fastest time, once `repeat` further passes were not faster."""
+    runner = DecoderRunner(network)
 
     def measure(tokens: int, context: int) -> float:
         runner.truncate(0, context)
@@ -121,12 +119,12 @@ def timer(of: Network, repeat: int) -> Measure:
             runner.forward([0], piece, scored=np.zeros((1, piece.nodes), bool))
             runner.commit(0, list(range(piece.nodes)))
         tree, best, since = chain(tokens), float("inf"), 0
-        # Other work on the machine only ever adds time: go on until the fastest pass has stood for a while.
-        until = time.perf_counter() + PATIENCE
+        # Interference only ever adds time, so the fastest pass is the estimate.
+        until = time.perf_counter() + MAX_SECONDS
         while since < repeat and (start := time.perf_counter()) < until:
             runner.forward([0], tree)
             took = time.perf_counter() - start
-            since = 0 if took < 0.98 * best else since + 1
+            since = 0 if took < IMPROVEMENT * best else since + 1
             best = min(best, took)
         return best
 
@@ -134,5 +132,5 @@ def timer(of: Network, repeat: int) -> Measure:
 
 
 def chain(tokens: int) -> TokenTree:
-    """A chain of the same token."""
+    """A chain of equal tokens."""
     return tree_from_lists([[1] * tokens], [list(range(-1, tokens - 1))])

@@ -1,8 +1,7 @@
-"""How many tokens a pass yields: chains and trees whose nodes are accepted with given probabilities.
+"""Expected tokens per pass of chains and trees, from the acceptance probability of their nodes.
 
-If p(d, r) is the probability that the child of rank r at depth d is the accepted one given that its parent is, a pass
-yields F = 1 + the sum over drafted nodes of the products along their paths (the leading 1 is the token the target adds
-itself).
+Let p(d, r) be the probability that the child of rank r at depth d is accepted, given that its parent is. A pass yields
+F = 1 + the sum over drafted nodes of the product of p along their paths; the 1 is the token that the target adds.
 """
 
 from collections.abc import Sequence
@@ -11,17 +10,19 @@ from itertools import islice
 
 from foretell.core.best_tree import best_paths
 
-COVERAGE, FALL = 0.75, 0.5
-RANKS = 8
+REMAINDER_COVERED, RANK_DECAY = 0.75, 0.5
+"""Of `geometric_acceptance`; chosen so that it agrees with SpecInfer's measurement (arXiv 2305.09781)."""
+MAX_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """Probability of each child rank (disjoint events, non-increasing, sum at most 1), times `decay` per further depth;
-    and its source.
+class AcceptanceByRank:
+    """Acceptance probability of the child of each rank, multiplied by `decay` for each further depth.
+
+    ranks: non-increasing, sum at most 1. source: where the figures come from.
 
     Raises:
-        ValueError: probabilities that are no such thing.
+        ValueError: `ranks` or `decay` violate this.
     """
 
     ranks: tuple[float, ...]
@@ -39,36 +40,38 @@ class Acceptance:
             raise ValueError(f"decay of acceptance with depth must lie in (0, 1], found {self.decay}")
 
 
-def profile(first: float, source: str, chain: bool = False) -> Acceptance:
-    """Acceptance whose best-ranked child stands with probability `first`; three quarters of the rest falls by halves
-    over the others.
+def geometric_acceptance(first: float, source: str, chain: bool = False) -> AcceptanceByRank:
+    """Acceptance `first` for rank 0, then a geometric series over the ranks below that covers 3/4 of the remainder.
 
-    At 0.66 the first five cover 0.9, near what SpecInfer measured for LLaMA-68M drafting LLaMA-7B (0.82 to 0.89).
+    At 0.66 the first five ranks cover 0.9, near what SpecInfer measured for LLaMA-68M drafting LLaMA-7B (0.82 to 0.89).
+
+    Raises:
+        ValueError: `first` is not a probability.
     """
     if not 0 <= first <= 1:
         raise ValueError(f"acceptance must lie between 0 and 1, found {first}")
-    # Below one half the law of halves would rank the second child above the first.
-    others = [min(first, COVERAGE * (1 - first) * FALL**r) for r in range(1, RANKS)]
-    return Acceptance((first,) if chain else (first, *others), source)
+    # Below one half the series would otherwise start above `first`.
+    others = [min(first, REMAINDER_COVERED * (1 - first) * RANK_DECAY**r) for r in range(1, MAX_RANKS)]
+    return AcceptanceByRank((first,) if chain else (first, *others), source)
 
 
-def chain_tokens(alpha: float, drafted: int) -> float:
+def chain_tokens(acceptance: float, drafted: int) -> float:
     """Expected tokens per pass of a chain of independently accepted drafts (arXiv 2211.17192, equation 1)."""
-    return drafted + 1.0 if alpha == 1 else (1 - alpha ** (drafted + 1)) / (1 - alpha)
+    return drafted + 1.0 if acceptance == 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
 
 
 @dataclass(frozen=True)
-class Growth:
-    """Best trees of one depth limit: for 1, 2, ... nodes (root included) the tokens per pass and the nodes expanded per
+class BestTrees:
+    """Best trees under one depth limit: for 1, 2, ... nodes (root included), tokens per pass and nodes expanded per
     level.
     """
 
     tokens: tuple[float, ...]
-    expanded: tuple[tuple[int, ...], ...]
+    nodes_expanded: tuple[tuple[int, ...], ...]
 
 
-def grow(acceptance: Acceptance, nodes: int, depth: int) -> Growth:
-    """The best tree of every size up to `nodes`, no deeper than `depth`; stops early where no node is left."""
+def best_trees(acceptance: AcceptanceByRank, nodes: int, depth: int) -> BestTrees:
+    """The best tree of every size up to `nodes` with depth at most `depth`; ends early where no node is left."""
     ranks = acceptance.ranks
 
     def rate(level: int, rank: int) -> float:
@@ -76,40 +79,39 @@ def grow(acceptance: Acceptance, nodes: int, depth: int) -> Growth:
 
     width = [0] * depth
     tokens, expanded = [1.0], [(0,) * depth]
-    for path, chance in islice(best_paths(rate, depth), max(nodes - 1, 0)):
+    for path, probability in islice(best_paths(rate, depth), max(nodes - 1, 0)):
         if path[-1] == 0:
             width[len(path) - 1] += 1
-        tokens.append(tokens[-1] + chance)
+        tokens.append(tokens[-1] + probability)
         expanded.append(tuple(width))
-    return Growth(tuple(tokens), tuple(expanded))
+    return BestTrees(tuple(tokens), tuple(expanded))
 
 
-def fitted(tokens: float, nodes: int, depth: int, source: str, chain: bool = False) -> Acceptance:
-    """The profile whose best tree of that size yields the published tokens per pass.
+def fit_acceptance(tokens: float, nodes: int, depth: int, source: str, chain: bool = False) -> AcceptanceByRank:
+    """The `geometric_acceptance` whose best tree of that size yields the given tokens per pass.
 
     Raises:
         ValueError: more tokens than such a tree can yield.
     """
     low, high = 0.0, 1.0
-    most = grow(profile(1.0, source, chain), nodes, depth).tokens[-1]
-    if not 1 <= tokens <= most:
+    highest = best_trees(geometric_acceptance(1.0, source, chain), nodes, depth).tokens[-1]
+    if not 1 <= tokens <= highest:
         raise ValueError(
-            f"{tokens:g} tokens per pass cannot come from {nodes} nodes of depth {depth}: it must lie in 1 to {most:g}"
+            f"{tokens:g} tokens per pass cannot come from {nodes} nodes of depth {depth}: "
+            f"it must lie in 1 to {highest:g}"
         )
     for _ in range(50):
         middle = (low + high) / 2
-        reached = grow(profile(middle, source, chain), nodes, depth).tokens[-1]
-        low, high = (middle, high) if reached < tokens else (low, middle)
-    return profile(high, source, chain)
+        expected = best_trees(geometric_acceptance(middle, source, chain), nodes, depth).tokens[-1]
+        low, high = (middle, high) if expected < tokens else (low, middle)
+    return geometric_acceptance(high, source, chain)
 
 
-def tree_tokens(parents: Sequence[int], ranks: Sequence[int], acceptance: Acceptance) -> float:
-    """Tokens per pass of a given tree: parents[i] < i, node 0 the root; ranks[i] the rank of node i among its
-    siblings.
-    """
-    reach, depth = [1.0], [0]
+def tree_tokens(parents: Sequence[int], ranks: Sequence[int], acceptance: AcceptanceByRank) -> float:
+    """Tokens per pass of a given tree: node 0 is the root, parents[i] < i, ranks[i] is the rank among siblings."""
+    reached, depth = [1.0], [0]
     for parent, rank in list(zip(parents, ranks, strict=True))[1:]:
         p = acceptance.ranks[rank] if rank < len(acceptance.ranks) else 0.0
         depth.append(depth[parent] + 1)
-        reach.append(reach[parent] * p * acceptance.decay ** depth[parent])
-    return sum(reach)
+        reached.append(reached[parent] * p * acceptance.decay ** depth[parent])
+    return sum(reached)

@@ -1,146 +1,149 @@
-"""One question answered in full: every operation, the totals, the memory, and what would still fit."""
+"""The analysis of a workload on a device: every operation, totals, memory, and the largest sizes that fit."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from foretell.model.config import ModelConfig
 from foretell.roofline.attention import Fusion
-from foretell.roofline.build import network
-from foretell.roofline.cost import Cost, Line, Rates, lines, rates, total, value
+from foretell.roofline.cost import CostBreakdown, DeviceRates, OpCost, device_rates, op_costs, scalar, total_cost
+from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.memory import Memory, largest, memory
-from foretell.roofline.network import Network
-from foretell.roofline.setting import Phase, Setting, phases, sizes
+from foretell.roofline.memory import MemoryUse, largest_fitting, memory_use
+from foretell.roofline.op_graph import OpGraph
+from foretell.roofline.workload import Phase, Workload, WorkloadSizes, phases, workload_sizes
 
 
 @dataclass(frozen=True)
-class Model:
-    """A named model that can be priced: its configuration, or for drafts and variants a network of its own."""
+class AnalyzedModel:
+    """A named model configuration."""
 
     name: str
     config: ModelConfig
 
-    def network(self, fusion: Fusion, prompt: bool, square: bool = False) -> Network:
-        """Its price list under a fusion; `prompt`: with latent attention expanded."""
-        return _network(self, fusion, prompt and self.config.latent is not None, square)
+    def graph(self, fusion: Fusion, is_prefill: bool, square: bool = False) -> OpGraph:
+        """Its operation graph under a fusion; `is_prefill`: with latent attention expanded."""
+        return _cached_graph(self, fusion, is_prefill and self.config.latent is not None, square)
 
 
 @lru_cache(maxsize=512)
-def _network(model: Model, fusion: Fusion, expanded: bool, square: bool) -> Network:
-    return network(model.config, model.name, fusion, not expanded, square)
+def _cached_graph(model: AnalyzedModel, fusion: Fusion, expand_latent: bool, square: bool) -> OpGraph:
+    return build_graph(model.config, model.name, fusion, not expand_latent, square)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Answer to a setting: operations in order (per layer, over all passes), their total, memory per device, and what
-    fits.
+    """The predicted cost of a workload.
+
+    op_costs: the operations in order, each for one layer and summed over all passes. total: over operations and layers.
+    memory: peak per device. largest_batch, longest_context: largest sizes that fit; None: capacity unknown.
     """
 
-    model: Model
+    model: AnalyzedModel
     hardware: Hardware
-    setting: Setting
-    lines: tuple[Line, ...]
-    total: Cost
-    memory: Memory
+    workload: Workload
+    op_costs: tuple[OpCost, ...]
+    total: CostBreakdown
+    memory: MemoryUse
     largest_batch: int | None
     longest_context: int | None
 
     @property
     def seconds(self) -> float:
-        """Time of the setting."""
-        return value(self.total.seconds)
+        """Time of the workload."""
+        return scalar(self.total.seconds)
 
     @property
     def tokens(self) -> float:
-        """Tokens of output it yields: per pass one per sequence, for verification at most the tokens verified."""
-        s = self.setting
-        return s.batch * {"chat": s.generate, "prefill": 1, "chunked": 1}.get(s.stage, 1)
+        """Output tokens over the whole batch: one per pass and sequence."""
+        return self.workload.batch * (self.workload.generate if self.workload.stage == "chat" else 1)
 
     @property
     def fits(self) -> bool | None:
-        """Whether memory suffices; None where the device's capacity is not known."""
+        """Whether it fits in memory; None: capacity unknown."""
         capacity = self.hardware.capacity
-        return None if capacity is None else value(self.memory.total) <= capacity
+        return None if capacity is None else scalar(self.memory.total) <= capacity
 
 
-def check(model: Model, setting: Setting) -> None:
-    """Refuse what the model cannot do.
+def check_devices(model: AnalyzedModel, workload: Workload) -> None:
+    """Check the degree of tensor parallelism.
 
     Raises:
-        ValueError: the number of devices does not divide the heads.
+        ValueError: the number of devices does not divide the attention heads.
     """
-    if model.config.heads % setting.devices:
+    if model.config.heads % workload.devices:
         raise ValueError(
-            f"{setting.devices} devices cannot share the {model.config.heads} heads of {model.name} evenly"
+            f"{workload.devices} devices cannot share the {model.config.heads} heads of {model.name} evenly"
         )
 
 
-def run(model: Model, setting: Setting) -> list[tuple[Network, Phase]]:
-    """The phases of a setting, each with the network that runs it."""
+def phase_graphs(
+    model: AnalyzedModel, workload: Workload, sizes: WorkloadSizes | None = None
+) -> list[tuple[OpGraph, Phase]]:
+    """The phases of a workload, each with the graph that it runs; `sizes`: in place of the workload's own."""
     return [
-        (model.network(setting.fusion, phase.prompt, setting.square), phase)
-        for phase in phases(setting.stage, sizes(setting))
+        (model.graph(workload.fusion, phase.is_prefill, workload.square), phase)
+        for phase in phases(workload.stage, sizes or workload_sizes(workload))
     ]
 
 
-def analyse(model: Model, hardware: Hardware, setting: Setting) -> Analysis:
-    """Price a setting on a device.
+def analyse(model: AnalyzedModel, hardware: Hardware, workload: Workload) -> Analysis:
+    """Predict the cost of a workload on a device.
 
     Raises:
         ValueError: devices that do not divide the heads, no link between them, or a format the hardware cannot
             multiply.
     """
-    check(model, setting)
-    r = rates(setting, hardware)
-    found: list[Line] = []
-    for priced, phase in run(model, setting):
-        found = _merge(found, lines(priced, phase, r))
-    if setting.devices == 1:
-        found = [line for line in found if line.op.kind not in ("reduce", "gather")]
-    return Analysis(
-        model, hardware, setting, tuple(found), total(found), held(model, setting, r),
-        _limit("batch", model, setting, r, hardware), _limit("context", model, setting, r, hardware),
-    )  # fmt: skip
+    check_devices(model, workload)
+    rates = device_rates(workload, hardware)
+    costs: list[OpCost] = []
+    for graph, phase in phase_graphs(model, workload):
+        costs = _merge(costs, op_costs(graph, phase, rates))
+    if workload.devices == 1:
+        costs = [c for c in costs if not c.op.is_collective]
+    batch, context = (_largest_fitting(n, model, workload, rates, hardware) for n in ("batch", "context"))
+    memory = workload_memory(model, workload, rates)
+    return Analysis(model, hardware, workload, tuple(costs), total_cost(costs), memory, batch, context)
 
 
-def held(model: Model, setting: Setting, r: Rates) -> Memory:
-    """Memory of a setting."""
-    return memory(run(model, setting), r)
+def workload_memory(model: AnalyzedModel, workload: Workload, rates: DeviceRates) -> MemoryUse:
+    """Peak memory of a workload."""
+    return memory_use(phase_graphs(model, workload), rates)
 
 
-def seconds(model: Model, hardware: Hardware, setting: Setting) -> float:
-    """Time of a setting, without the rest of the answer."""
-    r = rates(setting, hardware)
-    return sum(value(total(lines(n, p, r)).seconds) for n, p in run(model, setting))
+def predict_seconds(model: AnalyzedModel, hardware: Hardware, workload: Workload) -> float:
+    """Time of a workload alone, without the rest of its analysis."""
+    rates = device_rates(workload, hardware)
+    return sum(scalar(total_cost(op_costs(g, p, rates)).seconds) for g, p in phase_graphs(model, workload))
 
 
-def _merge(first: list[Line], second: list[Line]) -> list[Line]:
-    """Lines of two phases added by operation; an operation that only one has is kept in its place at the end of its
-    block.
-    """
+def _merge(first: list[OpCost], second: list[OpCost]) -> list[OpCost]:
+    """The costs of two phases added by operation; an operation of the second alone goes to the end of its group."""
     merged = list(first)
-    for line in second:
-        at = next((i for i, m in enumerate(merged) if (m.block, m.op.name) == (line.block, line.op.name)), None)
+    for new in second:
+        at = next((i for i, m in enumerate(merged) if (m.group, m.op.name) == (new.group, new.op.name)), None)
         if at is None:
-            inside = [i for i, m in enumerate(merged) if m.block == line.block]
-            merged.insert(inside[-1] + 1 if inside else len(merged), line)
+            same_group = [i for i, m in enumerate(merged) if m.group == new.group]
+            merged.insert(same_group[-1] + 1 if same_group else len(merged), new)
         else:
-            merged[at] = replace(merged[at], cost=merged[at].cost + line.cost)
+            merged[at] = replace(merged[at], cost=merged[at].cost + new.cost)
     return merged
 
 
-def _limit(name: str, model: Model, setting: Setting, r: Rates, hardware: Hardware) -> int | None:
-    """Largest batch or context that fits; chat and chunked prefill are judged by their longest moment."""
+def _largest_fitting(
+    name: str, model: AnalyzedModel, workload: Workload, rates: DeviceRates, hardware: Hardware
+) -> int | None:
+    """Largest `batch` or `context` that fits; None: capacity unknown."""
     capacity = hardware.capacity
     if capacity is None:
         return None
 
     def fits(size: int) -> bool:
-        asked = replace(setting, batch=size) if name == "batch" else replace(setting, context=size)
-        if asked.stage == "chat":
-            asked = replace(asked, generate=1) if name == "context" else asked
-        elif asked.stage == "chunked":
-            asked = replace(asked, chunk=max(asked.chunk, asked.context // 64))
-        return value(held(model, asked, r).total) <= capacity
+        resized = replace(workload, batch=size) if name == "batch" else replace(workload, context=size)
+        if resized.stage == "chat":
+            resized = replace(resized, generate=1) if name == "context" else resized
+        elif resized.stage == "chunked":
+            # At most 64 chunks: more would not change the peak but take long to evaluate.
+            resized = replace(resized, chunk=max(resized.chunk, resized.context // 64))
+        return scalar(workload_memory(model, resized, rates).total) <= capacity
 
-    return largest(name, fits)
+    return largest_fitting(name, fits)

@@ -1,4 +1,4 @@
-"""This machine as hardware: rates and overheads fitted to timed passes of small random networks.
+"""Calibration of a hardware entry: rates and overheads fitted to timed passes of small random models.
 
 Stream bandwidth is timed by itself. The rest are the terms of the cost model and come from one non-negative
 least-squares fit: the time of a pass = start + operations × overhead + weights × c(rows) + attention OPs × a(rows). The
@@ -15,18 +15,22 @@ from typing import Any
 import numpy as np
 
 from foretell.model.config import ModelConfig
-from foretell.roofline.amount import Array
-from foretell.roofline.analysis import Model, seconds
-from foretell.roofline.cost import value
-from foretell.roofline.formats import Format, multiplied_as, parse
-from foretell.roofline.hardware import CLASSES, Hardware
-from foretell.roofline.setting import Group, Phase, Setting, extents
+from foretell.roofline.analysis import AnalyzedModel, predict_seconds
+from foretell.roofline.cost import scalar
+from foretell.roofline.formats import NumberFormat, compute_class, parse_format
+from foretell.roofline.hardware import FORMAT_CLASSES, Hardware
+from foretell.roofline.linear_cost import Array
+from foretell.roofline.workload import Phase, SequenceGroup, Workload, phase_extents
 
-Measure = Callable[[int, int], float]
+PassTimer = Callable[[int, int], float]
 """Seconds of one pass over `tokens` new tokens after `context` cached ones."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (16, 1024)
 CHECK_CONTEXTS = (64, 512, 2048)
+MIN_SECONDS = 1e-18
+"""Lower bound of fitted seconds, which may be zero."""
+OUTLIER, ITERATIONS = 0.05, 12
+"""Relative error beyond which a timed pass gets less weight, and iterations of the robust fit."""
 
 
 def _probe(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int) -> ModelConfig:
@@ -38,12 +42,14 @@ PROBES: tuple[ModelConfig, ...] = (
     _probe(1024, 6, 16, 4, 64, 4096, 16384),
     _probe(512, 2, 8, 2, 64, 1024, 1024),
 )
-"""Deep and narrow, shallow and wide, and next to nothing: what they cost apart is overhead, weights and start."""
+"""Deep and narrow; shallow and wide; minimal. Their times separate overhead per operation, weights, and overhead per
+pass.
+"""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A timed pass."""
+class PassTiming:
+    """The measured time of a pass."""
 
     config: ModelConfig
     tokens: int
@@ -51,83 +57,88 @@ class Sample:
     seconds: float
 
 
-def sample(measures: Iterable[tuple[ModelConfig, Measure]]) -> list[Sample]:
-    """Time every probe at all widths and contexts."""
-    return [Sample(c, n, s, timed(n, s)) for c, timed in measures for s in CONTEXTS for n in ROWS]
+def time_probes(timers: Iterable[tuple[ModelConfig, PassTimer]]) -> list[PassTiming]:
+    """Time every probe model at all ROWS and CONTEXTS."""
+    return [PassTiming(c, n, s, timed(n, s)) for c, timed in timers for s in CONTEXTS for n in ROWS]
 
 
-def setting(form: Format, tokens: int, context: int) -> Setting:
-    """The setting that a timed pass is: weights and activations in a format, the cache in 16 bits (32 where the weights
-    have 32).
-    """
-    kept = form if form.bits > 16 else parse("16")
-    return Setting("verify", 1, context, tokens, weights=form, activations=form, kv=kept, fusion="full")
+def pass_workload(weight_format: NumberFormat, tokens: int, context: int) -> Workload:
+    """The workload of a timed pass; the KV cache has 16 bits, or 32 where the weights have 32."""
+    kv_format = weight_format if weight_format.bits > 16 else parse_format("16")
+    return Workload(
+        "verify", 1, context, tokens, weights=weight_format, activations=weight_format, kv=kv_format, fusion="full"
+    )
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Seconds per pass, per operation, and per weight element and attention OP at each of ROWS; and the median relative
-    misfit.
+class CalibrationFit:
+    """Fitted costs in seconds: per pass, per operation, and, at each of ROWS, per weight element and attention OP.
+
+    median_error: relative, over the timed passes.
     """
 
-    start: float
-    overhead: float
-    weight: tuple[float, ...]
-    attention: tuple[float, ...]
-    misfit: float
+    pass_overhead: float
+    op_overhead: float
+    seconds_per_weight: tuple[float, ...]
+    seconds_per_attention_op: tuple[float, ...]
+    median_error: float
 
 
-def terms(config: ModelConfig, tokens: int, context: int) -> tuple[float, float, float]:
-    """Operations with overhead, weight elements multiplied, and attention OPs of a pass."""
-    network = Model("probe", config).network("full", False)
-    phase = Phase((Group(1.0, float(tokens), float(context)),), float(tokens), 1.0, False)
+def cost_terms(config: ModelConfig, tokens: int, context: int) -> tuple[float, float, float]:
+    """Terms of the cost model of a pass: number of operations, weight elements multiplied, attention OPs."""
+    graph = AnalyzedModel("probe", config).graph("full", False)
+    phase = Phase((SequenceGroup(1.0, float(tokens), float(context)),), float(tokens), 1.0, False)
     count = weights = attention = 0.0
-    for block in network.blocks:
-        at = extents(network, block, phase)
-        for op in block.ops:
-            if op.kind not in ("lookup", "reduce", "gather"):
-                count += block.count
-            weights += block.count * value(op.weights.at(at)) if op.kind == "matmul" else 0.0
-            attention += block.count * value(op.work.at(at)) if op.kind == "attend" else 0.0
+    for group in graph.groups:
+        extents = phase_extents(graph, group, phase)
+        for op in group.ops:
+            if op.kind != "lookup" and not op.is_collective:
+                count += group.count
+            weights += group.count * scalar(op.weights.evaluate(extents)) if op.kind == "matmul" else 0.0
+            attention += group.count * scalar(op.work.evaluate(extents)) if op.kind == "attention" else 0.0
     return count, weights, attention
 
 
-def fit(samples: Sequence[Sample]) -> Fit:
-    """Fit the terms to timed passes, each weighted by its own time so that short passes count as much as long ones.
+def fit_costs(timings: Sequence[PassTiming]) -> CalibrationFit:
+    """Fit the cost terms to timed passes; errors are relative, so that short passes count as much as long ones.
 
     Raises:
         ValueError: too few samples.
     """
-    if len(samples) < 2 * len(ROWS) + 2:
-        raise ValueError(f"calibration needs at least {2 * len(ROWS) + 2} timed passes, found {len(samples)}")
-    table = np.zeros((len(samples), 2 + 2 * len(ROWS)))
-    for i, s in enumerate(samples):
-        count, weights, attention = terms(s.config, s.tokens, s.context)
+    if len(timings) < 2 * len(ROWS) + 2:
+        raise ValueError(f"calibration needs at least {2 * len(ROWS) + 2} timed passes, found {len(timings)}")
+    table = np.zeros((len(timings), 2 + 2 * len(ROWS)))
+    for i, s in enumerate(timings):
+        count, weights, attention = cost_terms(s.config, s.tokens, s.context)
         at = ROWS.index(s.tokens)
         table[i, 0], table[i, 1], table[i, 2 + at], table[i, 2 + len(ROWS) + at] = 1.0, count, weights, attention
         table[i] /= s.seconds
     scale = table.max(0)
     scale[scale == 0] = 1.0
-    found = _robust(table / scale) / scale
+    found = _robust_nnls(table / scale) / scale
     misfit = float(np.median(np.abs(table @ found - 1)))
-    return Fit(found[0], found[1], tuple(found[2 : 2 + len(ROWS)]), tuple(found[2 + len(ROWS) :]), misfit)
+    return CalibrationFit(found[0], found[1], tuple(found[2 : 2 + len(ROWS)]), tuple(found[2 + len(ROWS) :]), misfit)
 
 
-def _robust(table: Array) -> Array:
-    """Non-negative least squares with rows far off given less say (a pass that something interrupted)."""
+def _robust_nnls(table: Array) -> Array:
+    """Non-negative least squares with lower weight for outliers, such as interrupted passes (Huber, by reweighting)."""
     # Half a second of import that only calibration needs.
     from scipy.optimize import nnls
 
-    say = np.ones(len(table))
+    weights = np.ones(len(table))
     found: Array = np.zeros(table.shape[1])
-    for _ in range(12):
-        found = np.asarray(nnls(table * say[:, None], say)[0])
-        say = 1 / np.sqrt(np.maximum(1.0, np.abs(table @ found - 1) / 0.05))
+    for _ in range(ITERATIONS):
+        found = np.asarray(nnls(table * weights[:, None], weights)[0])
+        weights = 1 / np.sqrt(np.maximum(1.0, np.abs(table @ found - 1) / OUTLIER))
     return found
 
 
-def hardware(name: str, title: str, source: str, stream: float, capacity: float, fits: Mapping[str, Fit]) -> Hardware:
-    """The machine as hardware: per weight format a fit. Bandwidth is the stream's, or more where a kernel reached more.
+def calibrated_hardware(
+    name: str, title: str, source: str, stream: float, capacity: float, fits: Mapping[str, CalibrationFit]
+) -> Hardware:
+    """A hardware entry from one fit per weight format.
+
+    stream: measured bandwidth in bytes/s; a kernel that reads weights faster raises it.
 
     Raises:
         ValueError: no format was measured.
@@ -136,25 +147,27 @@ def hardware(name: str, title: str, source: str, stream: float, capacity: float,
         raise ValueError("nothing was measured: name at least one --dtype")
     rates, peaks, bandwidth = {}, {}, stream
     for text, f in fits.items():
-        form = parse(text)
-        kind = multiplied_as(form, form)
-        curve = tuple((float(n), 2 * n / max(c, 1e-18)) for n, c in zip(ROWS, f.weight, strict=True))
+        form = parse_format(text)
+        kind = compute_class(form, form)
+        curve = tuple((float(n), 2 * n / max(c, MIN_SECONDS)) for n, c in zip(ROWS, f.seconds_per_weight, strict=True))
         rates[kind], peaks[kind] = curve, max(rate for _, rate in curve)
-        bandwidth = max(bandwidth, form.bytes / max(f.weight[0], 1e-18))
+        bandwidth = max(bandwidth, form.bytes / max(f.seconds_per_weight[0], MIN_SECONDS))
     peaks.setdefault("fp16", max(peaks.values()))
     chosen = fits.get("16") or next(iter(fits.values()))
-    attend = tuple(
-        (float(n), 1 / a if a > 0 else max(peaks.values())) for n, a in zip(ROWS, chosen.attention, strict=True)
+    attention_rates = tuple(
+        (float(n), 1 / a if a > 0 else max(peaks.values()))
+        for n, a in zip(ROWS, chosen.seconds_per_attention_op, strict=True)
     )
     return Hardware(
-        name, title, bandwidth, peaks, source, capacity, overhead=statistics.median(f.overhead for f in fits.values()),
-        start=statistics.median(f.start for f in fits.values()), rates=rates, attend=attend,
+        name, title, bandwidth, peaks, source, capacity, matmul_rates=rates, attention_rates=attention_rates,
+        op_overhead=statistics.median(f.op_overhead for f in fits.values()),
+        pass_overhead=statistics.median(f.pass_overhead for f in fits.values()),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Check:
-    """A pass predicted and measured."""
+class PredictionCheck:
+    """Predicted and measured seconds of a pass."""
 
     tokens: int
     context: int
@@ -167,42 +180,49 @@ class Check:
         return self.predicted / self.measured - 1
 
 
-def check(
-    model: Model, device: Hardware, form: Format, measure: Measure, contexts: Sequence[int] = CHECK_CONTEXTS
-) -> list[Check]:
+def check_predictions(
+    model: AnalyzedModel,
+    device: Hardware,
+    weight_format: NumberFormat,
+    timer: PassTimer,
+    contexts: Sequence[int] = CHECK_CONTEXTS,
+) -> list[PredictionCheck]:
     """Predicted and measured pass times of a model at 1 to 64 tokens and several contexts."""
-    asked = [(s, n) for s in contexts for n in ROWS]
-    return [Check(n, s, seconds(model, device, setting(form, n, s)), measure(n, s)) for s, n in asked]
+    sizes = [(s, n) for s in contexts for n in ROWS]
+    return [
+        PredictionCheck(n, s, predict_seconds(model, device, pass_workload(weight_format, n, s)), timer(n, s))
+        for s, n in sizes
+    ]
 
 
 def to_toml(device: Hardware) -> dict[str, Any]:
-    """The entry of a hardware file that `from_table` reads back."""
+    """The entry of a hardware file that `hardware_from_table` reads back."""
     entry: dict[str, Any] = {"title": device.title, "source": device.source, "bandwidth": device.bandwidth / 1e9}
     if device.capacity:
         entry["capacity"] = device.capacity / 1e9
-    entry |= {c: device.peaks[c] / 1e12 for c in CLASSES if c in device.peaks}
-    entry |= {"overhead_us": device.overhead * 1e6, "start_us": device.start * 1e6}
-    entry["attend"] = [[n, rate / 1e12] for n, rate in device.attend]
-    entry["rates"] = {c: [[n, rate / 1e12] for n, rate in curve] for c, curve in device.rates.items()}
+    entry |= {c: device.peaks[c] / 1e12 for c in FORMAT_CLASSES if c in device.peaks}
+    entry |= {"overhead_us": device.op_overhead * 1e6, "start_us": device.pass_overhead * 1e6}
+    entry["attend"] = [[n, rate / 1e12] for n, rate in device.attention_rates]
+    entry["rates"] = {c: [[n, rate / 1e12] for n, rate in curve] for c, curve in device.matmul_rates.items()}
     return entry
 
 
 def add_to_file(path: Path, device: Hardware, others: Mapping[str, Hardware]) -> None:
-    """Write the device into a hardware file beside those it holds already."""
+    """Write a hardware file with the device and those it already has."""
     entries = {name: to_toml(h) for name, h in others.items()} | {device.name: to_toml(device)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f'["{name}"]\n{_lines(entry)}\n' for name, entry in entries.items()), "utf-8")
+    path.write_text("".join(f'["{name}"]\n{_toml_lines(entry)}\n' for name, entry in entries.items()), "utf-8")
 
 
-def _lines(entry: Mapping[str, Any]) -> str:
-    return "".join(f"{key} = {_value(v)}\n" for key, v in entry.items())
+def _toml_lines(entry: Mapping[str, Any]) -> str:
+    return "".join(f"{key} = {_toml_value(v)}\n" for key, v in entry.items())
 
 
-def _value(v: Any) -> str:
+def _toml_value(v: Any) -> str:
     if isinstance(v, str):
         return '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(v, Mapping):
-        return "{" + ", ".join(f"{k} = {_value(x)}" for k, x in v.items()) + "}"
+        return "{" + ", ".join(f"{k} = {_toml_value(x)}" for k, x in v.items()) + "}"
     if isinstance(v, list):
-        return "[" + ", ".join(_value(x) for x in v) + "]"
+        return "[" + ", ".join(_toml_value(x) for x in v) + "]"
     return repr(float(v))

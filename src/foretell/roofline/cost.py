@@ -1,72 +1,71 @@
-"""What a pass costs: OPs, bytes by class and time of every operation, on one device of given rates."""
+"""OPs, bytes and time of every operation of a pass, on one device: time = max(OPs / peak, bytes / bandwidth)."""
 
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from foretell.roofline.amount import Extents, Number
 from foretell.roofline.hardware import Curve, Hardware
-from foretell.roofline.network import Network, Op
-from foretell.roofline.setting import Phase, Setting, extents
+from foretell.roofline.linear_cost import Extents, Number
+from foretell.roofline.op_graph import Op, OpGraph
+from foretell.roofline.workload import Phase, Workload, phase_extents
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Hardware and formats reduced to numbers; each a scalar or an array [settings, 1].
+class DeviceRates:
+    """Rates of a device for given number formats; each a scalar or an array [workloads, 1].
 
-    weight, activation, kv: bytes per element. matmul, attend, vector: OPs/s. bandwidth, link: bytes/s. overhead:
-    seconds per operation, start: per pass. curve, attend_curve: measured rates of matrix multiplications and of
-    attention, in place of their peaks.
+    weight, activation, kv: bytes per element. matmul, attention, elementwise: peak OPs/s. bandwidth, link: bytes/s.
+    op_overhead, pass_overhead: seconds per operation and per pass. matmul_curve, attention_curve: measured rates, which
+    replace the peaks where given.
     """
 
     weight: Number
     activation: Number
     kv: Number
     matmul: Number
-    attend: Number
-    vector: Number
+    attention: Number
+    elementwise: Number
     bandwidth: Number
     link: Number
     devices: Number
-    overhead: float = 0.0
-    start: float = 0.0
-    curve: Curve = ()
-    attend_curve: Curve = ()
+    op_overhead: float = 0.0
+    pass_overhead: float = 0.0
+    matmul_curve: Curve = ()
+    attention_curve: Curve = ()
 
     def rate(self, kind: str, rows: Number) -> Number:
-        """OPs/s of an operation of this kind over so many rows."""
-        peak, curve = {"matmul": (self.matmul, self.curve), "attend": (self.attend, self.attend_curve)}.get(
-            kind, (self.vector, ())
-        )
+        """OPs/s of an operation of this kind over `rows` rows."""
+        measured = {"matmul": (self.matmul, self.matmul_curve), "attention": (self.attention, self.attention_curve)}
+        peak, curve = measured.get(kind, (self.elementwise, ()))
         if not curve:
             return peak
-        at, rate = zip(*curve, strict=True)
-        return np.asarray(np.interp(np.asarray(rows, dtype=np.float64), at, rate), dtype=np.float64)
+        measured_rows, rate = zip(*curve, strict=True)
+        return np.asarray(np.interp(np.asarray(rows, dtype=np.float64), measured_rows, rate), dtype=np.float64)
 
 
-def rates(setting: Setting, hardware: Hardware) -> Rates:
-    """Rates of a device for the formats of a setting.
+def device_rates(workload: Workload, hardware: Hardware) -> DeviceRates:
+    """Rates of a device for the number formats of a workload.
 
     Raises:
         ValueError: several devices with no known link between them, or a format the device cannot multiply.
     """
-    if setting.devices > 1 and not hardware.link:
+    if workload.devices > 1 and not hardware.link_bandwidth:
         raise ValueError(
-            f"hardware {hardware.name!r} states no link between devices, so {setting.devices} cannot share a model"
+            f"hardware {hardware.name!r} states no link between devices, so {workload.devices} cannot share a model"
         )
-    w, a, kv = setting.weights, setting.activations, setting.kv
-    return Rates(
-        w.bytes, a.bytes, kv.bytes, hardware.peak(w, a), hardware.peak(a, kv), hardware.elementwise,
-        hardware.bandwidth, hardware.link, setting.devices, hardware.overhead,
-        hardware.start, hardware.rates.get(hardware.format_class(w, a), ()), hardware.attend,
+    w, a, kv = workload.weights, workload.activations, workload.kv
+    return DeviceRates(
+        w.bytes, a.bytes, kv.bytes, hardware.peak(w, a), hardware.peak(a, kv), hardware.elementwise_rate,
+        hardware.bandwidth, hardware.link_bandwidth, workload.devices, hardware.op_overhead,
+        hardware.pass_overhead, hardware.matmul_rates.get(hardware.format_class(w, a), ()), hardware.attention_rates,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cost:
-    """OPs and bytes by class of an operation on one device, and the seconds that OPs, bytes and links take.
+class CostBreakdown:
+    """OPs, bytes by class, and seconds of operations on one device; scalars, or arrays [workloads, passes].
 
-    seconds: the longer of the two, plus links and overhead. Scalars, or arrays over settings and passes.
+    link: bytes sent to other devices. seconds: the longer of compute and memory time, plus link time and overhead.
     """
 
     ops: Number = 0.0
@@ -75,7 +74,7 @@ class Cost:
     write: Number = 0.0
     kv_read: Number = 0.0
     kv_write: Number = 0.0
-    wire: Number = 0.0
+    link: Number = 0.0
     compute_seconds: Number = 0.0
     memory_seconds: Number = 0.0
     seconds: Number = 0.0
@@ -85,105 +84,102 @@ class Cost:
         """All bytes moved between memory and chip."""
         return self.weights + self.read + self.write + self.kv_read + self.kv_write
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
+    def __add__(self, other: "CostBreakdown") -> "CostBreakdown":
+        return CostBreakdown(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(CostBreakdown)))
 
-    def times(self, factor: float) -> "Cost":
+    def scaled(self, factor: float) -> "CostBreakdown":
         """The cost of that many such operations."""
-        return Cost(*(getattr(self, f.name) * factor for f in fields(Cost)))
+        return CostBreakdown(*(getattr(self, f.name) * factor for f in fields(CostBreakdown)))
 
-    def summed(self, weight: Number) -> "Cost":
-        """Sum over passes (the last axis), each as often as `weight` says."""
-        return Cost(*(_sum(getattr(self, f.name), weight) for f in fields(Cost)))
+    def sum_passes(self, repeats: Number) -> "CostBreakdown":
+        """Sum over passes (the last axis), each counted `repeats` times."""
+        return CostBreakdown(*(_sum_passes(getattr(self, f.name), repeats) for f in fields(CostBreakdown)))
 
 
-def _sum(value: Number, weight: Number) -> Number:
-    product = np.asarray(value * weight, dtype=np.float64)
-    count = np.shape(weight)[-1] if np.ndim(weight) else 1
+def _sum_passes(value: Number, repeats: Number) -> Number:
+    product = np.asarray(value * repeats, dtype=np.float64)
+    count = np.shape(repeats)[-1] if np.ndim(repeats) else 1
     if product.ndim == 0:
         return np.array([float(product)])
     return product.sum(-1) if product.shape[-1] > 1 or count == 1 else product[..., 0]
 
 
-def price(op: Op, at: Extents, r: Rates, kv_heads: int) -> Cost:
-    """Cost of one operation.
+def op_cost(op: Op, extents: Extents, rates: DeviceRates, kv_heads: int) -> CostBreakdown:
+    """Cost of one operation on one device.
 
-    Tensor parallelism divides what `op.split` says; cached heads are copied where there are too few.
+    Tensor parallelism divides it by `op.split`. Key and value heads are replicated where there are fewer than devices.
     """
-    t, kv_cut = r.devices, np.minimum(r.devices, kv_heads)
-    cut = {"column": (t, t, 1, t), "row": (t, t, t, 1), "heads": (t, t, t, t), "whole": (1, 1, 1, 1)}[op.split]
-    if op.kind in ("reduce", "gather"):
-        moved = op.write.at(at) * r.activation * (t - 1) / t * (2 if op.kind == "reduce" else 1)
-        seconds = moved / np.where(np.asarray(r.link) > 0, r.link, 1.0)
-        return Cost(wire=moved, seconds=seconds)
-    kv_parts = kv_cut if op.split in ("column", "heads") else 1
-    ops, weights = op.work.at(at) / cut[0], op.weights.at(at) * r.weight / cut[1]
-    read, write = op.read.at(at) * r.activation / cut[2], op.write.at(at) * r.activation / cut[3]
-    kv_read, kv_write = op.kv_read.at(at) * r.kv / kv_parts, op.kv_write.at(at) * r.kv / kv_parts
-    rows = at.outputs if op.work.outputs else at.rows
-    compute, memory = ops / r.rate(op.kind, rows), (weights + read + write + kv_read + kv_write) / r.bandwidth
-    return Cost(
-        ops,
-        weights,
-        read,
-        write,
-        kv_read,
-        kv_write,
-        0.0,
-        compute,
-        memory,
-        np.maximum(compute, memory) + (r.start if op.kind == "lookup" else r.overhead),
-    )
+    t = rates.devices
+    parts = {"column": (t, t, 1, t), "row": (t, t, t, 1), "heads": (t, t, t, t), "replicated": (1, 1, 1, 1)}
+    ops_parts, weight_parts, read_parts, write_parts = parts[op.split]
+    if op.is_collective:
+        # A ring: an all-reduce is a reduce-scatter and an all-gather.
+        moved = op.write.evaluate(extents) * rates.activation * (t - 1) / t * (2 if op.kind == "all_reduce" else 1)
+        seconds = moved / np.where(np.asarray(rates.link) > 0, rates.link, 1.0)
+        return CostBreakdown(link=moved, seconds=seconds)
+    kv_parts = np.minimum(t, kv_heads) if op.split in ("column", "heads") else 1
+    ops = op.work.evaluate(extents) / ops_parts
+    weights = op.weights.evaluate(extents) * rates.weight / weight_parts
+    read = op.read.evaluate(extents) * rates.activation / read_parts
+    write = op.write.evaluate(extents) * rates.activation / write_parts
+    kv_read = op.kv_read.evaluate(extents) * rates.kv / kv_parts
+    kv_write = op.kv_write.evaluate(extents) * rates.kv / kv_parts
+    rows = extents.logit_rows if op.work.logit_rows else extents.rows
+    compute, memory = ops / rates.rate(op.kind, rows), (weights + read + write + kv_read + kv_write) / rates.bandwidth
+    # Every pass has one embedding lookup.
+    overhead = rates.pass_overhead if op.kind == "lookup" else rates.op_overhead
+    seconds = np.maximum(compute, memory) + overhead
+    return CostBreakdown(ops, weights, read, write, kv_read, kv_write, 0.0, compute, memory, seconds)
 
 
 @dataclass(frozen=True)
-class Line:
-    """One operation of a block, its cost in one layer over all passes of the setting, and how many layers have it."""
+class OpCost:
+    """An operation with its cost in one layer, summed over the passes of a workload; `count` layers have it."""
 
-    block: str
+    group: str
     count: float
     op: Op
-    cost: Cost
+    cost: CostBreakdown
 
     @property
     def intensity(self) -> float:
         """OPs per byte."""
-        moved = value(self.cost.bytes)
-        return value(self.cost.ops) / moved if moved else 0.0
+        moved = scalar(self.cost.bytes)
+        return scalar(self.cost.ops) / moved if moved else 0.0
 
     @property
     def bound(self) -> str:
-        """What limits it: compute, memory, or the link between devices."""
-        if self.op.kind in ("reduce", "gather"):
+        """What limits its time: `compute`, `memory`, or the `link` between devices."""
+        if self.op.is_collective:
             return "link"
-        return "compute" if value(self.cost.compute_seconds) > value(self.cost.memory_seconds) else "memory"
+        return "compute" if scalar(self.cost.compute_seconds) > scalar(self.cost.memory_seconds) else "memory"
 
     @property
     def attainable(self) -> float:
-        """OPs per second it reaches."""
-        seconds = value(self.cost.seconds)
-        return value(self.cost.ops) / seconds if seconds else 0.0
+        """OPs per second that it reaches."""
+        seconds = scalar(self.cost.seconds)
+        return scalar(self.cost.ops) / seconds if seconds else 0.0
 
 
-def value(number: Number) -> float:
+def scalar(number: Number) -> float:
     """The number in an array of one element."""
     return float(np.asarray(number).reshape(-1)[0])
 
 
-def lines(network: Network, phase: Phase, r: Rates) -> list[Line]:
-    """Every operation of a network in order, with its cost summed over the passes of one phase."""
-    found: list[Line] = []
-    for block in network.blocks:
-        at = extents(network, block, phase)
-        found.extend(
-            Line(block.name, block.count, op, price(op, at, r, block.kv_heads).summed(phase.weight)) for op in block.ops
-        )
+def op_costs(graph: OpGraph, phase: Phase, rates: DeviceRates) -> list[OpCost]:
+    """Every operation of a graph in order, with its cost summed over the passes of one phase."""
+    found: list[OpCost] = []
+    for group in graph.groups:
+        extents = phase_extents(graph, group, phase)
+        for op in group.ops:
+            cost = op_cost(op, extents, rates, group.kv_heads).sum_passes(phase.repeats)
+            found.append(OpCost(group.name, group.count, op, cost))
     return found
 
 
-def total(found: list[Line]) -> Cost:
-    """Cost of the whole network."""
-    result = Cost()
-    for line in found:
-        result = result + line.cost.times(line.count)
+def total_cost(costs: list[OpCost]) -> CostBreakdown:
+    """The sum over operations and layers."""
+    result = CostBreakdown()
+    for each in costs:
+        result = result + each.cost.scaled(each.count)
     return result

@@ -1,34 +1,31 @@
-"""Number formats: how many bytes an element takes with its quantisation metadata, and what format it is multiplied
-in.
-"""
+"""Number formats: bytes per element with quantisation metadata, and the format in which two operands multiply."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 SCALE_BITS = 16
+"""Bits of a group's scale, and of its zero point."""
 
 
 @dataclass(frozen=True)
-class Format:
-    """A storage format: `bits` per element; floating point or integer; per group of `group` elements `group_bits` of
-    metadata.
-    """
+class NumberFormat:
+    """A storage format: `bits` per element, and `group_bits` of metadata per group of `group` elements (0: none)."""
 
     name: str
     bits: float
-    floating: bool
+    is_float: bool
     group: int = 0
     group_bits: int = 0
 
     @property
     def bytes(self) -> float:
-        """Bytes per element, scales and zero points of the group included."""
+        """Bytes per element, scales and zero points included."""
         return (self.bits + (self.group_bits / self.group if self.group else 0.0)) / 8
 
 
-def parse(text: str) -> Format:
-    """Read a format: `16`, `32`, `fp8`, `fp4`, integers `1` to `8`, and `4g128` (one 16-bit scale per 128) or `4g128z`
+def parse_format(text: str) -> NumberFormat:
+    """Parse a format: `16`, `32`, `fp8`, `fp4`, integers `1` to `8`, and `4g128` (one 16-bit scale per 128) or `4g128z`
     (a zero point too).
 
     Raises:
@@ -43,12 +40,12 @@ def parse(text: str) -> Format:
     group = int(match[3]) if match[3] else 0
     if match[3] and group < 1:
         raise ValueError(f"{text!r}: the group size must be at least 1")
-    floating = bool(match[1]) or bits >= 9
-    return Format(text.strip().lower(), bits, floating, group, SCALE_BITS * (2 if match[4] else 1) if group else 0)
+    is_float, group_values = bool(match[1]) or bits >= 9, 2 if match[4] else 1
+    return NumberFormat(text.strip().lower(), bits, is_float, group, SCALE_BITS * group_values if group else 0)
 
 
-def multiplied_as(a: Format, b: Format) -> str:
-    """Format class in which two operands meet: both are converted to the narrowest class that holds them exactly.
+def compute_class(a: NumberFormat, b: NumberFormat) -> str:
+    """Format class in which two operands multiply: the narrowest that represents both exactly.
 
     Weights of 4 bits with activations of 16 are multiplied in 16 bits: quantised storage alone raises no peak (paper,
     section 3.1.1).
@@ -58,15 +55,15 @@ def multiplied_as(a: Format, b: Format) -> str:
         return "fp32"
     if wide > 8:
         return "fp16"
-    if a.floating and b.floating:
+    if a.is_float and b.is_float:
         return "fp8" if wide > 4 else "fp4"
-    if not a.floating and not b.floating:
+    if not a.is_float and not b.is_float:
         return "int8" if wide > 4 else "int4"
-    integer = b if a.floating else a
+    integer = b if a.is_float else a
     return "fp8" if integer.bits <= 4 else "fp16"
 
 
-LADDER: Mapping[str, tuple[str, ...]] = {
+WIDER_CLASSES: Mapping[str, tuple[str, ...]] = {
     "fp4": ("fp4", "fp8", "fp16", "fp32", "any"),
     "int4": ("int4", "int8", "fp16", "fp32", "any"),
     "fp8": ("fp8", "fp16", "fp32", "any"),
@@ -74,7 +71,7 @@ LADDER: Mapping[str, tuple[str, ...]] = {
     "fp16": ("fp16", "fp32", "any"),
     "fp32": ("fp32", "any"),
 }
-"""Class wanted to the classes that can stand in for it, best first: what the hardware cannot multiply is widened."""
+"""The classes that can compute each class, best first: hardware that lacks a class uses the next wider one."""
 
-SIXTEEN = parse("16")
-"""Half precision, the default of everything."""
+HALF_PRECISION = parse_format("16")
+"""FP16 or BF16, the default format."""

@@ -1,4 +1,4 @@
-"""What a pass runs on: bandwidth, peaks, capacity and links of a device, each figure with its source."""
+"""Bandwidth, peak rates, capacity and links of devices, each figure with its source."""
 
 import math
 import os
@@ -10,22 +10,25 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from foretell.roofline.formats import LADDER, Format, multiplied_as
+from foretell.roofline.formats import WIDER_CLASSES, NumberFormat, compute_class
 from foretell.roofline.names import look_up
 
 Curve = tuple[tuple[float, float], ...]
 """A measured rate: (rows, OPs/s), rows increasing."""
-CLASSES = ("fp32", "fp16", "fp8", "fp4", "int8", "int4", "any")
+FORMAT_CLASSES = ("fp32", "fp16", "fp8", "fp4", "int8", "int4", "any")
 
 
 @dataclass(frozen=True)
 class Hardware:
     """One device. Units: bytes/s, bytes, OPs/s, seconds.
 
-    peaks: matrix rate per format class. vector: rate of element-wise work (0: the 16-bit matrix rate). link: bytes/s to
-    other devices, one direction. host: bytes/s from host memory. overhead: seconds every operation costs before it
-    moves a byte; start: the same for a pass. rates: measured matrix rates per format class; where given they replace
-    the peak. attend: that of attention.
+    bandwidth: of its memory. peaks: matrix rate per format class. capacity: of its memory; None: not stated.
+    vector_rate: of elementwise operations (0: the 16-bit matrix rate). link_bandwidth: to other devices, one direction.
+    host_bandwidth: from host memory. op_overhead, pass_overhead: seconds per operation and per pass. matmul_rates:
+    measured matrix rates per format class, which replace the peaks; attention_rates: the same of attention.
+
+    Raises:
+        ValueError: no peak, or a figure that is not positive.
     """
 
     name: str
@@ -34,13 +37,13 @@ class Hardware:
     peaks: Mapping[str, float]
     source: str
     capacity: float | None = None
-    vector: float = 0.0
-    link: float = 0.0
-    host: float = 0.0
-    overhead: float = 0.0
-    rates: Mapping[str, Curve] = field(default_factory=dict)
-    attend: Curve = ()
-    start: float = 0.0
+    vector_rate: float = 0.0
+    link_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    op_overhead: float = 0.0
+    matmul_rates: Mapping[str, Curve] = field(default_factory=dict)
+    attention_rates: Curve = ()
+    pass_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         positive = {"bandwidth": self.bandwidth, **{f"peak {k}": v for k, v in self.peaks.items()}}
@@ -49,39 +52,40 @@ class Hardware:
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"hardware {self.name!r}: {name} must be a positive number, found {value:g}")
-        for name in ("vector", "link", "host", "overhead", "start"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"hardware {self.name!r}: {name} must not be negative, found {getattr(self, name):g}")
+        for name in ("vector_rate", "link_bandwidth", "host_bandwidth", "op_overhead", "pass_overhead"):
+            if not (value := getattr(self, name)) >= 0:
+                what = name.replace("_", " ")
+                raise ValueError(f"hardware {self.name!r}: the {what} must not be negative, found {value:g}")
         if not self.peaks:
-            raise ValueError(f"hardware {self.name!r}: give at least one peak ({', '.join(CLASSES)})")
+            raise ValueError(f"hardware {self.name!r}: give at least one peak ({', '.join(FORMAT_CLASSES)})")
 
-    def format_class(self, a: Format, b: Format) -> str:
-        """Format class in which this device multiplies two operands: the narrowest it has that holds both.
+    def format_class(self, a: NumberFormat, b: NumberFormat) -> str:
+        """Format class in which this device multiplies two operands: the narrowest it has that represents both.
 
         Raises:
             ValueError: the device multiplies no format wide enough.
         """
-        wanted = multiplied_as(a, b)
-        for name in LADDER[wanted]:
+        wanted = compute_class(a, b)
+        for name in WIDER_CLASSES[wanted]:
             if name in self.peaks:
                 return name
         raise ValueError(
             f"hardware {self.name!r} states no rate that can multiply {wanted}; it has {', '.join(self.peaks)}"
         )
 
-    def peak(self, a: Format, b: Format) -> float:
+    def peak(self, a: NumberFormat, b: NumberFormat) -> float:
         """Matrix rate for two operand formats, OPs/s."""
         return self.peaks[self.format_class(a, b)]
 
     @property
-    def elementwise(self) -> float:
-        """Rate of element-wise work, OPs/s."""
-        return self.vector or self.peaks.get("fp16") or max(self.peaks.values())
+    def elementwise_rate(self) -> float:
+        """Rate of elementwise operations, OPs/s."""
+        return self.vector_rate or self.peaks.get("fp16") or max(self.peaks.values())
 
 
 @dataclass(frozen=True)
-class Tier:
-    """Memory outside the device: bandwidth in bytes/s and, if any, the processor beside it."""
+class MemoryTier:
+    """Memory outside the device: bandwidth in bytes/s, and the hardware entry of a processor attached to it, if any."""
 
     name: str
     title: str
@@ -90,28 +94,22 @@ class Tier:
     compute: str | None = None
 
 
-def from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardware:
-    """Hardware from a TOML table in the units of hardware.toml (GB, GB/s, 1e12 OPs/s, microseconds of overhead).
+TABLE_KEYS = (
+    "title", "source", "bandwidth", "capacity", "vector", "link", "host", "overhead_us", "start_us", "rates", "attend",
+    *FORMAT_CLASSES,
+)  # fmt: skip
+"""Keys of a table in a hardware file."""
+
+
+def hardware_from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardware:
+    """Hardware from a TOML table in the units of hardware.toml (GB, GB/s, 1e12 OPs/s, microseconds).
 
     Raises:
         ValueError: bandwidth missing, an unknown key, or a value that is no positive number.
     """
-    plain = {
-        "title",
-        "source",
-        "bandwidth",
-        "capacity",
-        "vector",
-        "link",
-        "host",
-        "overhead_us",
-        "start_us",
-        "rates",
-        "attend",
-    }
     for key in raw:
-        if key not in plain | set(CLASSES):
-            look_up({k: k for k in sorted(plain | set(CLASSES))}, key, f"hardware key (in {where})")
+        if key not in TABLE_KEYS:
+            look_up({k: k for k in TABLE_KEYS}, key, f"hardware key (in {where})")
     if "bandwidth" not in raw:
         raise ValueError(f"{where}: hardware {name!r} has no 'bandwidth' (GB/s)")
     try:
@@ -124,7 +122,7 @@ def from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardware:
         name,
         str(raw.get("title", name)),
         number["bandwidth"] * 1e9,
-        {c: number[c] * 1e12 for c in CLASSES if c in number},
+        {c: number[c] * 1e12 for c in FORMAT_CLASSES if c in number},
         str(raw.get("source", where)),
         number["capacity"] * 1e9 if "capacity" in number else None,
         number.get("vector", 0.0) * 1e12,
@@ -141,13 +139,13 @@ def _curve(points: Sequence[Sequence[float]]) -> Curve:
     return tuple((float(rows), float(rate) * 1e12) for rows, rate in points)
 
 
-def user_file() -> Path:
-    """Where this user's own and calibrated hardware is kept."""
+def user_hardware_file() -> Path:
+    """The file of this user's own and calibrated hardware."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "foretell" / "hardware.toml"
 
 
-def read_file(path: Path) -> dict[str, Hardware]:
+def read_hardware_file(path: Path) -> dict[str, Hardware]:
     """Hardware entries of a TOML file with one table per device.
 
     Raises:
@@ -164,46 +162,48 @@ def read_file(path: Path) -> dict[str, Hardware]:
         raise ValueError(
             f"{path}: expected one table per device, such as [my-gpu], found {', '.join(bare) or 'nothing'}"
         )
-    return {name.lower(): from_table(name.lower(), entry, str(path)) for name, entry in raw.items()}
+    return {name.lower(): hardware_from_table(name.lower(), entry, str(path)) for name, entry in raw.items()}
 
 
 @cache
-def _shipped(which: str) -> Mapping[str, Any]:
+def _packaged_table(which: str) -> Mapping[str, Any]:
     return tomllib.loads(resources.files("foretell.roofline").joinpath(which).read_text("utf-8"))
 
 
-def devices(extra: Path | None = None) -> dict[str, Hardware]:
-    """All known devices by name: shipped, then the user's, then those of `extra`.
+def known_hardware(extra: Path | None = None) -> dict[str, Hardware]:
+    """All devices by name: those of the package, then the user's, then those of the file `extra`.
 
     Raises:
         ValueError: a bad hardware file.
     """
-    table = {name: from_table(name, raw, "hardware.toml") for name, raw in _shipped("hardware.toml").items()}
-    if user_file().is_file():
-        table |= read_file(user_file())
-    return table | read_file(extra) if extra else table
+    table = {
+        name: hardware_from_table(name, raw, "hardware.toml") for name, raw in _packaged_table("hardware.toml").items()
+    }
+    if user_hardware_file().is_file():
+        table |= read_hardware_file(user_hardware_file())
+    return table | read_hardware_file(extra) if extra else table
 
 
-def tier(name: str) -> Tier:
-    """An offload tier by name.
+def memory_tier(name: str) -> MemoryTier:
+    """A memory tier by name.
 
     Raises:
         ValueError: unknown name.
     """
-    raw = look_up(_shipped("tiers.toml"), name, "memory tier")
-    return Tier(name, raw["title"], raw["bandwidth"] * 1e9, raw["source"], raw.get("compute"))
+    raw = look_up(_packaged_table("tiers.toml"), name, "memory tier")
+    return MemoryTier(name, raw["title"], raw["bandwidth"] * 1e9, raw["source"], raw.get("compute"))
 
 
-def changed(
+def with_overrides(
     hardware: Hardware, bandwidth: float | None = None, peak: float | None = None, capacity: float | None = None
 ) -> Hardware:
-    """The device with some figures replaced (bytes/s, OPs/s for 16-bit with the other peaks in proportion, bytes).
+    """The device with some figures replaced (bytes/s, 16-bit OPs/s with the other peaks in proportion, bytes).
 
     Raises:
         ValueError: a figure is not positive.
     """
     peaks = dict(hardware.peaks)
-    rates = hardware.rates
+    rates = hardware.matmul_rates
     if peak is not None:
         base = peaks.get("fp16") or max(peaks.values())
         peaks = {k: v * peak / base for k, v in peaks.items()}
@@ -212,6 +212,6 @@ def changed(
         hardware,
         bandwidth=hardware.bandwidth if bandwidth is None else bandwidth,
         peaks=peaks,
-        rates=rates,
+        matmul_rates=rates,
         capacity=hardware.capacity if capacity is None else capacity,
     )

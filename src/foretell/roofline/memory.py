@@ -1,19 +1,19 @@
-"""What has to fit: weights, keys and values, and the most activations alive at once, on each device."""
+"""Memory that a workload needs on each device: weights, KV cache, and peak activations."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from foretell.roofline.amount import Number
-from foretell.roofline.cost import Rates
-from foretell.roofline.network import Network
-from foretell.roofline.setting import LIMITS, Phase, cached, extents
+from foretell.roofline.cost import DeviceRates
+from foretell.roofline.linear_cost import Number
+from foretell.roofline.op_graph import OpGraph
+from foretell.roofline.workload import LIMITS, Phase, cached_positions, phase_extents
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes held on one device at the worst moment of a setting; scalars or arrays [settings]."""
+class MemoryUse:
+    """Peak bytes on one device; scalars or arrays [workloads]."""
 
     weights: Number
     kv: Number
@@ -25,57 +25,54 @@ class Memory:
         return self.weights + self.kv + self.activations
 
 
-def weight_bytes(network: Network, r: Rates) -> Number:
-    """Bytes of the weights one device holds; what is not cut is copied to every device."""
-    held: Number = 0.0
-    for block in network.blocks:
-        for op in block.ops:
-            held = held + block.count * op.stored / (1.0 if op.split == "whole" else r.devices)
-    return held * r.weight
+def weight_bytes(graph: OpGraph, rates: DeviceRates) -> Number:
+    """Bytes of the weights on one device."""
+    elements: Number = 0.0
+    for group in graph.groups:
+        for op in group.ops:
+            elements = elements + group.count * op.stored / (1.0 if op.split == "replicated" else rates.devices)
+    return elements * rates.weight
 
 
-def memory(found: Sequence[tuple[Network, Phase]], r: Rates) -> Memory:
-    """Memory of a setting given its phases, each with the network it runs."""
+def memory_use(phase_graphs: Sequence[tuple[OpGraph, Phase]], rates: DeviceRates) -> MemoryUse:
+    """Peak memory of a workload, given its phases, each with the graph that it runs."""
     kv: Number = 0.0
-    alive: Number = 0.0
-    for network, phase in found:
-        kept: Number = 0.0
-        for block in network.blocks:
-            at = extents(network, block, phase)
-            if block.kv:
-                kept = kept + block.count * block.kv / np.minimum(r.devices, block.kv_heads) * cached(block, phase)
-            for whole, cut in block.live:
-                alive = np.maximum(alive, _most((whole.at(at) + cut.at(at) / r.devices) * r.activation, phase))
-        kv = np.maximum(kv, _most(kept * r.kv, phase))
-    return Memory(_flat(weight_bytes(found[0][0], r)), kv, alive)
+    activations: Number = 0.0
+    for graph, phase in phase_graphs:
+        kv_elements: Number = 0.0
+        for group in graph.groups:
+            extents = phase_extents(graph, group, phase)
+            if group.kv_elements:
+                per_device = group.kv_elements / np.minimum(rates.devices, group.kv_heads)
+                kv_elements = kv_elements + group.count * per_device * cached_positions(group, phase)
+            for replicated, divided in group.live_activations:
+                live = replicated.evaluate(extents) + divided.evaluate(extents) / rates.devices
+                activations = np.maximum(activations, _max_over_passes(live * rates.activation, phase))
+        kv = np.maximum(kv, _max_over_passes(kv_elements * rates.kv, phase))
+    return MemoryUse(_flat(weight_bytes(phase_graphs[0][0], rates)), kv, activations)
 
 
 def _flat(number: Number) -> Number:
     return np.asarray(number, dtype=np.float64).reshape(-1)
 
 
-def _most(number: Number, phase: Phase) -> Number:
-    """Largest over the passes that count."""
-    counted = np.where(np.asarray(phase.weight) > 0, number, 0.0)
+def _max_over_passes(number: Number, phase: Phase) -> Number:
+    """Maximum over the passes that are not padding."""
+    counted = np.where(np.asarray(phase.repeats) > 0, number, 0.0)
     return counted.max(-1) if counted.ndim else counted
 
 
-def largest(name: str, fits: Callable[[int], bool]) -> int:
-    """The largest value of a size for which a setting fits, 0 if none does; fitting must be monotone in the size."""
+def largest_fitting(size: str, fits: Callable[[int], bool]) -> int:
+    """The largest value of the size named `size` that fits, 0 if none does; `fits` must be monotone."""
     if not fits(1):
         return 0
     low, high = 1, 2
-    while high < LIMITS[name] and fits(high):
+    while high < LIMITS[size] and fits(high):
         low, high = high, high * 2
-    high = min(high, LIMITS[name])
+    high = min(high, LIMITS[size])
     if fits(high):
         return high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def scaled(phase: Phase, factor: float) -> Phase:
-    """The phase with every group's batch multiplied."""
-    return replace(phase, groups=tuple(replace(g, batch=g.batch * factor) for g in phase.groups))

@@ -1,4 +1,4 @@
-"""Looking a name up in a table, with a hint where it is nearly right."""
+"""Look-up of names in a table, with suggestions for unknown names."""
 
 import difflib
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 def look_up(table: Mapping[str, T], name: str, what: str) -> T:
-    """The entry of that name, letter case and underscores forgiven.
+    """The entry of that name; letter case is ignored, and underscores count as hyphens.
 
     Raises:
-        ValueError: no such entry; says which one may have been meant.
+        ValueError: no such entry; the message suggests similar names.
     """
     key = name.strip().lower().replace("_", "-")
     if key in table:

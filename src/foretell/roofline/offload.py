@@ -1,24 +1,23 @@
-"""Weights and cache kept outside the device: streamed to it over the host link, or computed with beside that memory."""
+"""Offloading of weights and KV cache: streamed to the device over the host link, or computed on the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foretell.roofline.analysis import Analysis
-from foretell.roofline.cost import Line, value
-from foretell.roofline.hardware import Hardware, Tier
+from foretell.roofline.cost import OpCost, scalar
+from foretell.roofline.hardware import Hardware, MemoryTier
 from foretell.roofline.names import look_up
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Which part of the weights and of the cache lies in a tier; `compute` on the `device` or on the `host` beside that
-    memory.
+    """The parts of weights and KV cache that are in a memory tier, and where they are computed: `device` or `host`.
 
     Raises:
-        ValueError: a part outside 0 to 1.
+        ValueError: a part outside 0 to 1, or another place of computation.
     """
 
-    tier: Tier
+    tier: MemoryTier
     weights: float = 1.0
     kv: float = 0.0
     compute: str = "device"
@@ -32,8 +31,8 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class Offloaded:
-    """Time of the setting, bytes left on the device, bytes fetched from the tier, and what bounds the time."""
+class OffloadResult:
+    """Time of the workload, bytes left on the device, bytes fetched from the tier, and what bounds the time."""
 
     seconds: float
     resident: float
@@ -41,56 +40,60 @@ class Offloaded:
     bound: str
 
 
-def offloaded(analysis: Analysis, offload: Offload, devices: Mapping[str, Hardware]) -> Offloaded:
-    """The analysis with part of its data in a tier.
+def apply_offload(analysis: Analysis, offload: Offload, hardware: Mapping[str, Hardware]) -> OffloadResult:
+    """The predicted cost of an analysed workload under offloading.
 
-    Streaming overlaps fetching, memory and compute, as FlexGen's cost model does: an operation takes the longest of the
-    three (arXiv 2303.06865). On the host, the device and the host each do their part, one after the other, and only
-    states cross the link. Raises:
+    On the device, an operation takes the longest of fetching, memory and compute time, which overlap (FlexGen, arXiv
+    2303.06865). On the host, device and host compute their parts one after the other.
+
+    Raises:
         ValueError: the device states no host link, or no processor is known beside the tier.
     """
     device = analysis.hardware
-    if offload.compute == "device" and not device.host:
+    if offload.compute == "device" and not device.host_bandwidth:
         raise ValueError(f"hardware {device.name!r} states no link to host memory; compute on the host instead")
     if offload.compute == "host" and offload.tier.compute is None:
         raise ValueError(f"no processor is known beside {offload.tier.name!r}; compute on the device instead")
-    host = (
-        look_up(devices, offload.tier.compute, "hardware")
-        if offload.tier.compute and offload.compute == "host"
-        else None
-    )
-    parts = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
+    host = None
+    if offload.compute == "host" and offload.tier.compute:
+        host = look_up(hardware, offload.tier.compute, "hardware")
+    seconds_by_bound = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
     seconds = fetched = 0.0
-    for line in analysis.lines:
-        took, away, why = _host(line, offload, host) if host else _stream(line, offload, device)
-        seconds, fetched = seconds + took * line.count, fetched + away * line.count
-        parts[why] += took * line.count
+    for each in analysis.op_costs:
+        took, moved, bound = _compute_on_host(each, offload, host) if host else _stream(each, offload, device)
+        seconds, fetched = seconds + took * each.count, fetched + moved * each.count
+        seconds_by_bound[bound] += took * each.count
     m = analysis.memory
-    resident = value(m.weights) * (1 - offload.weights) + value(m.kv) * (1 - offload.kv) + value(m.activations)
-    return Offloaded(seconds, resident, fetched, max(parts, key=lambda k: parts[k]))
+    resident = scalar(m.weights) * (1 - offload.weights) + scalar(m.kv) * (1 - offload.kv) + scalar(m.activations)
+    return OffloadResult(seconds, resident, fetched, max(seconds_by_bound, key=lambda k: seconds_by_bound[k]))
 
 
-def _away(line: Line, offload: Offload) -> float:
-    return value(line.cost.weights) * offload.weights + value(line.cost.kv_read + line.cost.kv_write) * offload.kv
+def _offloaded_bytes(op_cost: OpCost, offload: Offload) -> float:
+    cost = op_cost.cost
+    return scalar(cost.weights) * offload.weights + scalar(cost.kv_read + cost.kv_write) * offload.kv
 
 
-def _stream(line: Line, offload: Offload, device: Hardware) -> tuple[float, float, str]:
-    away = _away(line, offload)
-    link = min(device.host, offload.tier.bandwidth)
+def _stream(op_cost: OpCost, offload: Offload, device: Hardware) -> tuple[float, float, str]:
+    """Seconds, bytes fetched, and what bounds them."""
+    fetched = _offloaded_bytes(op_cost, offload)
+    link = min(device.host_bandwidth, offload.tier.bandwidth)
     times = {
-        "link": away / link,
-        "memory": value(line.cost.memory_seconds),
-        "compute": value(line.cost.compute_seconds),
+        "link": fetched / link,
+        "memory": scalar(op_cost.cost.memory_seconds),
+        "compute": scalar(op_cost.cost.compute_seconds),
     }
-    why = max(times, key=lambda k: times[k])
-    return max(times[why], value(line.cost.seconds)), away, why
+    bound = max(times, key=lambda k: times[k])
+    return max(times[bound], scalar(op_cost.cost.seconds)), fetched, bound
 
 
-def _host(line: Line, offload: Offload, host: Hardware) -> tuple[float, float, str]:
-    away = _away(line, offload)
-    moved = value(line.cost.bytes)
-    part = {"matmul": offload.weights, "attend": offload.kv}.get(line.op.kind, 0.0)
-    here = value(line.cost.seconds) * (1 - part)
+def _compute_on_host(op_cost: OpCost, offload: Offload, host: Hardware) -> tuple[float, float, str]:
+    """Seconds, bytes fetched, and what bounds them."""
+    fetched = _offloaded_bytes(op_cost, offload)
+    moved = scalar(op_cost.cost.bytes)
+    part = {"matmul": offload.weights, "attention": offload.kv}.get(op_cost.op.kind, 0.0)
+    device_seconds = scalar(op_cost.cost.seconds) * (1 - part)
     rate = host.peaks.get("fp16") or max(host.peaks.values())
-    there = max(part * value(line.cost.ops) / rate, part * moved / offload.tier.bandwidth)
-    return here + there, away, "host" if there > here else line.bound if line.bound != "link" else "memory"
+    host_seconds = max(part * scalar(op_cost.cost.ops) / rate, part * moved / offload.tier.bandwidth)
+    device_bound = "memory" if op_cost.bound == "link" else op_cost.bound
+    bound = "host" if host_seconds > device_seconds else device_bound
+    return device_seconds + host_seconds, fetched, bound

@@ -1,129 +1,132 @@
-"""Which method to use: all of them ranked by predicted gain, and where each stops paying."""
+"""Decoding methods ranked by predicted speed-up, and the batch sizes at which each is profitable."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from foretell.roofline.analysis import Model, analyse
-from foretell.roofline.cost import value
-from foretell.roofline.draft import Draft, make
+from foretell.roofline.acceptance import AcceptanceByRank
+from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.cost import scalar
+from foretell.roofline.drafter_cost import DrafterCost, drafter_cost
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.setting import Setting
-from foretell.roofline.speculate import MOST_NODES, Gain, Method, best, catalogue
+from foretell.roofline.method_profiles import MethodProfile, method_profiles
+from foretell.roofline.speculation import MAX_NODES, MethodEstimate, estimate_method
+from foretell.roofline.workload import Workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Batch sizes of the speed-up curves."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Methods ranked by speed-up at a setting; `refused` says why the others cannot be used; memory for target and
-    draft.
+class SpeculationPlan:
+    """Methods ranked by speed-up on a workload.
+
+    unavailable: methods that cannot be used, with the reason. baseline: plain decoding. fits: whether target and
+    drafter fit in memory together; None: capacity unknown.
     """
 
-    gains: tuple[Gain, ...]
-    refused: Mapping[str, str]
-    plain: Gain
+    estimates: tuple[MethodEstimate, ...]
+    unavailable: Mapping[str, str]
+    baseline: MethodEstimate
     fits: Mapping[str, bool | None]
 
     @property
     def advice(self) -> str:
-        """One sentence: which method, or not to speculate."""
-        if not self.gains or self.gains[0].nodes == 1:
-            why = "no method gains more tokens than its pass and its drafting cost"
-            return f"Do not speculate: at batch {self.plain.batch} {why}."
-        top = self.gains[0]
-        shape = (
-            f"a chain of {top.nodes - 1}"
-            if top.method.shape == "chain"
-            else f"a tree of {top.nodes - 1} nodes, depth {top.depth}"
+        """One sentence: the method to use, or not to speculate."""
+        if not self.estimates or self.estimates[0].nodes == 1:
+            return f"Do not speculate: at batch {self.baseline.batch} every method is slower than plain decoding."
+        top = self.estimates[0]
+        drafted = top.nodes - 1
+        shape = {"chain": f"a chain of {drafted}", "fixed": f"its fixed {drafted} nodes"}.get(
+            top.profile.shape, f"a tree of {drafted} nodes, depth {top.depth}"
         )
-        if top.method.shape == "fixed":
-            shape = f"its {top.nodes - 1} fixed nodes"
-        return f"Use {top.method.name} with {shape}: {top.speedup:.2f}× predicted ({top.tokens:.2f} tokens a pass)."
+        gain = f"{top.speedup:.2f}× predicted ({top.tokens_per_pass:.2f} tokens per pass)"
+        return f"Use {top.profile.name} with {shape}: {gain}."
 
 
-def drafts(
-    target: Model, methods: Mapping[str, Method], other: Model | None
-) -> tuple[dict[str, Draft | None], dict[str, str]]:
-    """The drafter of every method for a target, and the reason where there is none."""
-    ready: dict[str, Draft | None] = {}
-    refused: dict[str, str] = {}
-    for name, method in methods.items():
+def drafter_costs(
+    target: AnalyzedModel, profiles: Mapping[str, MethodProfile], draft_model: AnalyzedModel | None
+) -> tuple[dict[str, DrafterCost | None], dict[str, str]]:
+    """The drafting cost of every method for a target, and the methods that cannot be used, with the reason."""
+    costs: dict[str, DrafterCost | None] = {}
+    unavailable: dict[str, str] = {}
+    for name, profile in profiles.items():
         try:
-            ready[name] = make(method.draft, target, other, method.share, method.heads)
+            costs[name] = drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads)
         except ValueError as error:
-            refused[name] = str(error)
-    return ready, refused
+            unavailable[name] = str(error)
+    return costs, unavailable
 
 
-def plan(
-    target: Model,
+def rank_methods(
+    target: AnalyzedModel,
     hardware: Hardware,
-    setting: Setting,
-    methods: Mapping[str, Method] | None = None,
-    other: Model | None = None,
-    nodes: int = MOST_NODES,
-) -> Plan:
-    """Rank methods at the batch, context and formats of a setting (its stage is ignored: methods decode).
+    workload: Workload,
+    profiles: Mapping[str, MethodProfile] | None = None,
+    draft_model: AnalyzedModel | None = None,
+    max_nodes: int = MAX_NODES,
+) -> SpeculationPlan:
+    """Rank decoding methods at the batch, context and formats of a workload; its stage is ignored.
 
-    other: draft model, a known partner by default. nodes: largest tree.
+    profiles: all by default. draft_model: a small built-in model of the target's family by default. max_nodes: of a
+    tree.
     """
-    table = catalogue() if methods is None else methods
-    ready, refused = drafts(target, table, other)
-    gains = [best(table[name], draft, target, hardware, setting, nodes) for name, draft in ready.items()]
-    gains.sort(key=lambda g: -g.speedup)
-    nothing = Method(
-        "autoregressive", "Plain decoding", "none", "fixed", next(iter(catalogue().values())).acceptance, "exact"
+    profiles = method_profiles() if profiles is None else profiles
+    costs, unavailable = drafter_costs(target, profiles, draft_model)
+    estimates = [estimate_method(profiles[n], cost, target, hardware, workload, max_nodes) for n, cost in costs.items()]
+    estimates.sort(key=lambda e: -e.speedup)
+    plain = MethodProfile(
+        "autoregressive", "Plain decoding", "none", "fixed", AcceptanceByRank((0.0,), ""), "exact", nodes=1, tokens=1.0
     )
-    plain = best(replace(nothing, nodes=1, tokens=1.0), None, target, hardware, setting, 1)
-    held = value(analyse(target, hardware, replace(setting, stage="decode")).memory.total)
-    return Plan(tuple(gains), refused, plain, {n: _fits(d, held, hardware, setting) for n, d in ready.items()})
+    baseline = estimate_method(plain, None, target, hardware, workload, 1)
+    target_bytes = scalar(analyse(target, hardware, replace(workload, stage="decode")).memory.total)
+    fits = {name: _fits(cost, target_bytes, hardware, workload) for name, cost in costs.items()}
+    return SpeculationPlan(tuple(estimates), unavailable, baseline, fits)
 
 
-def _fits(draft: Draft | None, held: float, hardware: Hardware, setting: Setting) -> bool | None:
+def _fits(drafter: DrafterCost | None, target_bytes: float, hardware: Hardware, workload: Workload) -> bool | None:
     if hardware.capacity is None:
         return None
-    if draft is None:
-        return held <= hardware.capacity
-    form, kv = draft.weights or setting.weights, draft.kv or setting.kv
-    cache = sum(b.count * b.kv for b in draft.network.blocks) * kv.bytes * setting.batch * (setting.context + 1)
-    return held + draft.extra * form.bytes / setting.devices + cache / setting.devices <= hardware.capacity
+    if drafter is None:
+        return target_bytes <= hardware.capacity
+    weight_format, kv_format = drafter.weights or workload.weights, drafter.kv or workload.kv
+    cached_tokens = workload.batch * (workload.context + 1)
+    kv_bytes = drafter.graph.kv_elements * kv_format.bytes * cached_tokens
+    drafter_bytes = (drafter.added_parameters * weight_format.bytes + kv_bytes) / workload.devices
+    return target_bytes + drafter_bytes <= hardware.capacity
 
 
-def by_batch(
-    method: Method,
-    draft: Draft | None,
-    target: Model,
+def estimates_by_batch(
+    profile: MethodProfile,
+    drafter: DrafterCost | None,
+    target: AnalyzedModel,
     hardware: Hardware,
-    setting: Setting,
-    batches: Sequence[int] = BATCHES,
-) -> list[Gain]:
-    """The method at its best shape for each batch size."""
-    return [best(method, draft, target, hardware, replace(setting, batch=b)) for b in batches]
+    workload: Workload,
+) -> list[MethodEstimate]:
+    """The method at its best shape, for each of BATCHES."""
+    return [estimate_method(profile, drafter, target, hardware, replace(workload, batch=b)) for b in BATCHES]
 
 
-def paying_batches(
-    method: Method, draft: Draft | None, target: Model, hardware: Hardware, setting: Setting, least: float = 1.0
+def profitable_batches(
+    profile: MethodProfile, drafter: DrafterCost | None, target: AnalyzedModel, hardware: Hardware, workload: Workload
 ) -> list[tuple[int, int]]:
-    """Ranges of batch sizes within 1 to 256 in which the method's speed-up exceeds `least`, edges found by bisection.
+    """Ranges of batch sizes within 1 to 256 at which the method is faster than plain decoding; edges by bisection.
 
-    A dense model pays up to some batch; a mixture of experts often pays only between two.
+    On a dense model a method is profitable up to some batch; on a mixture of experts often only between two.
     """
 
-    def pays(batch: int) -> bool:
-        return best(method, draft, target, hardware, replace(setting, batch=batch)).speedup > least + 1e-9
+    def is_profitable(batch: int) -> bool:
+        return estimate_method(profile, drafter, target, hardware, replace(workload, batch=batch)).speedup > 1 + 1e-9
 
-    known = {b: pays(b) for b in BATCHES}
-    edges: list[int] = []
+    known = {b: is_profitable(b) for b in BATCHES}
+    bounds = [BATCHES[0]] if known[BATCHES[0]] else []
     for low, high in itertools.pairwise(BATCHES):
         if known[low] != known[high]:
             a, b = low, high
             while b - a > 1:
                 middle = (a + b) // 2
-                a, b = (middle, b) if pays(middle) == known[low] else (a, middle)
-            edges.append(b)
-    starts = ([1] if known[1] else []) + [e for i, e in enumerate(edges) if (i % 2 == 0) != known[1]]
-    ends = [e - 1 for i, e in enumerate(edges) if (i % 2 == 0) == known[1]] + (
-        [BATCHES[-1]] if known[BATCHES[-1]] else []
-    )
-    return list(zip(starts, ends, strict=True))
+                a, b = (middle, b) if is_profitable(middle) == known[low] else (a, middle)
+            bounds.append(b)
+    if known[BATCHES[-1]]:
+        bounds.append(BATCHES[-1] + 1)
+    return [(start, end - 1) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]

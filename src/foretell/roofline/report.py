@@ -1,4 +1,4 @@
-"""Answers as text, JSON and CSV."""
+"""Results as tables, JSON and CSV."""
 
 import csv
 import io
@@ -9,22 +9,22 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foretell.roofline.analysis import Analysis, Model
-from foretell.roofline.calibrate import Check
-from foretell.roofline.changes import Change
-from foretell.roofline.cost import Line, value
+from foretell.roofline.analysis import Analysis, AnalyzedModel
+from foretell.roofline.calibrate import PredictionCheck
+from foretell.roofline.cost import CostBreakdown, OpCost, scalar
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.offload import Offloaded
-from foretell.roofline.plan import Plan
-from foretell.roofline.speculate import Gain
-from foretell.roofline.sweep import Sweep
-from foretell.roofline.table1 import Row
+from foretell.roofline.model_variants import ModelVariant
+from foretell.roofline.offload import OffloadResult
+from foretell.roofline.paper.table1 import Table1Row
+from foretell.roofline.plan import SpeculationPlan
+from foretell.roofline.speculation import MethodEstimate
+from foretell.roofline.sweep import SweepResult
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 Record = Mapping[str, Any]
 
 
-def amount(number: float, unit: str = "") -> str:
+def format_number(number: float, unit: str = "") -> str:
     """A number with a decimal prefix, three significant digits."""
     at = 0
     while abs(number) >= 999.5 and at < len(PREFIXES) - 1:
@@ -32,68 +32,72 @@ def amount(number: float, unit: str = "") -> str:
     return f"{number:.3g} {PREFIXES[at]}{unit}".rstrip()
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+def format_seconds(seconds: float) -> str:
+    """Seconds with a unit that keeps the number above 1."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns")):
         if seconds * factor >= 1 or unit == "ns":
             return f"{seconds * factor:.4g} {unit}"
     return "0 s"
 
 
-def line_record(line: Line) -> dict[str, Any]:
+def _cost_record(cost: CostBreakdown) -> dict[str, float]:
+    """OPs, and bytes by class."""
+    names = ("ops", "bytes", "weights", "read", "write", "kv_read", "kv_write", "link")
+    return {name: scalar(getattr(cost, name)) for name in names}
+
+
+def op_record(c: OpCost) -> dict[str, Any]:
     """Figures of an operation in one layer."""
-    c = line.cost
     return {
-        "block": line.block, "count": line.count, "operation": line.op.name, "shape": line.op.shape,
-        "kind": line.op.kind,
-        "ops": value(c.ops), "bytes": value(c.bytes), "weights": value(c.weights), "read": value(c.read),
-        "write": value(c.write), "kv_read": value(c.kv_read), "kv_write": value(c.kv_write), "wire": value(c.wire),
-        "intensity": line.intensity, "attainable": line.attainable, "bound": line.bound, "seconds": value(c.seconds),
+        "group": c.group, "count": c.count, "operation": c.op.name, "shape": c.op.shape, "kind": c.op.kind,
+        **_cost_record(c.cost),
+        "intensity": c.intensity, "attainable": c.attainable, "bound": c.bound, "seconds": scalar(c.cost.seconds),
     }  # fmt: skip
 
 
-def record(a: Analysis) -> dict[str, Any]:
-    """The whole answer, for `--json`."""
-    s, t, m = a.setting, a.total, a.memory
+def analysis_record(a: Analysis) -> dict[str, Any]:
+    """The whole analysis, for `--json`."""
+    w, m = a.workload, a.memory
     return {
         "model": a.model.name,
         "hardware": a.hardware.name,
-        "setting": {
-            "stage": s.stage, "batch": s.batch, "context": s.context, "tokens": s.tokens, "chunk": s.chunk,
-            "generate": s.generate, "weights": s.weights.name, "activations": s.activations.name, "kv": s.kv.name,
-            "fusion": s.fusion, "devices": s.devices, "square": s.square,
+        "workload": {
+            "stage": w.stage, "batch": w.batch, "context": w.context, "tokens": w.tokens, "chunk": w.chunk,
+            "generate": w.generate, "weights": w.weights.name, "activations": w.activations.name, "kv": w.kv.name,
+            "fusion": w.fusion, "devices": w.devices, "square": w.square,
         },
         "total": {
-            "seconds": a.seconds, "tokens": a.tokens, "tokens_per_second": a.tokens / a.seconds, "ops": value(t.ops),
-            "bytes": value(t.bytes), "weights": value(t.weights), "read": value(t.read), "write": value(t.write),
-            "kv_read": value(t.kv_read), "kv_write": value(t.kv_write), "wire": value(t.wire),
+            "seconds": a.seconds, "tokens": a.tokens, "tokens_per_second": a.tokens / a.seconds,
+            **_cost_record(a.total),
         },
         "memory": {
-            "weights": value(m.weights), "kv": value(m.kv), "activations": value(m.activations),
-            "total": value(m.total),
+            "weights": scalar(m.weights), "kv": scalar(m.kv), "activations": scalar(m.activations),
+            "total": scalar(m.total),
             "capacity": a.hardware.capacity, "fits": a.fits, "largest_batch": a.largest_batch,
             "longest_context": a.longest_context,
         },
-        "operations": [line_record(line) for line in a.lines],
+        "operations": [op_record(c) for c in a.op_costs],
     }  # fmt: skip
 
 
-def too_big(a: Analysis, away: Offloaded | None = None) -> str | None:
-    """The sentence that says a setting does not fit, if it does not."""
-    if a.hardware.capacity is None or (a.fits if away is None else away.resident <= a.hardware.capacity):
+def memory_warning(a: Analysis, offload: OffloadResult | None = None) -> str | None:
+    """A sentence if the workload does not fit in memory."""
+    if a.hardware.capacity is None or (a.fits if offload is None else offload.resident <= a.hardware.capacity):
         return None
-    need = amount(value(a.memory.total) if away is None else away.resident, "B")
-    cure = f"the largest batch that fits is {a.largest_batch}"
+    need = format_number(scalar(a.memory.total) if offload is None else offload.resident, "B")
+    remedy = f"the largest batch that fits is {a.largest_batch}"
     if not a.largest_batch:
-        cure = "not even a batch of 1 fits: use fewer bits, more devices (--devices) or --offload"
-    each = " on each device" if a.setting.devices > 1 else ""
-    return f"{a.model.name} does not fit: it needs {need}{each} and {a.hardware.title} has {amount(a.hardware.capacity, 'B')}; {cure}"
+        remedy = "not even a batch of 1 fits: use fewer bits, more devices (--devices) or --offload"
+    each = " on each device" if a.workload.devices > 1 else ""
+    capacity = format_number(a.hardware.capacity, "B")
+    return f"{a.model.name} does not fit: it needs {need}{each} and {a.hardware.title} has {capacity}; {remedy}"
 
 
-def offload_text(away: Offloaded) -> str:
-    """Time and traffic with data in a tier."""
-    fetched, left = amount(away.fetched, "B"), amount(away.resident, "B")
-    return f"offloaded  {duration(away.seconds)}, bound by {away.bound}; {fetched} fetched, {left} left on the device"
+def offload_text(offload: OffloadResult) -> str:
+    """Time and traffic under offloading, in one line."""
+    fetched, left = format_number(offload.fetched, "B"), format_number(offload.resident, "B")
+    time = f"{format_seconds(offload.seconds)}, bound by {offload.bound}"
+    return f"offloaded  {time}; {fetched} fetched, {left} left on the device"
 
 
 def new_table(title: str = "") -> Table:
@@ -108,14 +112,14 @@ def new_table(title: str = "") -> Table:
     )
 
 
-def fitted(table: Table, width: int, dispensable: Sequence[str]) -> Table:
-    """The table without as many `dispensable` columns, in this order, as `width` demands; no figure is ever cut.
+def fit_width(table: Table, width: int, optional: Sequence[str]) -> Table:
+    """The table without as many of the `optional` columns, in this order, as do not fit into `width`.
 
-    Says what it left out.
+    The caption names the columns that were removed; no figure is truncated.
     """
     unlimited = Console(width=10_000)
     left_out = list[str]()
-    for name in dispensable:
+    for name in optional:
         if unlimited.measure(table).maximum <= width:
             break
         table.columns = [c for c in table.columns if c.header != name]
@@ -127,57 +131,57 @@ def fitted(table: Table, width: int, dispensable: Sequence[str]) -> Table:
 
 
 def operations_table(a: Analysis) -> Table:
-    """Every operation of one layer of each kind."""
-    table = new_table(f"{a.model.name} on {a.hardware.title}, {a.setting.stage}")
-    for name in ("block", "×", "operation", "shape"):
+    """Every operation of one layer of each group."""
+    table = new_table(f"{a.model.name} on {a.hardware.title}, {a.workload.stage}")
+    for name in ("group", "×", "operation", "shape"):
         table.add_column(name, justify="right" if name == "×" else "left", no_wrap=True)
     for name in ("OPs", "bytes", "OPs/byte", "attainable", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound", no_wrap=True)
     colour = {"memory": "cyan", "compute": "yellow", "link": "magenta"}
-    for line in a.lines:
-        c = line.cost
-        moved = value(c.wire) if line.bound == "link" else value(c.bytes)
+    for each in a.op_costs:
+        cost = each.cost
+        moved = scalar(cost.link) if each.bound == "link" else scalar(cost.bytes)
         table.add_row(
-            line.block, f"{line.count:g}", line.op.name, line.op.shape, amount(value(c.ops)), amount(moved, "B"),
-            f"{line.intensity:.3g}", amount(line.attainable, "OP/s"), duration(value(c.seconds)),
-            f"[{colour[line.bound]}]{line.bound}[/]",
+            each.group, f"{each.count:g}", each.op.name, each.op.shape, format_number(scalar(cost.ops)),
+            format_number(moved, "B"), f"{each.intensity:.3g}", format_number(each.attainable, "OP/s"),
+            format_seconds(scalar(cost.seconds)), f"[{colour[each.bound]}]{each.bound}[/]",
         )  # fmt: skip
     return table
 
 
-OPERATIONS_DISPENSABLE = ("attainable", "OPs/byte", "shape", "OPs", "bytes")
-"""Columns of `operations_table` that go first where a terminal is narrow."""
+OPERATIONS_OPTIONAL = ("attainable", "OPs/byte", "shape", "OPs", "bytes")
+"""Columns that a narrow terminal omits, first to last."""
 
 
 def totals_table(a: Analysis) -> Table:
-    """Totals of the setting, memory and limits."""
+    """Totals of the workload, memory, and the largest sizes that fit."""
     table = Table(show_header=False, box=None, pad_edge=False)
     t, m = a.total, a.memory
     rows = [
-        ("time", duration(a.seconds)),
+        ("time", format_seconds(a.seconds)),
         ("tokens/s", f"{a.tokens / a.seconds:.4g}"),
-        ("OPs", amount(value(t.ops))),
+        ("OPs", format_number(scalar(t.ops))),
         (
             "bytes",
-            f"{amount(value(t.bytes), 'B')} = weights {amount(value(t.weights), 'B')} + activations "
-            f"{amount(value(t.read + t.write), 'B')}"
-            f" + cache {amount(value(t.kv_read + t.kv_write), 'B')}",
+            f"{format_number(scalar(t.bytes), 'B')} = weights {format_number(scalar(t.weights), 'B')} + activations "
+            f"{format_number(scalar(t.read + t.write), 'B')}"
+            f" + cache {format_number(scalar(t.kv_read + t.kv_write), 'B')}",
         ),
         (
             "memory",
-            f"{amount(value(m.total), 'B')} = weights {amount(value(m.weights), 'B')} + cache "
-            f"{amount(value(m.kv), 'B')}"
-            f" + activations {amount(value(m.activations), 'B')}",
+            f"{format_number(scalar(m.total), 'B')} = weights {format_number(scalar(m.weights), 'B')} + cache "
+            f"{format_number(scalar(m.kv), 'B')}"
+            f" + activations {format_number(scalar(m.activations), 'B')}",
         ),
     ]
-    if a.setting.devices > 1:
-        rows.append(("between devices", amount(value(t.wire), "B")))
+    if a.workload.devices > 1:
+        rows.append(("between devices", format_number(scalar(t.link), "B")))
     if a.hardware.capacity is not None:
         rows.append(
             (
                 "capacity",
-                f"{amount(a.hardware.capacity, 'B')}: largest batch {a.largest_batch}, longest context "
+                f"{format_number(a.hardware.capacity, 'B')}: largest batch {a.largest_batch}, longest context "
                 f"{a.longest_context}",
             )
         )
@@ -186,37 +190,47 @@ def totals_table(a: Analysis) -> Table:
     return table
 
 
-def gain_record(gain: Gain, fits: bool | None) -> dict[str, Any]:
+def estimate_record(e: MethodEstimate, fits: bool | None) -> dict[str, Any]:
     """Figures of a method."""
     return {
-        "method": gain.method.name, "shape": gain.method.shape, "nodes": gain.nodes, "depth": gain.depth,
-        "tokens_per_pass": gain.tokens,
-        "pass_seconds": gain.pass_seconds, "draft_seconds": gain.draft_seconds, "break_even_tokens": gain.break_even,
-        "speedup": gain.speedup, "goodput": gain.goodput, "bytes_per_token": gain.bytes, "ops_per_token": gain.ops,
-        "fits": fits, "basis": gain.method.basis, "source": gain.method.acceptance.source,
+        "method": e.profile.name, "shape": e.profile.shape, "nodes": e.nodes, "depth": e.depth,
+        "tokens_per_pass": e.tokens_per_pass, "pass_seconds": e.pass_seconds,
+        "draft_seconds": e.draft_seconds, "break_even_tokens": e.break_even_tokens,
+        "speedup": e.speedup, "goodput": e.goodput, "bytes_per_token": e.bytes_per_token,
+        "ops_per_token": e.ops_per_token, "fits": fits, "basis": e.profile.basis, "source": e.profile.acceptance.source,
     }  # fmt: skip
 
 
-def plan_records(plan: Plan) -> list[dict[str, Any]]:
+def plan_records(plan: SpeculationPlan) -> list[dict[str, Any]]:
     """All methods, plain decoding last."""
-    return [gain_record(g, plan.fits[g.method.name]) for g in plan.gains] + [gain_record(plan.plain, None)]
-
-
-def plan_record(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
-    """The whole ranking, for `--json`."""
-    cheaper = [
-        {"change": c.name, "title": c.title, "seconds": c.seconds, "speedup": c.speedup, "bytes": c.bytes, "ops": c.ops}
-        for c in changes
+    return [estimate_record(g, plan.fits[g.profile.name]) for g in plan.estimates] + [
+        estimate_record(plan.baseline, None)
     ]
-    return {"advice": plan.advice, "methods": plan_records(plan), "refused": dict(plan.refused), "changes": cheaper}
 
 
-def model_record(model: Model, source: str) -> dict[str, Any]:
+def plan_record(plan: SpeculationPlan, variants: Sequence[ModelVariant]) -> dict[str, Any]:
+    """The plan and the model variants, for `--json`."""
+    cheaper = [
+        {
+            "variant": v.name,
+            "title": v.title,
+            "seconds": v.seconds,
+            "speedup": v.speedup,
+            "bytes": v.bytes,
+            "ops": v.ops,
+        }
+        for v in variants
+    ]
+    unavailable = dict(plan.unavailable)
+    return {"advice": plan.advice, "methods": plan_records(plan), "unavailable": unavailable, "variants": cheaper}
+
+
+def model_record(model: AnalyzedModel, source: str) -> dict[str, Any]:
     """A model in the list."""
-    c, network = model.config, model.network("flash", False)
+    c, graph = model.config, model.graph("flash", False)
     return {
-        "name": model.name, "parameters": network.parameters, "layers": c.layers, "hidden": c.hidden, "heads": c.heads,
-        "kv_heads": c.kv_heads, "vocab": c.vocab, "cache_per_token": sum(b.count * b.kv for b in network.blocks),
+        "name": model.name, "parameters": graph.parameters, "layers": c.layers, "hidden": c.hidden, "heads": c.heads,
+        "kv_heads": c.kv_heads, "vocab": c.vocab, "cache_per_token": graph.kv_elements,
         "context": c.context, "source": source,
     }  # fmt: skip
 
@@ -234,46 +248,50 @@ def hardware_record(h: Hardware) -> dict[str, Any]:
     }
 
 
-def plan_table(plan: Plan) -> Table:
-    """Methods ranked, with the bytes and OPs per token that explain the order."""
+def plan_table(plan: SpeculationPlan) -> Table:
+    """The ranked methods."""
     table = new_table()
     table.add_column("method", no_wrap=True)
     for name in ("tree", "tokens/pass", "pass", "draft", "needs", "speed-up", "tokens/s", "bytes/token", "OPs/token"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("acceptance", no_wrap=True)
-    for g in (*plan.gains, plan.plain):
+    for g in (*plan.estimates, plan.baseline):
         used = g.nodes > 1
-        fits = "" if plan.fits.get(g.method.name) is not False else " (does not fit)"
+        speedup = f"[{'green' if g.speedup > 1 else 'dim'}]{g.speedup:.2f}×[/]"
+        if not used and g is not plan.baseline:
+            speedup = "[dim]do not[/]"
+        fits = "" if plan.fits.get(g.profile.name) is not False else " (does not fit)"
         table.add_row(
-            g.method.name + fits,
-            f"{g.nodes - 1} × {g.depth}" if used else "-", f"{g.tokens:.2f}", duration(g.pass_seconds),
-            duration(g.draft_seconds) if g.draft_seconds else "-", f"{g.break_even:.2f}" if used else "-",
-            f"[{'green' if g.speedup > 1 else 'dim'}]{g.speedup:.2f}×[/]" if used or g is plan.plain else "[dim]do "
-                                                                                                          "not[/]",
-            f"{g.goodput:.4g}", amount(g.bytes, "B"), amount(g.ops), g.method.basis,
+            g.profile.name + fits,
+            f"{g.nodes - 1} × {g.depth}" if used else "-", f"{g.tokens_per_pass:.2f}", format_seconds(g.pass_seconds),
+            format_seconds(g.draft_seconds) if g.draft_seconds else "-", f"{g.break_even_tokens:.2f}" if used else "-",
+            speedup,
+            f"{g.goodput:.4g}", format_number(g.bytes_per_token, "B"), format_number(g.ops_per_token), g.profile.basis,
         )  # fmt: skip
     return table
 
 
-PLAN_DISPENSABLE = ("acceptance", "OPs/token", "bytes/token", "draft", "tree", "pass", "tokens/s")
-"""Columns of `plan_table` that go first where a terminal is narrow."""
+PLAN_OPTIONAL = ("acceptance", "OPs/token", "bytes/token", "draft", "tree", "pass", "tokens/s")
+"""Columns that a narrow terminal omits, first to last."""
 
 
-def changes_table(changes: Sequence[Change]) -> Table:
-    """Cheaper passes, best first."""
-    table = new_table("Cheaper passes (the text changes)")
-    table.add_column("change")
+def variants_table(variants: Sequence[ModelVariant]) -> Table:
+    """Model variants, fastest first."""
+    table = new_table("Variants of the model with cheaper passes (their output differs)")
+    table.add_column("variant")
     for name in ("pass", "speed-up", "bytes", "OPs"):
         table.add_column(name, justify="right", no_wrap=True)
-    for c in changes:
-        table.add_row(c.title, duration(c.seconds), f"{c.speedup:.2f}×", amount(c.bytes, "B"), amount(c.ops))
+    for v in variants:
+        table.add_row(
+            v.title, format_seconds(v.seconds), f"{v.speedup:.2f}×", format_number(v.bytes, "B"), format_number(v.ops)
+        )
     return table
 
 
-def sweep_records(found: Sweep, capacity: float | None) -> list[dict[str, Any]]:
-    """One record per setting."""
+def sweep_records(found: SweepResult, capacity: float | None) -> list[dict[str, Any]]:
+    """One record per workload of a sweep."""
     records = []
-    for at, values in enumerate(found.settings()):
+    for at, values in enumerate(found.points()):
         row: dict[str, Any] = dict(zip(found.axes, values, strict=True))
         row |= {
             "seconds": float(found.seconds[at]), "tokens_per_second": float(found.tokens[at] / found.seconds[at]),
@@ -284,7 +302,7 @@ def sweep_records(found: Sweep, capacity: float | None) -> list[dict[str, Any]]:
     return records
 
 
-def check_record(dtype: str, c: Check) -> dict[str, Any]:
+def check_record(dtype: str, c: PredictionCheck) -> dict[str, Any]:
     """A predicted and measured pass."""
     return {
         "dtype": dtype, "tokens": c.tokens, "context": c.context, "predicted_ms": 1e3 * c.predicted,
@@ -292,14 +310,14 @@ def check_record(dtype: str, c: Check) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_summary(dtype: str, checks: Sequence[Check]) -> str:
+def check_summary(dtype: str, checks: Sequence[PredictionCheck]) -> str:
     """Median and worst error in one line."""
     errors = sorted(abs(c.error) for c in checks)
     return f"{dtype}: median error {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%} over {len(errors)} passes"
 
 
-def table1_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The paper's table with our exact counts beside it."""
+def table1_records(rows: Sequence[Table1Row]) -> list[dict[str, Any]]:
+    """Rows of the paper's table, with our counts in the last two columns."""
     return [
         {
             "stage": r.stage, "layer": r.name, "ops": r.ops, "bytes": r.bytes, "intensity": r.intensity,
@@ -310,13 +328,15 @@ def table1_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def plain_table(records: Sequence[Record], width: int, title: str = "") -> Table:
-    """Records as they are, numbers with prefixes; where `width` is short, the last columns go first."""
+    """Records as a table, numbers with prefixes; a narrow `width` omits the last columns."""
     table = new_table(title)
     for name, sample in records[0].items():
         table.add_column(name, justify="left" if isinstance(sample, str) else "right", no_wrap=True)
     for row in records:
-        table.add_row(*(amount(v) if isinstance(v, float) else "" if v is None else str(v) for v in row.values()))
-    return fitted(table, width, list(records[0])[:0:-1])
+        table.add_row(
+            *(format_number(v) if isinstance(v, float) else "" if v is None else str(v) for v in row.values())
+        )
+    return fit_width(table, width, list(records[0])[:0:-1])
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -1,4 +1,4 @@
-"""Many settings at once: the product of several ranges, priced as arrays."""
+"""Predicted costs of many workloads at once: the product of several ranges, evaluated as arrays."""
 
 import itertools
 import math
@@ -8,43 +8,46 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretell.roofline.amount import Array, Number
-from foretell.roofline.analysis import Model, check
-from foretell.roofline.cost import Cost, lines, rates, total
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import Hardware, changed
-from foretell.roofline.memory import memory
+from foretell.roofline.analysis import AnalyzedModel, check_devices, phase_graphs
+from foretell.roofline.cost import CostBreakdown, device_rates, op_costs, total_cost
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import Hardware, with_overrides
+from foretell.roofline.linear_cost import Array, Number
+from foretell.roofline.memory import memory_use
 from foretell.roofline.names import look_up
-from foretell.roofline.setting import LIMITS, Setting, Sizes, phases
+from foretell.roofline.workload import LIMITS, Workload, WorkloadSizes
 
-LENGTHS = ("batch", "context", "tokens", "chunk", "generate")
-FORMATS = ("weights", "activations", "kv")
-RATES = ("bandwidth", "peak")
-AXES = (*LENGTHS, *FORMATS, *RATES, "devices")
-MOST = 200_000
-WORK = 1_000_000
-"""Passes priced in one go, to bound memory."""
+LENGTH_AXES = ("batch", "context", "tokens", "chunk", "generate")
+FORMAT_AXES = ("weights", "activations", "kv")
+RATE_AXES = ("bandwidth", "peak")
+AXES = (*LENGTH_AXES, *FORMAT_AXES, *RATE_AXES, "devices")
+MAX_WORKLOADS = 200_000
+"""Most workloads of one sweep."""
+MAX_PASSES_AT_ONCE = 1_000_000
+"""Passes evaluated at once; it bounds the memory of a sweep."""
 
 Axis = tuple[float, ...] | tuple[str, ...]
 
 
 def parse_axis(text: str) -> tuple[str, Axis]:
-    """Read `batch=1:256`, `batch=1:256:5` (step), `context=128:65536*2` (factor), or `weights=16,8,4`.
+    """Parse `batch=1:256`, `batch=1:256:5` (step), `context=128:65536*2` (factor), or `weights=16,8,4`.
 
-    bandwidth is in GB/s and peak in 1e12 OPs/s. Raises:
-        ValueError: unknown axis, no values, or values that make no sense.
+    bandwidth is in GB/s, peak in 1e12 OPs/s.
+
+    Raises:
+        ValueError: an unknown axis, no values, or values out of range.
     """
     name, equals, values = text.partition("=")
     if not equals:
         raise ValueError(f"a sweep looks like batch=1:256 or weights=16,8,4; found {text!r}")
     name = look_up({a: a for a in AXES}, name, "sweep axis")
-    if name in FORMATS:
-        formats = tuple(parse(v).name for v in values.split(",") if v.strip())
+    if name in FORMAT_AXES:
+        formats = tuple(parse_format(v).name for v in values.split(",") if v.strip())
         if not formats:
             raise ValueError(f"the sweep {text!r} is empty")
         return name, formats
-    numbers = _numbers(values, text)
-    if name in RATES:
+    numbers = _parse_numbers(values, text)
+    if name in RATE_AXES:
         if min(numbers) <= 0:
             raise ValueError(f"{name} must be positive, found {min(numbers):g} in the sweep {text!r}")
         return name, numbers
@@ -57,7 +60,7 @@ def parse_axis(text: str) -> tuple[str, Axis]:
     return name, numbers
 
 
-def _numbers(values: str, text: str) -> tuple[float, ...]:
+def _parse_numbers(values: str, text: str) -> tuple[float, ...]:
     match = re.fullmatch(r"\s*([-+.\deE]+):([-+.\deE]+)(?:([:*])([-+.\deE]+))?\s*", values)
     try:
         if not match:
@@ -65,11 +68,11 @@ def _numbers(values: str, text: str) -> tuple[float, ...]:
         else:
             low, high, step = float(match[1]), float(match[2]), float(match[4] or 1)
             if match[3] == "*":
-                numbers = _growing(low, high, step, text)
+                numbers = _geometric(low, high, step, text)
             else:
                 count = (high - low) / step if step else np.inf
-                if not count < MOST:
-                    raise ValueError(f"the sweep {text!r} is too large: at most {MOST} settings")
+                if not count < MAX_WORKLOADS:
+                    raise ValueError(f"the sweep {text!r} is too large: at most {MAX_WORKLOADS} settings")
                 numbers = (
                     tuple(float(v) for v in low + step * np.arange(np.floor(count + 1e-9) + 1)) if count >= 0 else ()
                 )
@@ -84,20 +87,18 @@ def _numbers(values: str, text: str) -> tuple[float, ...]:
     return numbers
 
 
-def _growing(low: float, high: float, factor: float, text: str) -> tuple[float, ...]:
+def _geometric(low: float, high: float, factor: float, text: str) -> tuple[float, ...]:
     if factor <= 1 or low <= 0:
         raise ValueError(f"the sweep {text!r} never ends: start above 0 and use a factor above 1")
     count = math.log(high / low) / math.log(factor) if high >= low else -1.0
-    if not count < MOST:
-        raise ValueError(f"the sweep {text!r} is too large: at most {MOST} settings")
+    if not count < MAX_WORKLOADS:
+        raise ValueError(f"the sweep {text!r} is too large: at most {MAX_WORKLOADS} settings")
     return tuple(low * factor**i for i in range(math.floor(count + 1e-9) + 1))
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Priced settings: `axes` in the order of the product (the last varies fastest), and one array per figure,
-    [settings].
-    """
+class SweepResult:
+    """Predicted costs of the product of `axes` (the last axis varies fastest); arrays [workloads]."""
 
     axes: Mapping[str, Axis]
     seconds: Array
@@ -106,76 +107,79 @@ class Sweep:
     memory: Array
     tokens: Array
 
-    def settings(self) -> Sequence[tuple[float | str, ...]]:
-        """The axis values of every setting."""
+    def points(self) -> Sequence[tuple[float | str, ...]]:
+        """The axis values of every workload."""
         return list(itertools.product(*self.axes.values()))
 
 
-def sweep(model: Model, hardware: Hardware, setting: Setting, axes: Mapping[str, Axis]) -> Sweep:
-    """Price the product of the axes around a setting.
+def sweep(model: AnalyzedModel, hardware: Hardware, workload: Workload, axes: Mapping[str, Axis]) -> SweepResult:
+    """Predict the costs of a workload with the axes varied.
 
     Raises:
-        ValueError: no axis, more than MOST settings, or a setting that cannot be.
+        ValueError: no axis, more than MAX_WORKLOADS workloads, or an impossible workload.
     """
     size = int(np.prod([len(v) for v in axes.values()], dtype=np.float64)) if axes else 0
-    if not 1 <= size <= MOST:
-        what = "is empty" if size < 1 else f"has {size} settings, at most {MOST} are allowed"
+    if not 1 <= size <= MAX_WORKLOADS:
+        what = "is empty" if size < 1 else f"has {size} settings, at most {MAX_WORKLOADS} are allowed"
         raise ValueError(f"the sweep {what}")
-    found = {name: np.empty(size) for name in ("seconds", "ops", "bytes", "memory", "tokens")}
-    apart = [n for n in axes if n in (*FORMATS, *RATES, "devices")]
+    results = {name: np.empty(size) for name in ("seconds", "ops", "bytes", "memory", "tokens")}
+    scalar_axes = [n for n in axes if n in (*FORMAT_AXES, *RATE_AXES, "devices")]
     grid = np.indices([len(v) for v in axes.values()]).reshape(len(axes), -1)
-    where = list(axes)
-    for combination in itertools.product(*(range(len(axes[n])) for n in apart)):
-        chosen = np.ones(size, dtype=bool)
-        for name, index in zip(apart, combination, strict=True):
-            chosen &= grid[where.index(name)] == index
-        device, asked = _fixed(hardware, setting, {n: axes[n][i] for n, i in zip(apart, combination, strict=True)})
-        check(model, asked)
-        at = np.flatnonzero(chosen)
-        lengths = {n: np.asarray(axes[n], dtype=np.float64)[grid[where.index(n)][at]] for n in LENGTHS if n in axes}
-        for name, values in _priced(model, device, asked, lengths, len(at)).items():
-            found[name][at] = values
-    return Sweep(axes, found["seconds"], found["ops"], found["bytes"], found["memory"], found["tokens"])
+    row = {name: i for i, name in enumerate(axes)}
+    for combination in itertools.product(*(range(len(axes[n])) for n in scalar_axes)):
+        mask = np.ones(size, dtype=bool)
+        for name, index in zip(scalar_axes, combination, strict=True):
+            mask &= grid[row[name]] == index
+        values_chosen = {n: axes[n][i] for n, i in zip(scalar_axes, combination, strict=True)}
+        device, fixed = _with_fixed_axes(hardware, workload, values_chosen)
+        check_devices(model, fixed)
+        selected = np.flatnonzero(mask)
+        lengths = {n: np.asarray(axes[n], dtype=np.float64)[grid[row[n]][selected]] for n in LENGTH_AXES if n in axes}
+        for name, values in _evaluate(model, device, fixed, lengths, len(selected)).items():
+            results[name][selected] = values
+    return SweepResult(axes, **results)
 
 
-def _fixed(hardware: Hardware, setting: Setting, chosen: Mapping[str, float | str]) -> tuple[Hardware, Setting]:
-    rate = {n: float(v) for n, v in chosen.items() if n in RATES}
-    device = changed(
+def _with_fixed_axes(
+    hardware: Hardware, workload: Workload, chosen: Mapping[str, float | str]
+) -> tuple[Hardware, Workload]:
+    rate = {n: float(v) for n, v in chosen.items() if n in RATE_AXES}
+    device = with_overrides(
         hardware,
         rate["bandwidth"] * 1e9 if "bandwidth" in rate else None,
         rate["peak"] * 1e12 if "peak" in rate else None,
     )
-    w, a, kv = (parse(str(chosen[n])) if n in chosen else getattr(setting, n) for n in FORMATS)
+    w, a, kv = (parse_format(str(chosen[n])) if n in chosen else getattr(workload, n) for n in FORMAT_AXES)
     return device, replace(
-        setting, weights=w, activations=a, kv=kv, devices=int(chosen.get("devices", setting.devices))
+        workload, weights=w, activations=a, kv=kv, devices=int(chosen.get("devices", workload.devices))
     )
 
 
-def _priced(
-    model: Model, hardware: Hardware, setting: Setting, lengths: Mapping[str, Array], count: int
+def _evaluate(
+    model: AnalyzedModel, hardware: Hardware, workload: Workload, lengths: Mapping[str, Array], count: int
 ) -> dict[str, Array]:
-    """Figures of settings that differ in lengths alone, a slice at a time."""
-    given = {n: lengths.get(n, np.full(count, float(getattr(setting, n)))) for n in LENGTHS}
-    passes = given["generate"].max() if setting.stage == "chat" else 1.0
-    if setting.stage == "chunked":
-        passes = float(np.ceil(given["context"] / given["chunk"]).max())
-    step = max(1, int(WORK / passes))
+    """Costs of workloads that differ in lengths alone, a slice at a time."""
+    sizes = {n: lengths.get(n, np.full(count, float(getattr(workload, n)))) for n in LENGTH_AXES}
+    passes = sizes["generate"].max() if workload.stage == "chat" else 1.0
+    if workload.stage == "chunked":
+        passes = float(np.ceil(sizes["context"] / sizes["chunk"]).max())
+    step = max(1, int(MAX_PASSES_AT_ONCE / passes))
     parts: dict[str, list[Array]] = {n: [] for n in ("seconds", "ops", "bytes", "memory", "tokens")}
-    r = rates(setting, hardware)
+    rates = device_rates(workload, hardware)
     for start in range(0, count, step):
-        piece = Sizes(*(given[n][start : start + step] for n in LENGTHS))
-        shape = piece.batch.shape
-        run = [(model.network(setting.fusion, p.prompt, setting.square), p) for p in phases(setting.stage, piece)]
-        cost = Cost()
-        for network, phase in run:
-            cost = cost + total(lines(network, phase, r))
+        part = WorkloadSizes(*(sizes[n][start : start + step] for n in LENGTH_AXES))
+        shape = part.batch.shape
+        graphs = phase_graphs(model, workload, part)
+        cost = CostBreakdown()
+        for graph, phase in graphs:
+            cost = cost + total_cost(op_costs(graph, phase, rates))
         figures: dict[str, Number] = {
             "seconds": cost.seconds,
             "ops": cost.ops,
             "bytes": cost.bytes,
-            "memory": memory(run, r).total,
-            "tokens": piece.batch * (piece.generate if setting.stage == "chat" else 1),
+            "memory": memory_use(graphs, rates).total,
+            "tokens": part.batch * (part.generate if workload.stage == "chat" else 1),
         }
         for name, figure in figures.items():
             parts[name].append(np.broadcast_to(np.asarray(figure, dtype=np.float64), shape))
-    return {name: np.concatenate(part) for name, part in parts.items()}
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}

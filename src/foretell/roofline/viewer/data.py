@@ -1,94 +1,92 @@
-"""Everything the page needs, as JSON: price lists, hardware, formats, methods.
+"""The data of the page as JSON: operation graphs, hardware, number formats, methods.
 
-The page evaluates; what things cost is decided here.
+The page only evaluates the linear costs; their coefficients come from here.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretell.roofline.amount import Amount
-from foretell.roofline.analysis import Model
-from foretell.roofline.describe import built_in, find
-from foretell.roofline.draft import make
-from foretell.roofline.formats import LADDER, multiplied_as, parse
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.drafter_cost import drafter_cost
+from foretell.roofline.formats import WIDER_CLASSES, compute_class, parse_format
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.network import Block, Network, Op
-from foretell.roofline.setting import FUSIONS, LIMITS, STAGES
-from foretell.roofline.speculate import DEEPEST, MOST_NODES, Method, catalogue
+from foretell.roofline.linear_cost import LinearCost
+from foretell.roofline.method_profiles import MethodProfile, method_profiles
+from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.op_graph import LayerGroup, Op, OpGraph
+from foretell.roofline.speculation import MAX_DEPTH, MAX_NODES
+from foretell.roofline.workload import FUSIONS, LIMITS, STAGES
 
 FORMATS = ("16", "fp8", "8", "6", "4", "4g128", "fp4", "3", "2", "2g32z", "1")
 
 
-def number(value: float) -> float | int:
-    """The number without a fraction that is none."""
+def without_fraction(value: float) -> float | int:
+    """Whole numbers as integers, which are shorter in JSON."""
     return int(value) if value == int(value) else value
 
 
-def form(amount: Amount) -> list[float | int]:
-    """Coefficients of an amount, zeros at the end left out."""
-    values = [number(v) for v in amount.values]
+def coefficients(amount: LinearCost) -> list[float | int]:
+    """Coefficients of a cost without trailing zeros."""
+    values = [without_fraction(v) for v in amount.coefficients]
     while values and not values[-1]:
         values.pop()
     return values
 
 
 def op_data(op: Op) -> list[Any]:
-    """An operation as a row: name, kind, shape, inputs, split, work, weights, read, write, kv read, kv written,
-    stored.
-    """
-    amounts = [form(a) for a in (op.work, op.weights, op.read, op.write, op.kv_read, op.kv_write)]
-    return [op.name, op.kind, op.shape, list(op.inputs), op.split, *amounts, number(op.stored)]
+    """An operation as the list that engine.js indexes."""
+    costs = [coefficients(a) for a in (op.work, op.weights, op.read, op.write, op.kv_read, op.kv_write)]
+    return [op.name, op.kind, op.shape, list(op.inputs), op.split, *costs, without_fraction(op.stored)]
 
 
-class Blocks:
-    """Blocks numbered by content, so that networks that share layers share their data."""
+class GroupTable:
+    """Layer groups numbered by content, so that graphs with equal layers share their data."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
 
-    def place(self, block: Block) -> int:
-        """The block's number."""
-        live = [[form(whole), form(cut)] for whole, cut in block.live]
+    def number_of(self, group: LayerGroup) -> int:
+        """The number of a group; equal groups have one number."""
+        live = [[coefficients(size) for size in sizes] for sizes in group.live_activations]
         data = {
-            "name": block.name, "window": block.window, "kv": number(block.kv), "kvHeads": block.kv_heads, "live": live,
-            "ops": [op_data(op) for op in block.ops],
+            "name": group.name, "window": group.window, "kvElements": without_fraction(group.kv_elements),
+            "kvHeads": group.kv_heads, "liveActivations": live, "ops": [op_data(op) for op in group.ops],
         }  # fmt: skip
         return self.found.setdefault(json.dumps(data, separators=(",", ":")), len(self.found))
 
-    def network(self, network: Network) -> dict[str, Any]:
-        """A network in terms of numbered blocks."""
+    def graph_data(self, graph: OpGraph) -> dict[str, Any]:
+        """A graph as numbered groups."""
         return {
-            "experts": number(network.experts),
-            "active": number(network.active),
-            "blocks": [[self.place(b), number(b.count)] for b in network.blocks],
+            "expertCount": without_fraction(graph.expert_count),
+            "expertsPerToken": without_fraction(graph.experts_per_token),
+            "groups": [[self.number_of(group), without_fraction(group.count)] for group in graph.groups],
         }
 
 
-def model_data(model: Model, source: str, blocks: Blocks) -> dict[str, Any]:
-    """A model: its networks by fusion (for prompts apart where they differ) and its drafts by method."""
-    nets: dict[str, Any] = {}
+def model_data(model: AnalyzedModel, source: str, groups: GroupTable) -> dict[str, Any]:
+    """A model: its graphs by fusion (a second one for prefill where it differs) and its drafters by method."""
+    graphs: dict[str, Any] = {}
     for fusion in FUSIONS:
-        both = [blocks.network(model.network(fusion, prompt)) for prompt in (False, True)]
-        nets[fusion] = both if both[0] != both[1] else both[:1]
+        both = [groups.graph_data(model.graph(fusion, is_prefill)) for is_prefill in (False, True)]
+        graphs[fusion] = both if both[0] != both[1] else both[:1]
     c = model.config
     return {
-        "source": source, "heads": c.heads, "context": c.context, "parameters": model.network("flash",
-        False).parameters,
-        "net": nets, "drafts": {name: draft_data(method, model, blocks) for name, method in catalogue().items()},
+        "source": source, "heads": c.heads, "graphs": graphs,
+        "drafts": {name: draft_data(profile, model, groups) for name, profile in method_profiles().items()},
     }  # fmt: skip
 
 
-def draft_data(method: Method, model: Model, blocks: Blocks) -> dict[str, Any] | None:
-    """The drafter of a method for a model; None where guessing is free; a reason where there is none."""
+def draft_data(profile: MethodProfile, model: AnalyzedModel, groups: GroupTable) -> dict[str, Any] | None:
+    """The drafter of a method for a model; None: drafting is free; with key `unavailable`: the reason why not."""
     try:
-        draft = make(method.draft, model, None, method.share, method.heads)
+        draft = drafter_cost(profile.draft, model, None, profile.share, profile.heads)
     except ValueError as error:
-        return {"refused": str(error)}
+        return {"unavailable": str(error)}
     if draft is None:
         return None
     return {
-        "net": blocks.network(draft.network),
+        "graph": groups.graph_data(draft.graph),
         "per": draft.per,
         "weights": draft.weights.name if draft.weights else None,
         "kv": draft.kv.name if draft.kv else None,
@@ -98,14 +96,14 @@ def draft_data(method: Method, model: Model, blocks: Blocks) -> dict[str, Any] |
 def hardware_data(h: Hardware) -> dict[str, Any]:
     """A device."""
     return {
-        "title": h.title, "bandwidth": h.bandwidth, "peaks": dict(h.peaks), "capacity": h.capacity, "vector": h.vector,
-        "link": h.link, "overhead": h.overhead, "rates": {k: list(v) for k, v in h.rates.items()},
-        "attend": list(h.attend), "start": h.start,
-        "source": h.source,
+        "title": h.title, "source": h.source, "bandwidth": h.bandwidth, "capacity": h.capacity, "peaks": dict(h.peaks),
+        "vectorRate": h.vector_rate, "linkBandwidth": h.link_bandwidth, "opOverhead": h.op_overhead,
+        "passOverhead": h.pass_overhead, "matmulRates": {k: list(v) for k, v in h.matmul_rates.items()},
+        "attentionRates": list(h.attention_rates),
     }  # fmt: skip
 
 
-def method_data(method: Method) -> dict[str, Any]:
+def method_data(method: MethodProfile) -> dict[str, Any]:
     """A method with its acceptance."""
     return {
         "title": method.title, "shape": method.shape, "ranks": list(method.acceptance.ranks),
@@ -114,21 +112,22 @@ def method_data(method: Method) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def payload(devices: Mapping[str, Hardware], extra: Sequence[Model] = ()) -> dict[str, Any]:
-    """The page's data, with models of the user's own beside the built-in ones."""
-    blocks = Blocks()
-    models = {m.name: model_data(m, "yours", blocks) for m in extra}
-    for name, raw in built_in().items():
-        models.setdefault(name, model_data(Model(*find(name)), str(raw["source"]), blocks))
-    formats = {name: parse(name) for name in FORMATS}
+def payload(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()) -> dict[str, Any]:
+    """The data of the page; `extra`: models in addition to the built-in ones."""
+    groups = GroupTable()
+    models = {m.name: model_data(m, "yours", groups) for m in extra}
+    for name, raw in builtin_models().items():
+        models.setdefault(name, model_data(AnalyzedModel(*find_model(name)), str(raw["source"]), groups))
+    formats = {name: parse_format(name) for name in FORMATS}
     return {
         "models": models,
         "hardware": {name: hardware_data(h) for name, h in devices.items()},
         "formats": {name: f.bytes for name, f in formats.items()},
-        "classes": {f"{a}|{b}": multiplied_as(x, y) for a, x in formats.items() for b, y in formats.items()},
-        "ladder": {name: list(steps) for name, steps in LADDER.items()},
-        "methods": {name: method_data(m) for name, m in catalogue().items()},
-        "stages": list(STAGES), "fusions": list(FUSIONS), "limits": LIMITS, "mostNodes": MOST_NODES, "deepest": DEEPEST,
+        "computeClasses": {f"{a}|{b}": compute_class(x, y) for a, x in formats.items() for b, y in formats.items()},
+        "widerClasses": {name: list(classes) for name, classes in WIDER_CLASSES.items()},
+        "methods": {name: method_data(m) for name, m in method_profiles().items()},
+        "stages": list(STAGES), "fusions": list(FUSIONS), "limits": LIMITS,
+        "maxNodes": MAX_NODES, "maxDepth": MAX_DEPTH,
         "first": extra[0].name if extra else "llama-3-8b",
-        "blocks": [json.loads(text) for text in blocks.found],
+        "groups": [json.loads(text) for text in groups.found],
     }  # fmt: skip

@@ -1,12 +1,17 @@
 "use strict";
-/* Decoding methods: the best tree of every size, its tokens per pass, and the shape that gains most. Mirrors speculate.py. */
+/* Decoding methods: the best tree of every size, its tokens per pass, and the fastest shape, as in speculation.py. */
 const Methods = (engine) => {
-  const { data } = engine, grown = new Map();
+  const { data } = engine,
+    cache = new Map();
 
-  function grow(ranks, decay, nodes, depth) {
+  function bestTrees(ranks, decay, nodes, depth) {
     const key = `${ranks}|${decay}|${nodes}|${depth}`;
-    if (grown.has(key)) return grown.get(key);
-    const p = ranks.filter((x) => x > 0), width = new Array(depth).fill(0), tokens = [1], expanded = [width.slice()], heap = [];
+    if (cache.has(key)) return cache.get(key);
+    const p = ranks.filter((x) => x > 0),
+      width = new Array(depth).fill(0),
+      tokens = [1],
+      nodesExpanded = [width.slice()],
+      heap = [];
     const before = (x, y) => x[0] > y[0] || (x[0] === y[0] && x[1] < y[1]);
     let made = 0;
     const push = (path, level, rank) => {
@@ -15,44 +20,49 @@ const Methods = (engine) => {
       for (let i = heap.length - 1; i > 0;) {
         const up = (i - 1) >> 1;
         if (!before(heap[i], heap[up])) break;
-        [heap[i], heap[up]] = [heap[up], heap[i]]; i = up;
+        [heap[i], heap[up]] = [heap[up], heap[i]];
+        i = up;
       }
     };
     const pop = () => {
-      const top = heap[0], last = heap.pop();
+      const first = heap[0],
+        last = heap.pop();
       if (heap.length) {
         heap[0] = last;
         for (let i = 0; ;) {
           let next = i;
           for (const c of [2 * i + 1, 2 * i + 2]) if (c < heap.length && before(heap[c], heap[next])) next = c;
           if (next === i) break;
-          [heap[i], heap[next]] = [heap[next], heap[i]]; i = next;
+          [heap[i], heap[next]] = [heap[next], heap[i]];
+          i = next;
         }
       }
-      return top;
+      return first;
     };
     push(1, 1, 0);
     while (heap.length && tokens.length < nodes) {
       const [reach, , level, rank, path] = pop();
       if (rank === 0) width[level - 1]++;
       tokens.push(tokens[tokens.length - 1] + reach);
-      expanded.push(width.slice());
+      nodesExpanded.push(width.slice());
       push(path, level, rank + 1);
       push(reach, level + 1, 0);
     }
-    grown.set(key, { tokens, expanded });
-    return grown.get(key);
+    cache.set(key, { tokens, nodesExpanded });
+    return cache.get(key);
   }
 
-  function verification(net, h, s, w, kv, most) {
-    const r = engine.rates(s, h, w, kv), list = [null];
-    for (let n = 1; n <= most; n++) list.push(engine.totals(net, { groups: [[s.batch, n, s.context]], outputs: s.batch * n }, r, s.square));
+  function verificationCosts(graph, h, s, w, kv, maxNodes) {
+    const r = engine.rates(s, h, w, kv),
+      list = [null];
+    for (let n = 1; n <= maxNodes; n++)
+      list.push(engine.totals(graph, { sequences: [[s.batch, n, s.context]], logitRows: s.batch * n }, r, s.square));
     return list;
   }
 
   const bytes = (c) => c[1] + c[2] + c[3] + c[4] + c[5];
 
-  function drafting(draft, widths, table) {
+  function draftSeconds(draft, widths, table) {
     if (!draft) return 0;
     if (draft.per === "step") return widths.some((x) => x) ? table[1][9] : 0;
     let sum = 0;
@@ -61,48 +71,74 @@ const Methods = (engine) => {
   }
 
   function best(name, model, h, s, target) {
-    const m = data.methods[name], draft = model.drafts[name], most = data.mostNodes;
-    if (draft && draft.refused) return { name, refused: draft.refused };
+    const m = data.methods[name],
+      draft = model.drafts[name],
+      maxNodes = data.maxNodes;
+    if (draft && draft.unavailable) return { name, unavailable: draft.unavailable };
     const asked = { ...s, fusion: "flash" };
-    const table = draft && verification(draft.net, h, asked, draft.weights || s.weights, draft.kv || s.kv, draft.per === "step" ? 1 : most);
-    let top = { nodes: 1, depth: 0, tokens: 1, draft: 0, widths: [] };
-    const worth = (c) => c.tokens / (target[c.nodes][9] + c.draft);
-    const consider = (c) => { if (worth(c) > worth(top)) top = c; };
+    const widest = draft && draft.per === "step" ? 1 : maxNodes;
+    const table =
+      draft && verificationCosts(draft.graph, h, asked, draft.weights || s.weights, draft.kv || s.kv, widest);
+    let chosen = { nodes: 1, depth: 0, tokens: 1, draft: 0, widths: [] };
+    const rate = (c) => c.tokens / (target[c.nodes][9] + c.draft);
+    const consider = (c) => {
+      if (rate(c) > rate(chosen)) chosen = c;
+    };
     if (m.shape === "fixed") consider({ nodes: m.nodes, depth: 1, tokens: m.tokens, draft: 0, widths: [] });
-    const deepest = m.shape === "chain" ? Math.min(most, 4 * data.deepest) : data.deepest;
-    for (let depth = 1; m.shape !== "fixed" && depth <= deepest; depth++) {
-      const tree = grow(m.ranks, m.decay, most, depth);
+    const maxDepth = m.shape === "chain" ? Math.min(maxNodes, 4 * data.maxDepth) : data.maxDepth;
+    for (let depth = 1; m.shape !== "fixed" && depth <= maxDepth; depth++) {
+      const tree = bestTrees(m.ranks, m.decay, maxNodes, depth);
       for (let i = 1; i < tree.tokens.length; i++) {
-        consider({ nodes: i + 1, depth, tokens: tree.tokens[i], draft: drafting(draft, tree.expanded[i], table), widths: tree.expanded[i] });
+        consider({
+          nodes: i + 1,
+          depth,
+          tokens: tree.tokens[i],
+          draft: draftSeconds(draft, tree.nodesExpanded[i], table),
+          widths: tree.nodesExpanded[i],
+        });
       }
     }
-    const plain = target[1][9], pass = target[top.nodes][9];
+    const plain = target[1][9],
+      pass = target[chosen.nodes][9];
     return {
-      name, nodes: top.nodes, depth: top.depth, tokens: top.tokens, pass, draft: top.draft, plain,
-      speedup: top.tokens * plain / (pass + top.draft), goodput: s.batch * top.tokens / (pass + top.draft),
-      bytes: bytes(target[top.nodes]) / top.tokens / s.batch, basis: m.basis, source: m.source, title: m.title,
+      name,
+      nodes: chosen.nodes,
+      depth: chosen.depth,
+      tokens: chosen.tokens,
+      pass,
+      draft: chosen.draft,
+      plain,
+      speedup: (chosen.tokens * plain) / (pass + chosen.draft),
+      goodput: (s.batch * chosen.tokens) / (pass + chosen.draft),
+      bytes: bytes(target[chosen.nodes]) / chosen.tokens / s.batch,
+      basis: m.basis,
+      source: m.source,
+      title: m.title,
     };
   }
 
   function target(s) {
-    const model = engine.check(s), h = engine.hardware(s);
-    const net = engine.netOf(model, s, {});
-    return { model, h, table: verification(net, h, s, s.weights, s.kv, data.mostNodes) };
+    const model = engine.check(s),
+      h = engine.hardware(s);
+    const graph = engine.graphOf(model, s, {});
+    return { model, h, table: verificationCosts(graph, h, s, s.weights, s.kv, data.maxNodes) };
   }
 
-  /* Every method at a setting, best first; methods that cannot be used last. */
-  function plan(setting) {
-    const s = { ...setting, stage: "decode" }, { model, h, table } = target(s);
+  /* Every method at a workload, best first; methods that cannot be used last. */
+  function plan(workload) {
+    const s = { ...workload, stage: "decode" },
+      { model, h, table } = target(s);
     const all = Object.keys(data.methods).map((name) => best(name, model, h, s, table));
     return all.sort((x, y) => (y.speedup || 0) - (x.speedup || 0));
   }
 
-  function curve(name, setting, batches) {
+  function curve(name, workload, batches) {
     return batches.map((batch) => {
-      const s = { ...setting, stage: "decode", batch }, { model, h, table } = target(s);
+      const s = { ...workload, stage: "decode", batch },
+        { model, h, table } = target(s);
       return [batch, best(name, model, h, s, table).speedup || 1];
     });
   }
 
-  return { plan, curve, grow };
+  return { plan, curve, bestTrees };
 };

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from foretell.roofline.analysis import Model
+from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.viewer.data import payload
 
@@ -16,13 +16,13 @@ def _text(name: str) -> str:
     return resources.files("foretell.roofline.viewer").joinpath(name).read_text("utf-8")
 
 
-def page(devices: Mapping[str, Hardware], extra: Sequence[Model] = ()) -> str:
-    """HTML with style, scripts and data inside: it loads nothing and opens from disk."""
+def page(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()) -> str:
+    """The HTML document with style, scripts and data; it loads nothing and opens from disk."""
     script = "\n".join(_text(name).replace('"use strict";\n', "", index > 0) for index, name in enumerate(SCRIPTS))
     parts = {
         "STYLE": _text("style.css"),
         "DRAWING": _text("drawing.css"),
-        "DATA": embedded(payload(devices, extra)),
+        "DATA": script_json(payload(devices, extra)),
         "SCRIPT": script,
     }
     html = _text("page.html")
@@ -31,6 +31,6 @@ def page(devices: Mapping[str, Hardware], extra: Sequence[Model] = ()) -> str:
     return html
 
 
-def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
+def script_json(data: Mapping[str, Any]) -> str:
+    """JSON for a script element, which it cannot close."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")

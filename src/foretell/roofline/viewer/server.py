@@ -1,4 +1,4 @@
-"""The page on this machine: the standard library's server, bound to 127.0.0.1, one document."""
+"""A local HTTP server for the page, bound to 127.0.0.1."""
 
 import errno
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def serve(make: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """A server for one page on 127.0.0.1, made once the port is ours; `port` 0 picks a free one.
+    """A server for one page on 127.0.0.1; `port` 0 takes a free one. The caller runs and closes it.
 
-    The caller runs and closes it.
+    `make` returns the page; it is called after the port is bound.
 
     Raises:
-        ValueError: the port is taken, not allowed, or no port at all.
+        ValueError: the port is in use, not permitted, or not a port number.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"{port} is no port; use 0 (any free one) to 65535")
-    made: list[bytes] = []
+    document: list[bytes] = []
 
     class Page(BaseHTTPRequestHandler):
         """Answers every GET of / with the page."""
@@ -30,7 +30,7 @@ def serve(make: Callable[[], str], port: int) -> ThreadingHTTPServer:
                 "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:",
             )
             self.send_header("X-Content-Type-Options", "nosniff")
-            answer = made[0] if found else b"There is one page here: /"
+            answer = document[0] if found else b"There is one page here: /"
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -44,5 +44,5 @@ def serve(make: Callable[[], str], port: int) -> ThreadingHTTPServer:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"port {port} is in use; choose another with --port, or 0 for any free one") from None
         raise ValueError(f"cannot listen on port {port}: {error.strerror}") from None
-    made.append(make().encode())
+    document.append(make().encode())
     return server

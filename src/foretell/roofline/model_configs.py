@@ -1,8 +1,7 @@
-"""Where a model's configuration comes from: built-in table, config.json, GGUF metadata.
+"""Model configurations from the built-in table, a config.json, or GGUF metadata.
 
-The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also prices a few that it does
-not run (OPT, GPT-J, DeepSeek with latent attention); their readers live here, so that loading a model can never mistake
-one for runnable.
+The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also knows a few that the
+decoder does not run (OPT, GPT-J, DeepSeek with latent attention); they are read here, so that the loader rejects them.
 """
 
 import tomllib
@@ -16,17 +15,17 @@ from foretell.model.config import ARCHITECTURES, MLAConfig, ModelConfig, MoEConf
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
-ANALYSED = ("opt", "gptj", "deepseek_v2", "deepseek_v3")
-"""Architectures that can be priced and not run."""
+ANALYSIS_ONLY = ("opt", "gptj", "deepseek_v2", "deepseek_v3")
+"""Architectures that are analysed and not run."""
 
 
 @cache
-def built_in() -> Mapping[str, Mapping[str, Any]]:
+def builtin_models() -> Mapping[str, Mapping[str, Any]]:
     """Built-in models by name: the keys of their config.json, and `source`."""
     return tomllib.loads(resources.files("foretell.roofline").joinpath("models.toml").read_text("utf-8"))
 
 
-def find(name: str) -> tuple[str, ModelConfig]:
+def find_model(name: str) -> tuple[str, ModelConfig]:
     """Short name and configuration of a model: a built-in name, its hub id, a config.json, a directory holding one, or
     a GGUF file.
 
@@ -42,17 +41,17 @@ def find(name: str) -> tuple[str, ModelConfig]:
                 f"there is no file {path}; give a config.json, a GGUF file, or a built-in name such as llama-3-8b"
             )
         return (path.stem if path.suffix == ".gguf" else path.parent.name or path.stem), _from_file(path)
-    table = built_in()
+    table = builtin_models()
     hub = {str(entry["source"]).lower(): key for key, entry in table.items()}
     key = hub.get(name.lower(), name)
     raw = look_up(table, key, "built-in model")
-    return key.strip().lower().replace("_", "-"), describe(raw, key)
+    return key.strip().lower().replace("_", "-"), read_config(raw, key)
 
 
 def _from_file(path: Path) -> ModelConfig:
     if path.suffix == ".gguf":
         return from_gguf(gguf_metadata(path), str(path))
-    return describe(read_json(path, "a config.json holds one object"), str(path))
+    return read_config(read_json(path, "a config.json holds one object"), str(path))
 
 
 def gguf_metadata(path: Path) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
     return {key: [0] * len(f.data) if len(f.types) > 1 else f.contents() for key, f in wanted.items()}
 
 
-def describe(raw: Mapping[str, Any], source: str) -> ModelConfig:
+def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """Read the keys of a Hugging Face config.json, of architectures that run and of those that are only analysed.
 
     Raises:
@@ -86,18 +85,18 @@ def describe(raw: Mapping[str, Any], source: str) -> ModelConfig:
     if kind in ("deepseek_v2", "deepseek_v3"):
         return _deepseek(read, kind)
     if kind and kind not in ARCHITECTURES and kind != "gemma3":
-        table = {k: k for k in (*ARCHITECTURES, *ANALYSED)}
+        table = {k: k for k in (*ARCHITECTURES, *ANALYSIS_ONLY)}
         look_up(table, kind, f"architecture (model_type in {source})")
     return from_hf(raw, source)
 
 
-def _need(read: Fields, *keys: str) -> tuple[int, ...]:
+def _required(read: Fields, *keys: str) -> tuple[int, ...]:
     read.require(*keys)
     return tuple(read.integer(key, least=1) for key in keys)
 
 
 def _opt(read: Fields) -> ModelConfig:
-    h, layers, heads, ffn, vocab = _need(
+    h, layers, heads, ffn, vocab = _required(
         read, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size"
     )
     return ModelConfig(
@@ -108,27 +107,27 @@ def _opt(read: Fields) -> ModelConfig:
 
 
 def _gptj(read: Fields) -> ModelConfig:
-    h, layers, heads, vocab = _need(read, "n_embd", "n_layer", "n_head", "vocab_size")
+    h, layers, heads, vocab = _required(read, "n_embd", "n_layer", "n_head", "vocab_size")
     d = h // heads
     if d < 1:
         raise read.wrong("n_head", f"at most n_embd, {h}", heads)
     return ModelConfig(
         "gptj", vocab, h, layers, heads, heads, d, read.integer("n_inner", default=0) or 4 * h,
-        read.integer("n_positions", default=2048), rope=RopeConfig(fraction=(read.integer("rotary_dim",
-        default=0) or d) / d),
+        read.integer("n_positions", default=2048),
+        rope=RopeConfig(fraction=(read.integer("rotary_dim", default=0) or d) / d),
         activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False),
         parallel_blocks=True,
     )  # fmt: skip
 
 
 def _deepseek(read: Fields, kind: str) -> ModelConfig:
-    h, layers, heads, ffn, vocab, kv_rank, nope, rope, value = _need(
+    h, layers, heads, ffn, vocab, kv_rank, nope, rope, value = _required(
         read, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
         "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     experts = None
     if read.integer("n_routed_experts", default=0):
-        count, active, width = _need(read, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+        count, active, width = _required(read, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         shared = read.integer("n_shared_experts", default=0) * width
         sparse = tuple(range(read.integer("first_k_dense_replace", default=0), layers))
         experts = MoEConfig(count, active, width, shared, layers=sparse)

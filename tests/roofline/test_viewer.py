@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads, obeys, agrees with the command line, and fits a laptop and a phone."""
+"""The page in a browser: it loads, agrees with the command line, and fits a laptop and a phone."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretell.cli.roofline import app
-from foretell.roofline.hardware import devices
+from foretell.roofline.hardware import known_hardware
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
 
@@ -30,7 +30,7 @@ SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = serve(lambda: page(devices()), 0)
+    server = serve(lambda: page(known_hardware()), 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -52,7 +52,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
-def shot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
+def screenshot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
     if SHOTS:
         browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
@@ -67,12 +67,12 @@ def text(browser: Any, selector: str) -> str:
     return str(browser.execute_script("return document.querySelector(arguments[0]).textContent", selector))
 
 
-def printed(*arguments: str) -> Any:
+def run_cli(*arguments: str) -> Any:
     result = CliRunner().invoke(app, [*arguments, "--json"])
     return json.loads(result.stdout)
 
 
-def opened(browser: Any, address: str, state: str = "") -> None:
+def open_page(browser: Any, address: str, state: str = "") -> None:
     browser.get("about:blank")
     browser.get(f"{address}#{state}")
     settle(browser)
@@ -104,16 +104,16 @@ def command(state: str) -> list[str]:
 
 @pytest.mark.parametrize("state", QUESTIONS)
 def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state: str) -> None:
-    opened(browser, address, state)
+    open_page(browser, address, state)
     found = browser.execute_script(
-        "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, wire: a.total[6], "
+        "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, link: a.total[6], "
         "memory: a.memory,"
         "batch: a.largestBatch, context: a.longestContext, fits: a.fits, tokens: a.tokens,"
         "lines: Object.fromEntries(a.lines.map(l => [l.key, [l.cost[0], l.bytes, l.seconds, l.bound]]))}"
     )
-    expected = printed(*command(state))
+    expected = run_cli(*command(state))
     total, memory = expected["total"], expected["memory"]
-    for key in ("seconds", "ops", "bytes", "wire", "tokens"):
+    for key in ("seconds", "ops", "bytes", "link", "tokens"):
         assert found[key] == pytest.approx(total[key], rel=1e-9), key
     for key in ("weights", "kv", "activations", "total"):
         assert found["memory"][key] == pytest.approx(memory[key], rel=1e-9), key
@@ -123,7 +123,7 @@ def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state
         memory["fits"],
     )
     for op in expected["operations"]:
-        ops, moved, seconds, bound = found["lines"].pop(f"{op['block']}/{op['operation']}")
+        ops, moved, seconds, bound = found["lines"].pop(f"{op['group']}/{op['operation']}")
         assert (ops, moved, seconds) == pytest.approx((op["ops"], op["bytes"], op["seconds"]), rel=1e-9), op[
             "operation"
         ]
@@ -140,10 +140,10 @@ def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state
     ],
 )
 def test_the_methods_agree_with_the_command_line(browser: Any, address: str, state: str) -> None:
-    opened(browser, address, state)
+    open_page(browser, address, state)
     found = {g["name"]: g for g in browser.execute_script("return Roofline.methods.plan(Roofline.state.now)")}
-    expected = printed("plan", *command(state)[1:])
-    assert {n for n, g in found.items() if "refused" in g} == set(expected["refused"])
+    expected = run_cli("plan", *command(state)[1:])
+    assert {n for n, g in found.items() if "unavailable" in g} == set(expected["unavailable"])
     for row in expected["methods"][:-1]:
         mine = found[row["method"]]
         assert (mine["nodes"], mine["depth"]) == (row["nodes"], row["depth"])
@@ -153,8 +153,8 @@ def test_the_methods_agree_with_the_command_line(browser: Any, address: str, sta
     assert text(browser, ".advice") == f"Use {top['method']}: {top['speedup']:.2f}× predicted."
 
 
-def test_it_loads_draws_and_takes_clicks_and_keys(browser: Any, address: str) -> None:
-    opened(browser, address)
+def test_it_loads_draws_and_accepts_clicks_and_keys(browser: Any, address: str) -> None:
+    open_page(browser, address)
     assert not browser.get_log("browser")
     assert len(browser.find_elements("css selector", "#graph .op")) == 17
     browser.execute_script(
@@ -173,11 +173,11 @@ def test_it_loads_draws_and_takes_clicks_and_keys(browser: Any, address: str) ->
     assert text(browser, "#operation h2").startswith("o_proj")
     assert browser.execute_script("return document.activeElement.dataset.key") == "layer/o_proj"
     assert browser.find_elements("css selector", "#roof .dot.chosen")
-    shot(browser, "page")
+    screenshot(browser, "page")
 
 
 def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, address: str) -> None:
-    opened(browser, address)
+    open_page(browser, address)
     before = text(browser, "#headline")
     field = browser.find_element("css selector", "input[name=batch]:not([type=range])")
     field.clear()
@@ -191,22 +191,22 @@ def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, add
 
 
 def test_two_settings_side_by_side(browser: Any, address: str) -> None:
-    opened(browser, address, "model=llama-3-8b&hardware=a100-80g&op=layer%2Fgate_proj")
+    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&op=layer%2Fgate_proj")
     browser.find_element("id", "keep").click()
     browser.execute_script("Roofline.set({weights: '4g128', batch: 8})")
     settle(browser)
-    assert "as fast as kept" in text(browser, "#headline")
+    assert "as fast as the compared setting" in text(browser, "#headline")
     assert browser.find_elements("css selector", "#graph .versus") and browser.find_elements(
         "css selector", "#roof .roofline.other"
     )
     link = browser.current_url
-    opened(browser, address, link.partition("#")[2])
-    assert "as fast as kept" in text(browser, "#headline")
-    shot(browser, "compare")
+    open_page(browser, address, link.partition("#")[2])
+    assert "as fast as the compared setting" in text(browser, "#headline")
+    screenshot(browser, "compare")
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ("model=llama-3-9b", "no model called “llama-3-9b”"),
         ("hardware=a9000", "no hardware called “a9000”"),
@@ -217,41 +217,41 @@ def test_two_settings_side_by_side(browser: Any, address: str) -> None:
         ("model=llama-2-70b", "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(browser: Any, address: str, state: str, said: str) -> None:
-    opened(browser, address, state)
-    assert said in text(browser, "#alert")
+def test_errors_are_one_sentence(browser: Any, address: str, state: str, message: str) -> None:
+    open_page(browser, address, state)
+    assert message in text(browser, "#alert")
     assert not browser.get_log("browser")
 
 
 def test_downloads(browser: Any, address: str) -> None:
-    opened(browser, address, "model=llama-2-7b")
+    open_page(browser, address, "model=llama-2-7b")
     lines = browser.execute_script("return Roofline.table()").splitlines()
-    assert lines[0].startswith("block,count,operation") and len(lines) == 18
+    assert lines[0].startswith("group,count,operation") and len(lines) == 18
     kind, size = browser.execute_async_script(
         "const done = arguments[0]; Roofline.picture().then(b => done([b.type, b.size]))"
     )
     assert kind == "image/png" and size > 20_000
 
 
-def test_it_fits_a_phone_and_dark_rooms(browser: Any, address: str) -> None:
+def test_it_fits_a_phone_and_dark_mode(browser: Any, address: str) -> None:
     for width in (390, 1024):
         browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
         )
-        opened(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
+        open_page(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    shot(browser, "phone", 390, 2600)
+    screenshot(browser, "phone", 390, 2600)
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     )
-    opened(
+    open_page(
         browser,
         address,
         "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8&activations=fp8",
     )
-    shot(browser, "dark", 1440, 1500)
+    screenshot(browser, "dark", 1440, 1500)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 

@@ -1,0 +1,124 @@
+"""The command line's options as objects: stage, hardware, offload, methods with acceptance."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foretell.roofline.acceptance import AcceptanceByRank, geometric_acceptance
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.attention import Fusion
+from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, with_overrides
+from foretell.roofline.method_profiles import MethodProfile, find_method, method_profiles, with_acceptance
+from foretell.roofline.names import look_up
+from foretell.roofline.plan import drafter_costs, estimates_by_batch, profitable_batches
+from foretell.roofline.workload import FUSIONS, STAGES, Stage, Workload
+from foretell.utils.validation import Fields, read_json
+
+_PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
+
+
+def parse_stage(name: str) -> Stage:
+    """A stage by name.
+
+    Raises:
+        ValueError: no such stage.
+    """
+    return look_up({s: s for s in STAGES}, name, "stage")
+
+
+def parse_fusion(name: str) -> Fusion:
+    """A degree of fusion by name.
+
+    Raises:
+        ValueError: no such degree.
+    """
+    return look_up({f: f for f in FUSIONS}, name, "fusion")
+
+
+def select_hardware(
+    name: str, file: Path | None, bandwidth: float | None, peak: float | None, capacity: float | None
+) -> Hardware:
+    """A device by name, with some figures replaced (GB/s, 1e12 OPs/s, GB); `custom` has these figures alone.
+
+    Raises:
+        ValueError: an unknown device, a bad file, or a figure that is not positive.
+    """
+    if name == "custom":
+        if bandwidth is None or peak is None:
+            raise ValueError("custom hardware needs --bandwidth (GB/s) and --peak (1e12 OPs/s)")
+        figures: dict[str, Any] = {"title": "custom hardware", "source": "given", "bandwidth": bandwidth, "any": peak}
+        figures |= {} if capacity is None else {"capacity": capacity}
+        return hardware_from_table("custom", figures, "the command line")
+
+    def scaled(figure: float | None, unit: float) -> float | None:
+        return None if figure is None else figure * unit
+
+    hardware = look_up(known_hardware(file), name, "hardware")
+    return with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9))
+
+
+def parse_offload(text: str) -> tuple[float, float]:
+    """Parse `weights=1,kv=0.5`: the parts of weights and KV cache that are offloaded.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    found = {"weights": 0.0, "kv": 0.0}
+    for piece in text.split(","):
+        name, equals, number = piece.partition("=")
+        if not equals or not number.replace(".", "", 1).isdigit():
+            raise ValueError(f"--offload looks like weights=1,kv=0.5, found {text!r}")
+        found[look_up({k: k for k in found}, name, "offloaded part")] = float(number)
+    return found["weights"], found["kv"]
+
+
+def select_methods(names: Sequence[str] | None, accept: float | None, file: Path | None) -> Mapping[str, MethodProfile]:
+    """The named methods, all by default, with acceptance from the literature, from one number, or from a file.
+
+    The file is a JSON object from methods to {"ranks": [...], "decay": 1, "source": "..."}.
+
+    Raises:
+        ValueError: an unknown method, or a file of another form.
+    """
+    chosen = {m.name: m for m in map(find_method, names or ())} or dict(method_profiles())
+    if accept is not None:
+        given = {n: geometric_acceptance(accept, "given", m.shape == "chain") for n, m in chosen.items()}
+        return {n: with_acceptance(m, given[n], "given") for n, m in chosen.items()}
+    if file is None:
+        return chosen
+    profiles = Fields(
+        read_json(file, f"an acceptance profile looks like {_PROFILE}"), f"{file} is no acceptance profile"
+    )
+    for name in profiles.raw:
+        method, entry = find_method(name), profiles.fields(name)
+        measured = AcceptanceByRank(
+            entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0)
+        )
+        if method.name in chosen:
+            chosen[method.name] = with_acceptance(method, measured, "measured")
+    return chosen
+
+
+def speedup_curves(
+    target: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    profiles: Mapping[str, MethodProfile],
+    draft_model: AnalyzedModel | None,
+) -> list[dict[str, Any]]:
+    """Speed-up of every method by batch size, and the batch sizes at which it is profitable, as records.
+
+    Raises:
+        ValueError: none of the methods can be used.
+    """
+    costs, unavailable = drafter_costs(target, profiles, draft_model)
+    if not costs:
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in unavailable.items()))
+    records = []
+    for name, cost in costs.items():
+        estimates = estimates_by_batch(profiles[name], cost, target, hardware, workload)
+        ranges = profitable_batches(profiles[name], cost, target, hardware, workload)
+        profitable = ", ".join(f"{a}-{b}" for a, b in ranges) or "never"
+        speedups = {f"b={e.batch}": round(e.speedup, 4) for e in estimates}
+        records.append({"method": name} | speedups | {"profitable at batch": profitable})
+    return records

@@ -1,0 +1,133 @@
+"""Drafting cost: the operation graph that each kind of drafter runs, and how often."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.attention import Fusion
+from foretell.roofline.feedforward import ACTIVATION_OPS
+from foretell.roofline.formats import NumberFormat, parse_format
+from foretell.roofline.graph_builder import build_graph
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear
+
+DraftKind = Literal["none", "model", "layers", "nested", "quantised", "heads", "layer"]
+
+DRAFT_MODELS: Mapping[str, tuple[str, ...]] = {
+    "llama-68m": ("llama-2-",),
+    "llama-3.2-1b": ("llama-3-", "llama-3.2-3b"),
+    "qwen2.5-0.5b": ("qwen2.5-",),
+    "qwen3-0.6b": ("qwen3-",),
+    "gemma-2-2b": ("gemma-2-",),
+    "gemma-3-1b": ("gemma-3-",),
+    "opt-125m": ("opt-",),
+    "smollm2-135m": ("smollm2-",),
+    "mistral-7b": ("mixtral-",),
+}
+"""Small built-in models, and the prefixes of the families whose vocabulary each shares."""
+
+
+@dataclass(frozen=True)
+class DrafterCost:
+    """What a drafter runs.
+
+    per: it runs once per `level` of the tree, over the nodes expanded there, or once per `step`, over the last token of
+    each sequence. added_parameters: weights in addition to the target's. weights, kv: number formats where they differ
+    from the target's.
+    """
+
+    graph: OpGraph
+    per: Literal["level", "step"]
+    added_parameters: float
+    weights: NumberFormat | None = None
+    kv: NumberFormat | None = None
+
+
+def default_draft_model(name: str) -> str | None:
+    """The name of a smaller built-in model with the same vocabulary, if any."""
+    for small, families in DRAFT_MODELS.items():
+        if name != small and name.startswith(families):
+            return small
+    return None
+
+
+def first_layers(model: AnalyzedModel, share: float) -> AnalyzedModel:
+    """The first `share` of the layers, with embedding and head (LayerSkip, arXiv 2404.16710)."""
+    c = model.config
+    return AnalyzedModel(f"{model.name}, {share:g} of its layers", replace(c, layers=max(1, round(c.layers * share))))
+
+
+def nested_feed_forward(model: AnalyzedModel, share: float) -> AnalyzedModel:
+    """The model with the first `share` of every feed-forward (MatFormer, arXiv 2310.07707)."""
+    c = model.config
+    experts = replace(c.experts, ffn=max(1, round(c.experts.ffn * share))) if c.experts else None
+    width = max(1, round(c.ffn * share))
+    return AnalyzedModel(f"{model.name}, {share:g} of its feed-forward", replace(c, ffn=width, experts=experts))
+
+
+def drafter_cost(
+    kind: DraftKind,
+    target: AnalyzedModel,
+    draft_model: AnalyzedModel | None = None,
+    share: float = 0.25,
+    heads: int = 5,
+) -> DrafterCost | None:
+    """The cost of a kind of drafter for a target; None: drafting costs no forward pass.
+
+    Raises:
+        ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
+    """
+    fusion: Fusion = "flash"
+    if kind == "none":
+        return None
+    if kind == "model":
+        small = draft_model or _find_draft_model(target)
+        if small.config.vocab != target.config.vocab:
+            raise ValueError(
+                f"{small.name} has {small.config.vocab} tokens and {target.name} {target.config.vocab}: a draft model "
+                f"must share the vocabulary"
+            )
+        graph = small.graph(fusion, False)
+        return DrafterCost(graph, "level", graph.parameters)
+    if kind == "layers":
+        return DrafterCost(first_layers(target, share).graph(fusion, False), "level", 0.0)
+    if kind == "nested":
+        return DrafterCost(nested_feed_forward(target, share).graph(fusion, False), "level", 0.0)
+    if kind == "quantised":
+        graph = target.graph(fusion, False)
+        return DrafterCost(graph, "level", graph.parameters, parse_format("4g128"), parse_format("4g128"))
+    return _medusa_heads(target, heads) if kind == "heads" else _eagle_layer(target)
+
+
+def _find_draft_model(target: AnalyzedModel) -> AnalyzedModel:
+    name = default_draft_model(target.name)
+    if name is None:
+        raise ValueError(f"no smaller built-in model shares the vocabulary of {target.name}; name one with --draft")
+    return AnalyzedModel(*find_model(name))
+
+
+def _medusa_heads(target: AnalyzedModel, heads: int) -> DrafterCost:
+    """Medusa: each head is a residual block and an LM head on the last hidden state (arXiv 2401.10774)."""
+    h, v = target.config.hidden, target.config.vocab
+    ops: list[Op] = []
+    for i in range(heads):
+        block = linear(f"head{i}_block", h, h, "x", "replicated", bias=True)
+        act = elementwise(f"head{i}_act", h, (block.name, "x"), ACTIVATION_OPS["silu"] + 1, 2.0)
+        ops.extend((block, act, linear(f"head{i}_out", h, v, act.name, "column")))
+    graph = OpGraph(
+        f"{heads} Medusa heads", (LayerGroup("heads", 1, tuple(ops)),), target.config.heads, target.config.context
+    )
+    return DrafterCost(graph, "step", graph.parameters)
+
+
+def _eagle_layer(target: AnalyzedModel) -> DrafterCost:
+    """EAGLE: a projection of embedding and hidden state, one decoder layer, the target's LM head (arXiv 2401.15077)."""
+    c = target.config
+    # For a mixture of experts: a dense layer as wide as the experts of one token.
+    width = c.experts.ffn * c.experts.active + c.experts.shared_ffn if c.experts else c.ffn
+    one = build_graph(replace(c, layers=1, experts=None, ffn=width, window=0, window_layers=()), "EAGLE layer", "flash")
+    projection = LayerGroup("fuse", 1, (linear("fuse", 2 * c.hidden, c.hidden, "x", "replicated", bias=True),))
+    graph = replace(one, groups=(one.groups[0], projection, *one.groups[1:]))
+    added = projection.ops[0].stored + sum(op.stored for op in one.groups[1].ops)
+    return DrafterCost(graph, "level", added)

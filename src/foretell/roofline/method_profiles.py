@@ -1,0 +1,89 @@
+"""Drafting cost and acceptance of every decoding method of the catalogue, read from methods.toml."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from foretell.roofline.acceptance import AcceptanceByRank, fit_acceptance, geometric_acceptance
+from foretell.roofline.drafter_cost import DraftKind
+from foretell.roofline.names import look_up
+
+
+@dataclass(frozen=True)
+class MethodProfile:
+    """Drafting cost, draft shape and acceptance of a decoding method; methods.toml describes the fields."""
+
+    name: str
+    title: str
+    draft: DraftKind
+    shape: str
+    acceptance: AcceptanceByRank
+    basis: str
+    share: float = 0.25
+    heads: int = 5
+    nodes: int = 0
+    tokens: float = 0.0
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
+
+
+@cache
+def method_profiles() -> Mapping[str, MethodProfile]:
+    """The entries of methods.toml by name, with acceptance from the literature."""
+    return {name: _profile(name, entry) for name, entry in _table().items()}
+
+
+@cache
+def profile_of_method() -> Mapping[str, str]:
+    """Every drafting method of the catalogue, and the name of the profile that applies to it."""
+    return {other: name for name, entry in _table().items() for other in (name, *entry.get("also", ()))}
+
+
+def analysis_only_methods() -> set[str]:
+    """Profiles of methods that the library does not run."""
+    return {name for name, entry in _table().items() if not entry.get("runnable", True)}
+
+
+def find_method(name: str) -> MethodProfile:
+    """The profile of a method of the catalogue.
+
+    Raises:
+        ValueError: no such method; says which may have been meant.
+    """
+    key = name.strip().lower()
+    if key not in profile_of_method():
+        former_names = {other: known for known, entry in _table().items() for other in entry.get("formerly", ())}
+        spelled = key.replace("-", "_")
+        current = spelled if spelled in profile_of_method() else former_names.get(spelled)
+        if current is not None:
+            raise ValueError(f"there is no method called {name!r}; its name is {current}")
+        look_up(profile_of_method(), key, "method")
+    return replace(method_profiles()[profile_of_method()[key]], name=key)
+
+
+def _profile(name: str, raw: Mapping[str, Any]) -> MethodProfile:
+    chain, source = raw["shape"] == "chain", str(raw["source"])
+    if raw["shape"] == "fixed":
+        acceptance = AcceptanceByRank((0.0,), source)
+    elif "accept" in raw:
+        acceptance = geometric_acceptance(raw["accept"], source, chain)
+    else:
+        acceptance = fit_acceptance(raw["tokens"], raw["nodes"], raw["depth"], source, chain)
+    return MethodProfile(
+        name, raw["title"], raw["draft"], raw["shape"], acceptance, raw["basis"],
+        **{key: raw[key] for key in ("share", "heads", "nodes", "tokens") if key in raw},
+    )  # fmt: skip
+
+
+def with_acceptance(profile: MethodProfile, acceptance: AcceptanceByRank, basis: str) -> MethodProfile:
+    """The profile with other acceptance; a method of fixed shape gets 1 + ranks[0] tokens per pass."""
+    if profile.shape == "fixed":
+        return replace(profile, tokens=1 + acceptance.ranks[0], basis=basis)
+    ranks = acceptance.ranks[:1] if profile.shape == "chain" else acceptance.ranks
+    return replace(profile, acceptance=replace(acceptance, ranks=ranks), basis=basis)
