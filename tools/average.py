@@ -12,7 +12,7 @@ import typer
 
 import foretell
 from foretell.speculator.checkpoint import load_own, save
-from foretell.train.loop.card import CARD
+from foretell.train.loop.model_card import CARD
 
 
 def main(

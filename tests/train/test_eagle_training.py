@@ -24,7 +24,7 @@ from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, some
-from foretell.train.recipe.start import start
+from foretell.train.recipe.init_from_target import start
 from helpers import chain_tree, random_tokens, run, statistics_of, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64, layers=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner import settings, trained, trainer
+from training_helpers import settings, trained, trainer
 from safetensors.torch import load_file, save_file
 
 from foretell.train.loop.settings import Settings

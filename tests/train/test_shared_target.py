@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner import settings, task, trained, trainer
+from training_helpers import settings, task, trained, trainer
 from test_resume import CASES
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load import checkpoint as source
 from foretell.model.load.weights import Weights, build
-from foretell.train.loop import task as tasks
-from foretell.train.loop.task import Task
+from foretell.train.loop import job as jobs
+from foretell.train.loop.job import Task
 from helpers import unchecked
 
 
@@ -51,9 +51,9 @@ def test_a_target_that_runs_in_plain_torch_is_not_read_again(
 def test_beside_a_target_on_kernels_there_is_at_most_one_decoder(
     case: str, tmp_path: Path, decoders: list[Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "plain_decoder", lambda network, dtype: None)
-    real = tasks._setup
-    monkeypatch.setattr(tasks, "_setup", lambda *values: replace(real(*values), network=None))
+    monkeypatch.setattr(jobs, "plain_decoder", lambda network, dtype: None)
+    real = jobs._setup
+    monkeypatch.setattr(jobs, "_setup", lambda *values: replace(real(*values), network=None))
     one = ready(tmp_path, case)
     with unchecked():
         out = trainer(one)

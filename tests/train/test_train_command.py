@@ -12,13 +12,13 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from learner import answers, shared, target
+from training_helpers import answers, shared, target
 from rich.console import Console
 
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
 from foretell.cli.train import Bar, Lines
 from foretell.speculator.checkpoint import read_config
-from foretell.train.loop import task
+from foretell.train.loop import job
 from foretell.train.loop.curve import Row
 from foretell.train.loop.measure import Measured
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
@@ -134,7 +134,7 @@ def test_too_little_data(tmp_path: Path) -> None:
 
 
 def test_an_installed_one_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
+    monkeypatch.setattr(job, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
     assert foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
     assert f"## Begun from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
 

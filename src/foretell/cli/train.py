@@ -17,11 +17,11 @@ from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import LINE_SECONDS
 from foretell.load import load
-from foretell.train.loop import card, curve
+from foretell.train.loop import curve, model_card
 from foretell.train.loop.curve import Row
 from foretell.train.loop.measure import Measured
 from foretell.train.loop.settings import DRAFT_VOCAB, Portion, Settings, flag
-from foretell.train.loop.task import features, prepare, understood
+from foretell.train.loop.job import features, prepare, understood
 from foretell.train.loop.trainer import Trainer, Watcher
 from foretell.utils.validation import explain
 
@@ -137,7 +137,7 @@ def run(settings: Settings, command: str) -> None:
         trainer.run(lambda: interrupt.asked)
     if not quiet:
         curve.write(trainer.out, trainer.rows, picture=True)
-        card.write(trainer, command)
+        model_card.write(trainer, command)
         Console(stderr=True).print(
             f"{settings.out}: {trainer.best:.3f} tokens per pass at step {trainer.best_step:,} of {trainer.step:,}; "
             f"use it with --draft-model {settings.out}", highlight=False, soft_wrap=True,

@@ -14,8 +14,8 @@ from foretell.retrieval.corpus import tokenized
 from foretell.shape import RootOnly
 from foretell.train.data.dataset import Collection, Manifest, Record
 from foretell.train.data.features import Shelf
-from foretell.train.data.listen import Listener
-from foretell.train.data.openings import OPENINGS
+from foretell.train.data.hidden_state_recorder import Listener
+from foretell.train.data.question_prefixes import OPENINGS
 
 MIN_P = 0.05
 """Of sampled questions and answers: at temperature 1 a small model's tail is mostly noise."""

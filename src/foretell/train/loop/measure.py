@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod
 from foretell.model.runner import Runner
-from foretell.train.data.schedule import Text
+from foretell.train.data.batch_schedule import Text
 
 _OPENING = 48
 """Tokens of a plain text that serve as its prompt."""

@@ -14,13 +14,13 @@ from torch import nn
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import Features, Piece, padded, width
 from foretell.train.loop import curve
-from foretell.train.loop.average import Average
+from foretell.train.loop.ema import Average
 from foretell.train.loop.checkpoint import Stand, Store, Tensors, belongs
 from foretell.train.loop.curve import Row
 from foretell.train.loop.measure import Measured, measure
 from foretell.train.loop.settings import Settings
-from foretell.train.loop.spread import local, spread
-from foretell.train.loop.task import Task, dtype_of
+from foretell.train.loop.distributed import local, spread
+from foretell.train.loop.job import Task, dtype_of
 from foretell.train.recipe.base import Loss
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Candidates
 from foretell.train.objective.candidates import candidates
-from foretell.train.objective.teacher import TargetHead
+from foretell.train.objective.target_head import TargetHead
 
 Pair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
 """Guessed and the target's logits at the same places, over the drafted tokens."""

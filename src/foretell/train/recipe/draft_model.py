@@ -23,9 +23,9 @@ from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
 from foretell.train.data.batch import Batch
-from foretell.train.data.rewrite import Rewriter, Writer
+from foretell.train.data.regenerate import Rewriter, Writer
 from foretell.train.objective.candidates import candidates
-from foretell.train.objective.divergence import Distilled, distil
+from foretell.train.objective.distillation import Distilled, distil
 from foretell.train.recipe.base import Loss, Recipe, Setup, State
 
 _CHUNK = 1024

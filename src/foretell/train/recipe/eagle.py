@@ -23,7 +23,7 @@ from foretell.train.data.features import hidden_layers_of
 from foretell.train.objective.regression import feature_distance, noisy
 from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup
-from foretell.train.recipe.start import start
+from foretell.train.recipe.init_from_target import start
 
 
 class EagleOptions(BaseModel):

@@ -23,9 +23,9 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
-from foretell.train.objective.teacher import TargetHead
+from foretell.train.objective.target_head import TargetHead
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup, State
-from foretell.train.recipe.tuned import Tuned
+from foretell.train.recipe.lora import Tuned
 
 _NOTED = 8
 """Batches from one note of the tree to the next."""

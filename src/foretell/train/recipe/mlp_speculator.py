@@ -16,7 +16,7 @@ from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpecula
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import hidden_layers_of
 from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
-from foretell.train.objective.teacher import TargetHead
+from foretell.train.objective.target_head import TargetHead
 from foretell.train.recipe.base import MAX_WIDTH, TREE, Loss, Recipe, Setup
 
 

@@ -17,7 +17,7 @@ from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import TargetCard
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import Cached, Features, Shelf, Streamed
-from foretell.train.data.schedule import Order, Pieces, Schedule, pieces
+from foretell.train.data.batch_schedule import Order, Pieces, Schedule, pieces
 from foretell.train.loop.measure import prompts_of
 from foretell.train.loop.settings import DRAFT_VOCAB, Settings
 from foretell.train.recipe import RECIPES

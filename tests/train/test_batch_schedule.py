@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from foretell.train.data.dataset import Document
-from foretell.train.data.schedule import Order, Pieces, Schedule, cut, pieces
+from foretell.train.data.batch_schedule import Order, Pieces, Schedule, cut, pieces
 
 Texts = list[Document]
 

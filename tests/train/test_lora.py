@@ -26,7 +26,7 @@ from foretell.train.data.features import read
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Setup
 from foretell.train.recipe.heads import HeadsRecipe
-from foretell.train.recipe.tuned import Tuned
+from foretell.train.recipe.lora import Tuned
 from helpers import all_logits, random_tokens
 
 WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)

@@ -16,7 +16,7 @@ from foretell.load import load
 from foretell.retrieval.datastore import fingerprint
 from foretell.train.data.dataset import Collection, Manifest, Record
 from foretell.train.loop.settings import Portion, Settings
-from foretell.train.loop.task import Task, features, prepare, understood
+from foretell.train.loop.job import Task, features, prepare, understood
 from foretell.train.loop.trainer import Trainer, Watcher
 from helpers import unchecked
 

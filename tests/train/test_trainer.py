@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner import answers, losses, settings, shared, target, task, trained, trainer
+from training_helpers import answers, losses, settings, shared, target, task, trained, trainer
 from safetensors.torch import load_file
 
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
 from foretell.train.loop import checkpoint
 from foretell.train.loop import trainer as loop
-from foretell.train.loop.card import card, write
+from foretell.train.loop.model_card import card, write
 from foretell.train.loop.measure import Measured
 from foretell.train.loop.settings import Settings
 from foretell.train.recipe.base import Loss

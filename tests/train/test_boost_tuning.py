@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from learner import shared
+from training_helpers import shared
 
 from command import foretell, tiny
 from foretell.speculator.checkpoint import read_config
