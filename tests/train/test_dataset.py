@@ -17,15 +17,15 @@ from foretell.core.sampling import SamplingParams
 from foretell.model.decoder import Decoder
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.train.data import dataset
-from foretell.train.data.dataset import Collection, Dataset, Manifest, Record
-from foretell.train.data.features import Shelf, read
-from foretell.train.data.generate import Prompts, answers, pieces
+from foretell.train.data.dataset import DatasetWriter, Dataset, DatasetManifest, DocumentRecord
+from foretell.train.data.features import HiddenStateCache, compute_hidden_states
+from foretell.train.data.generate import PromptSource, generate_answers, generate_text_chunks
 from foretell.utils.store import HEADER, LINES
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
 """Letters that end a turn: a random model would hardly ever write a single one."""
-MANIFEST = Manifest(
+MANIFEST = DatasetManifest(
     model="tiny",
     fingerprint="f",
     tokenizer="t",
@@ -48,12 +48,12 @@ def model() -> Model:
 def fill(
     model: Model, folder: Path, tokens: int, steps: int | None = None, hidden_layers: tuple[int, ...] = ()
 ) -> None:
-    with Collection(folder, MANIFEST) as collection:
-        prompts = Prompts(model, MANIFEST, None)
+    with DatasetWriter(folder, MANIFEST) as collection:
+        prompts = PromptSource(model, MANIFEST, None)
         shelf = (
-            shelf_of(folder, hidden_layers, lengths(folder) if collection.learnable else []) if hidden_layers else None
+            shelf_of(folder, hidden_layers, lengths(folder) if collection.num_learned_tokens else []) if hidden_layers else None
         )
-        for _ in islice(answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens, shelf=shelf), steps):
+        for _ in islice(generate_answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens, shelf=shelf), steps):
             pass
 
 
@@ -61,8 +61,8 @@ def lengths(folder: Path) -> list[int]:
     return [len(d.tokens) for d in Dataset.open(folder)]
 
 
-def shelf_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> Shelf:
-    return Shelf(folder / "features", "f", hidden_layers, sizes, LETTERS.hidden, None)
+def shelf_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> HiddenStateCache:
+    return HiddenStateCache(folder / "features", "f", hidden_layers, sizes, LETTERS.hidden, None)
 
 
 def texts(folder: Path) -> set[tuple[int, ...]]:
@@ -72,7 +72,7 @@ def texts(folder: Path) -> set[tuple[int, ...]]:
 def test_greedy_answers_are_the_models_own(model: Model, tmp_path: Path) -> None:
     fill(model, tmp_path / "set", 50)
     data = Dataset.open(tmp_path / "set")
-    assert data.learnable >= 50
+    assert data.num_learned_tokens >= 50
     greedy = [d for d in data if d.greedy]
     assert greedy and len(greedy) < len(data)
     for document in greedy[:5]:
@@ -115,42 +115,42 @@ def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path)
     fill(model, folder, 60)  # without them
     fill(model, folder, 90, hidden_layers=hidden_layers)
     data, shelf = Dataset.open(folder), shelf_of(folder, hidden_layers, lengths(folder))
-    there = [i for i, d in enumerate(data) if shelf.has(i, d.tokens)]
+    there = [i for i, d in enumerate(data) if shelf.contains(i, d.tokens)]
     assert 0 in there and len(data) - 1 in there and len(there) < len(data)
     assert isinstance(model.network, Decoder)
     for i in there:
         tokens = data[i].tokens
-        expected = read(model.network, torch.from_numpy(tokens.astype(np.int64))[None], hidden_layers)
-        for ours, theirs in zip(shelf.get(i, 0, len(tokens) - 1), expected, strict=True):
+        expected = compute_hidden_states(model.network, torch.from_numpy(tokens.astype(np.int64))[None], hidden_layers)
+        for ours, theirs in zip(shelf.load(i, 0, len(tokens) - 1), expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs[0, :-1], atol=0.03, rtol=0.03)
 
 
 def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "SHARD", 3)
-    records = [Record(number=n, tokens=list(range(n + 2)), start=1, greedy=n % 2 == 0) for n in range(7)]
-    with Collection(tmp_path, MANIFEST) as collection:
-        for record in [*records, Record(number=50, tokens=[], start=0)]:
+    records = [DocumentRecord(number=n, tokens=list(range(n + 2)), start=1, greedy=n % 2 == 0) for n in range(7)]
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        for record in [*records, DocumentRecord(number=50, tokens=[], start=0)]:
             collection.add(record)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     data = Dataset.open(tmp_path)
     assert [d.tokens.tolist() for d in data] == [r.tokens for r in records]
     assert [(d.start, d.greedy) for d in data] == [(1, r.greedy) for r in records]
-    with Collection(tmp_path, MANIFEST) as again:
-        assert again.numbers == {*range(7), 50} and again.learnable == data.learnable
+    with DatasetWriter(tmp_path, MANIFEST) as again:
+        assert again.known_numbers == {*range(7), 50} and again.num_learned_tokens == data.num_learned_tokens
     modes = {file.stat().st_mode for file in tmp_path.rglob("*.*") if file.is_file()}
     assert len(modes) == 1, "readable by whom the umask lets read"
 
 
 def test_a_kill_between_shard_and_journal_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "SHARD", 2)
-    with Collection(tmp_path, MANIFEST) as collection:
-        collection.add(Record(number=0, tokens=[1, 2], start=1))
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[1, 2], start=1))
         journal = (tmp_path / LINES).read_text()
-        collection.add(Record(number=1, tokens=[3, 4], start=1))
+        collection.add(DocumentRecord(number=1, tokens=[3, 4], start=1))
     (tmp_path / LINES).write_text(journal)
     assert len(Dataset.open(tmp_path)) == 2
-    with Collection(tmp_path, MANIFEST) as again:
-        assert again.learnable == 2
+    with DatasetWriter(tmp_path, MANIFEST) as again:
+        assert again.num_learned_tokens == 2
     assert len(Dataset.open(tmp_path)) == 2
 
 
@@ -171,8 +171,8 @@ def test_held_out_texts_stay_held_out_when_the_set_grows(tmp_path: Path) -> None
 
 def test_plain_text_is_cut_into_pieces(model: Model, tmp_path: Path) -> None:
     manifest = MANIFEST.model_copy(update={"kind": "text"})
-    with Collection(tmp_path, manifest) as collection:
-        for _ in pieces(model, iter(["abcdefgh", "xyz"]), collection, length=5, wanted=100):
+    with DatasetWriter(tmp_path, manifest) as collection:
+        for _ in generate_text_chunks(model, iter(["abcdefgh", "xyz"]), collection, length=5, wanted=100):
             pass
         collection.seal()
     found = [model.codec.decode(d.tokens.tolist()) for d in Dataset.open(tmp_path)]
@@ -210,25 +210,25 @@ def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> None:
     endless = Model("tiny", LETTERS, model.codec, model.network, "float64", eos=())
-    with pytest.raises(ValueError, match="no usable question"), Collection(tmp_path, MANIFEST) as collection:
-        for _ in answers(endless, Prompts(endless, MANIFEST, None), MANIFEST, collection, rows=16, wanted=50):
+    with pytest.raises(ValueError, match="no usable question"), DatasetWriter(tmp_path, MANIFEST) as collection:
+        for _ in generate_answers(endless, PromptSource(endless, MANIFEST, None), MANIFEST, collection, rows=16, wanted=50):
             pass
 
 
 def test_another_setting_does_not_mix_into_a_set(tmp_path: Path) -> None:
-    with Collection(tmp_path, MANIFEST) as collection:
-        collection.add(Record(number=0, tokens=[1, 2], start=1))
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[1, 2], start=1))
     with pytest.raises(ValueError, match="another seed"):
-        Collection(tmp_path, MANIFEST.model_copy(update={"seed": 3}))
+        DatasetWriter(tmp_path, MANIFEST.model_copy(update={"seed": 3}))
 
 
 def small_set(folder: Path) -> Path:
     """Two texts in a shard, another in the journal."""
-    with Collection(folder, MANIFEST) as collection:
+    with DatasetWriter(folder, MANIFEST) as collection:
         for number in range(2):
-            collection.add(Record(number=number, tokens=[1, 2, 3], start=1))
+            collection.add(DocumentRecord(number=number, tokens=[1, 2, 3], start=1))
         collection.seal()
-        collection.add(Record(number=2, tokens=[4, 5], start=1))
+        collection.add(DocumentRecord(number=2, tokens=[4, 5], start=1))
     return folder
 
 
@@ -276,12 +276,12 @@ def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -
 
 
 def test_a_new_shard_replaces_none_when_an_earlier_one_was_deleted(tmp_path: Path) -> None:
-    with Collection(tmp_path, MANIFEST) as collection:
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
         for number in range(2):
-            collection.add(Record(number=number, tokens=[number + 1, 9], start=1))
+            collection.add(DocumentRecord(number=number, tokens=[number + 1, 9], start=1))
             collection.seal()
     (tmp_path / "00000.safetensors").unlink()
-    with Collection(tmp_path, MANIFEST) as collection:
-        collection.add(Record(number=0, tokens=[1, 9], start=1))
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[1, 9], start=1))
         collection.seal()
     assert sorted(d.tokens.tolist() for d in Dataset.open(tmp_path)) == [[1, 9], [2, 9]]

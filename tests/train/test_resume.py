@@ -11,7 +11,7 @@ import torch
 from training_helpers import settings, trained, trainer
 from safetensors.torch import load_file, save_file
 
-from foretell.train.loop.settings import Settings
+from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe import RECIPES
 from helpers import unchecked
 
@@ -41,7 +41,7 @@ def test_every_recipe_is_tried() -> None:
 def test_a_resumed_training_ends_with_the_same_weights(case: str, tmp_path: Path) -> None:
     recipe, options = CASES[case]
 
-    def wanted(name: str) -> Settings:
+    def wanted(name: str) -> TrainingSettings:
         return settings(
             tmp_path / name, recipe=recipe, options=options, steps=STEPS, batch_tokens=128, measure_every=0,
             measure_prompts=2, measure_tokens=6, features="stream",
@@ -52,8 +52,8 @@ def test_a_resumed_training_ends_with_the_same_weights(case: str, tmp_path: Path
     with unchecked(), pytest.raises(KeyboardInterrupt):
         part.run(lambda: part.step == STOP)
     rest = trained(wanted("part"))
-    assert [row.loss for row in rest.rows] == [row.loss for row in whole.rows]
-    ours, theirs = (done.task.recipe.trained.state_dict() for done in (rest, whole))
+    assert [row.loss for row in rest.curve] == [row.loss for row in whole.curve]
+    ours, theirs = (done.job.recipe.module.state_dict() for done in (rest, whole))
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name

@@ -15,7 +15,7 @@ from foretell.model.decoder import Decoder
 from foretell.model.load import checkpoint as source
 from foretell.model.load.weights import Weights, build
 from foretell.train.loop import job as jobs
-from foretell.train.loop.job import Task
+from foretell.train.loop.job import TrainingJob
 from helpers import unchecked
 
 
@@ -32,7 +32,7 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     return found
 
 
-def ready(folder: Path, case: str) -> Task:
+def ready(folder: Path, case: str) -> TrainingJob:
     recipe, options = CASES[case]
     return task(settings(folder, recipe=recipe, options=options, steps=1, measure_every=0, features="stream"))
 
@@ -57,5 +57,5 @@ def test_beside_a_target_on_kernels_there_is_at_most_one_decoder(
     one = ready(tmp_path, case)
     with unchecked():
         out = trainer(one)
-        out._learn(0)
+        out._train_step(0)
     assert decoders == [one.setup.decoder]

@@ -16,11 +16,11 @@ from training_helpers import answers, shared, target
 from rich.console import Console
 
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
-from foretell.cli.train import Bar, Lines
+from foretell.cli.train import ProgressBarCallback, LogCallback
 from foretell.speculator.checkpoint import read_config
 from foretell.train.loop import job
-from foretell.train.loop.curve import Row
-from foretell.train.loop.measure import Measured
+from foretell.train.loop.curve import StepMetrics
+from foretell.train.loop.measure import Measurement
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
 SMALL = (
@@ -159,15 +159,15 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
-    row = Row(step=3, tokens=3000, loss=1.25, lr=1e-3, seconds=2.0, tokens_per_pass=2.5)
-    for terminal, watcher in ((True, Bar), (False, Lines)):
+    row = StepMetrics(step=3, tokens=3000, loss=1.25, lr=1e-3, seconds=2.0, tokens_per_pass=2.5)
+    for terminal, watcher in ((True, ProgressBarCallback), (False, LogCallback)):
         text = StringIO()
         shown = watcher(Console(file=text, force_terminal=terminal, width=120))
-        with shown if isinstance(shown, Bar) else nullcontext():
-            shown.begun(2, 3, processes=1)
-            shown.measured(Measured(2.5, (0.5,), 3, 24), 2.75)
-            shown.stepped(row.model_copy(update={"step": 2}))
-            shown.stepped(row)
+        with shown if isinstance(shown, ProgressBarCallback) else nullcontext():
+            shown.on_train_begin(2, 3, processes=1)
+            shown.on_measure(Measurement(2.5, (0.5,), 3, 24), 2.75)
+            shown.on_step_end(row.model_copy(update={"step": 2}))
+            shown.on_step_end(row)
         assert "loss 1.2500" in text.getvalue() and "2.500 tokens/pass (best 2.750)" in text.getvalue()
 
 

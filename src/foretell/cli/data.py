@@ -20,9 +20,9 @@ from foretell.core.sampling import SamplingParams
 from foretell.load import EMBEDDED, load
 from foretell.retrieval.corpus import files_of, texts_of
 from foretell.retrieval.datastore import fingerprint
-from foretell.train.data.dataset import Collection, Dataset, Manifest
-from foretell.train.data.features import Shelf, hidden_layers_of
-from foretell.train.data.generate import Prompts, answers, pieces
+from foretell.train.data.dataset import DatasetWriter, Dataset, DatasetManifest
+from foretell.train.data.features import HiddenStateCache, parse_hidden_layers
+from foretell.train.data.generate import PromptSource, generate_answers, generate_text_chunks
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,9 +78,9 @@ def generate(
         )
     console = Console(file=sys.stderr)
     target = load(model, dtype, device)
-    hidden_layers = hidden_layers_of(states, target.config.layers + 1, "--states")
+    hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else files_of(text or ())
-    manifest = Manifest(
+    manifest = DatasetManifest(
         model=target.name,
         fingerprint="" if text else target.source.fingerprint(),
         tokenizer=fingerprint(target.codec),
@@ -94,33 +94,33 @@ def generate(
         max_answer=max_answer,
         sources=tuple(f"{p.name} {_digest(p)}" for p in sources),
     )
-    with Collection(out, manifest) as collection:
+    with DatasetWriter(out, manifest) as collection:
         if text:
-            work = pieces(target, (t for f in sources for t in texts_of(f)), collection, max_answer, tokens)
+            work = generate_text_chunks(target, (t for f in sources for t in texts_of(f)), collection, max_answer, tokens)
         else:
-            given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in tasks_of(prompts)]
-            asked = Prompts(target, manifest, given)
-            if given is None and collection.numbers:
-                asked.recall(d.tokens[: d.start].tolist() for d in Dataset.open(out))
-            shelf = _shelf(out, collection, target, hidden_layers) if hidden_layers else None
-            work = answers(target, asked, manifest, collection, rows, tokens, shelf)
-        _watch(work, collection, tokens, console)
+            given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_first_turns(prompts)]
+            asked = PromptSource(target, manifest, given)
+            if given is None and collection.known_numbers:
+                asked.mark_seen(d.tokens[: d.start].tolist() for d in Dataset.open(out))
+            shelf = _hidden_state_cache(out, collection, target, hidden_layers) if hidden_layers else None
+            work = generate_answers(target, asked, manifest, collection, rows, tokens, shelf)
+        _show_progress(work, collection, tokens, console)
         collection.seal()
     made = Dataset.open(out)
     (out / "README.md").write_text(_card(made, sys.argv[1:]))
-    typer.echo(_sentence(made))
+    typer.echo(_summary(made))
 
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> None:
     """Say what a training set holds."""
-    typer.echo(_sentence(Dataset.open(path)))
+    typer.echo(_summary(Dataset.open(path)))
 
 
-def _shelf(out: Path, collection: Collection, target: Model, hidden_layers: Sequence[int]) -> Shelf:
+def _hidden_state_cache(out: Path, collection: DatasetWriter, target: Model, hidden_layers: Sequence[int]) -> HiddenStateCache:
     """Room for the states of texts to come, behind that for those which are there."""
-    lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.learnable else []
-    return Shelf(out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None)
+    lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.num_learned_tokens else []
+    return HiddenStateCache(out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None)
 
 
 def _digest(path: Path) -> str:
@@ -128,7 +128,7 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:12]
 
 
-def tasks_of(path: Path) -> list[Task]:
+def read_first_turns(path: Path) -> list[Task]:
     """The prompts of a file of JSON lines; of a conversation, its first turn.
 
     Raises:
@@ -144,26 +144,26 @@ def tasks_of(path: Path) -> list[Task]:
     return out
 
 
-def _watch(work: Iterator[int], collection: Collection, wanted: int, console: Console) -> None:
+def _show_progress(work: Iterator[int], collection: DatasetWriter, wanted: int, console: Console) -> None:
     """Run to the end, showing tokens and speed: on a bar, or for logs in a line now and then."""
     columns = TextColumn("{task.completed:,} of {task.total:,} tokens"), BarColumn(), TextColumn("{task.fields[speed]}")
     watched, new = console.is_terminal, 0
     started = told = time.perf_counter()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not watched) as progress:
-        task = progress.add_task("", total=wanted, completed=min(collection.learnable, wanted), speed="")
+        task = progress.add_task("", total=wanted, completed=min(collection.num_learned_tokens, wanted), speed="")
         for decoded in work:
             new, now = new + decoded, time.perf_counter()
-            done, speed = min(collection.learnable, wanted), f"{new / (now - started):,.0f} tokens/s"
+            done, speed = min(collection.num_learned_tokens, wanted), f"{new / (now - started):,.0f} tokens/s"
             progress.update(task, completed=done, speed=speed)
             if not watched and now - told >= LINE_SECONDS:
                 told = now
                 console.print(f"{done:,} of {wanted:,} tokens  {speed}", highlight=False, soft_wrap=True)
 
 
-def _sentence(data: Dataset) -> str:
+def _summary(data: Dataset) -> str:
     m, greedy = data.manifest, sum(d.greedy for d in data) / len(data)
     what = "pieces of plain text" if m.kind == "text" else f"answers of {m.model} ({greedy:.0%} greedy)"
-    return f"{data.folder}: {len(data):,} {what}, {data.tokens:,} tokens, {data.learnable:,} of them to be learned"
+    return f"{data.folder}: {len(data):,} {what}, {data.num_tokens:,} tokens, {data.num_learned_tokens:,} of them to be learned"
 
 
 def _card(data: Dataset, arguments: Sequence[str]) -> str:
@@ -178,7 +178,7 @@ def _card(data: Dataset, arguments: Sequence[str]) -> str:
     lines = [
         f"# Training set from {m.model}",
         "",
-        _sentence(data).split(": ", 1)[1] + ".",
+        _summary(data).split(": ", 1)[1] + ".",
         "",
         origin,
         "",

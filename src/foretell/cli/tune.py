@@ -7,11 +7,11 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
-from foretell.cli.data import tasks_of
+from foretell.cli.data import read_first_turns
 from foretell.cli.setup import read_text
 from foretell.load import EMBEDDED, load
 from foretell.model.skip import SkipTrial, kept_share
-from foretell.tune.skip import Drafting, Objective, answers, tune_skip
+from foretell.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
 
 _EXAMPLE = 'write for example {"prompt": "Why is the sky blue?"}'
 app = typer.Typer(
@@ -42,10 +42,10 @@ def skip(
         ),
     ] = "counts",
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    draft_length: Annotated[int, typer.Option(min=1, help="Most tokens of a draft.")] = Drafting.length,
+    draft_length: Annotated[int, typer.Option(min=1, help="Most tokens of a draft.")] = DraftingOptions.length,
     confidence: Annotated[
         float, typer.Option(min=0, max=1, help="A draft ends after a token less probable than this.")
-    ] = Drafting.confidence,
+    ] = DraftingOptions.confidence,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
@@ -54,14 +54,14 @@ def skip(
     `skip_set`.
     """
     if prompts.suffix == ".jsonl":
-        texts = [(task.prompt, task.raw) for task in tasks_of(prompts)]
+        texts = [(task.prompt, task.raw) for task in read_first_turns(prompts)]
     else:
         texts = [(line, False) for line in read_text(prompts).splitlines() if line.strip()]
     if not texts:
         raise ValueError(f"{prompts}: no prompts here; write one per line")
     console = Console()
     target = load(model, dtype, device)
-    samples = answers(target.network, [target.tokens(text, raw) for text, raw in texts], new_tokens, target.eos)
+    samples = greedy_answers(target.network, [target.tokens(text, raw) for text, raw in texts], new_tokens, target.eos)
 
     def told(trial: SkipTrial) -> None:
         share = kept_share(target.config, trial.skip)
@@ -71,7 +71,7 @@ def skip(
             f"{share:.0%} of the weights"
         )
 
-    drafting = Drafting(draft_length, confidence)
+    drafting = DraftingOptions(draft_length, confidence)
     found = tune_skip(
         target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, told
     )

@@ -29,7 +29,7 @@ Objective = Literal["counts", "time"]
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingOptions:
     """How far a draft goes: `length` tokens, or up to one that the drafter gives less than `confidence`."""
 
     length: int = SelfSpeculativeOptions().num_speculative_tokens
@@ -37,7 +37,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Sample:
+class GreedyAnswer:
     """A prompt and the target's own greedy answer."""
 
     prompt: tuple[int, ...]
@@ -45,7 +45,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Counts:
+class PassCounts:
     """What decoding a workload would take: passes of the target and of the draft, tokens decided."""
 
     passes: int
@@ -57,9 +57,9 @@ class Counts:
         return self.tokens / (self.passes + self.drafted * share)
 
 
-def answers(
+def greedy_answers(
     network: Network, prompts: Sequence[Sequence[int]], new_tokens: int, eos: tuple[int, ...] = ()
-) -> list[Sample]:
+) -> list[GreedyAnswer]:
     """The target's greedy answers.
 
     Raises:
@@ -68,7 +68,7 @@ def answers(
     if not prompts:
         raise ValueError("there are no prompts to tune on: give at least one")
     written, _ = _decode(network, Method(NoDrafter(), RootOnly(), Match()), prompts, new_tokens, eos)
-    return [Sample(tuple(p), tuple(a)) for p, a in zip(prompts, written, strict=True)]
+    return [GreedyAnswer(tuple(p), tuple(a)) for p, a in zip(prompts, written, strict=True)]
 
 
 def _decode(
@@ -81,23 +81,23 @@ def _decode(
     return [list(c.tokens) for c in found], time.perf_counter() - start
 
 
-def count(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> Counts:
+def count_passes(network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions) -> PassCounts:
     """Passes that drafting with `skip` would take, from one pass of the draft over each known answer.
 
     Deterministic and much quicker than decoding: where the draft is right it has read the very text that it would read.
     Only how far it goes on after a mistake is estimated, by its confidence on the true text.
     """
     draft = network.skipping(skip)
-    total = Counts(0, 0, 0)
+    total = PassCounts(0, 0, 0)
     for sample in samples:
-        best, sure = _guesses(draft, sample)
-        one = _replay(np.array(sample.answer), best, sure, drafting)
-        total = Counts(total.passes + one.passes, total.drafted + one.drafted, total.tokens + one.tokens)
+        best, sure = _draft_predictions(draft, sample)
+        one = _count_rounds(np.array(sample.answer), best, sure, drafting)
+        total = PassCounts(total.passes + one.passes, total.drafted + one.drafted, total.tokens + one.tokens)
     return total
 
 
 @torch.inference_mode()
-def _guesses(draft: Network, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+def _draft_predictions(draft: Network, sample: GreedyAnswer) -> tuple[np.ndarray, np.ndarray]:
     """The draft's best token for every place of the answer, given the true text before it, and the probability it gives
     it.
     """
@@ -110,7 +110,7 @@ def _guesses(draft: Network, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     return top.indices.cpu().numpy(), top.values.double().cpu().numpy()
 
 
-def _replay(answer: np.ndarray, best: np.ndarray, sure: np.ndarray, drafting: Drafting) -> Counts:
+def _count_rounds(answer: np.ndarray, best: np.ndarray, sure: np.ndarray, drafting: DraftingOptions) -> PassCounts:
     """Count the rounds; the pass that reads the prompt's end verifies drafts like any other."""
     done, passes, drafted = 0, 0, 0
     while done < len(answer):
@@ -120,10 +120,10 @@ def _replay(answer: np.ndarray, best: np.ndarray, sure: np.ndarray, drafting: Dr
         wrong = np.flatnonzero(best[done : done + asked] != answer[done : done + asked])
         done += (int(wrong[0]) if len(wrong) else asked) + 1
         passes, drafted = passes + 1, drafted + asked
-    return Counts(passes, drafted, len(answer))
+    return PassCounts(passes, drafted, len(answer))
 
 
-def tokens_per_second(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> float:
+def tokens_per_second(network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions) -> float:
     """Measured speed of decoding the samples: noisy, so trust differences of several percent only."""
     shape = Chain(drafting.length, draw=False, confidence=drafting.confidence)
     method = Method(DraftModel(DecoderRunner(network.skipping(skip))), shape, Match())
@@ -135,13 +135,13 @@ def tokens_per_second(network: Network, skip: Skip, samples: Sequence[Sample], d
 def tune_skip(
     network: Network,
     model: str,
-    samples: Sequence[Sample],
+    samples: Sequence[GreedyAnswer],
     out: Path,
     trials: int = 100,
     objective: Objective = "counts",
-    drafting: Drafting = Drafting(),
+    drafting: DraftingOptions = DraftingOptions(),
     seed: int = 0,
-    told: Callable[[SkipTrial], None] = lambda trial: None,
+    on_trial: Callable[[SkipTrial], None] = lambda trial: None,
 ) -> SkipFile:
     """Search until `out` holds `trials` trials, going on where an earlier search stopped; every trial is saved at once.
 
@@ -153,27 +153,27 @@ def tune_skip(
         ValueError: optuna is missing, or `out` holds a search on another model, other prompts or another objective.
     """
     layers = network.config.layers
-    found = _resume(model, layers, samples, out, objective, drafting)
-    study = _study(found, layers, seed)
-    for skip in _starts(network, samples):
+    found = _load_or_create(model, layers, samples, out, objective, drafting)
+    study = _create_study(found, layers, seed)
+    for skip in _initial_skips(network, samples):
         if skip not in [t.skip for t in found.trials]:
             study.enqueue_trial(_params(skip, layers))
     while len(found.trials) < trials:
-        trial = study.ask(_space(layers))
-        skip = _skip(trial.params, layers)
+        trial = study.ask(_search_space(layers))
+        skip = _skip_from_params(trial.params, layers)
         if objective == "counts":
-            value = count(network, skip, samples, drafting).speedup(kept_share(network.config, skip))
+            value = count_passes(network, skip, samples, drafting).speedup(kept_share(network.config, skip))
         else:
             value = tokens_per_second(network, skip, samples, drafting)
         study.tell(trial, value)
         found = found.add(SkipTrial.of(skip, value))
         found.save(out)
-        told(found.trials[-1])
+        on_trial(found.trials[-1])
     return found
 
 
-def _resume(
-    model: str, layers: int, samples: Sequence[Sample], out: Path, objective: Objective, drafting: Drafting
+def _load_or_create(
+    model: str, layers: int, samples: Sequence[GreedyAnswer], out: Path, objective: Objective, drafting: DraftingOptions
 ) -> SkipFile:
     workload = hashlib.sha256(repr((tuple(samples), drafting)).encode()).hexdigest()[:16]
     fresh = SkipFile(model, layers, objective, workload)
@@ -189,7 +189,7 @@ def _resume(
     return found
 
 
-def _starts(network: Network, samples: Sequence[Sample]) -> list[Skip]:
+def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[Skip]:
     """Points worth probing first."""
     layers = network.config.layers
     measured = influence(network, [*samples[0].prompt, *samples[0].answer])
@@ -197,7 +197,7 @@ def _starts(network: Network, samples: Sequence[Sample]) -> list[Skip]:
     return [default_skip(layers), *(measured.skip(n) for n in counts)]
 
 
-def _study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
+def _create_study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
     """A study that knows the trials made so far."""
     try:
         import optuna
@@ -208,13 +208,13 @@ def _study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
     for trial in found.trials:
         study.add_trial(
             optuna.trial.create_trial(
-                params=_params(trial.skip, layers), distributions=_space(layers), value=trial.value
+                params=_params(trial.skip, layers), distributions=_search_space(layers), value=trial.value
             )
         )
     return study
 
 
-def _space(layers: int) -> "dict[str, optuna.distributions.BaseDistribution]":
+def _search_space(layers: int) -> "dict[str, optuna.distributions.BaseDistribution]":
     import optuna
 
     yes_no = optuna.distributions.CategoricalDistribution((False, True))
@@ -227,6 +227,6 @@ def _params(skip: Skip, layers: int) -> dict[str, bool]:
     }
 
 
-def _skip(params: Mapping[str, bool], layers: int) -> Skip:
+def _skip_from_params(params: Mapping[str, bool], layers: int) -> Skip:
     chosen = (frozenset(i for i in range(layers) if params[f"{part}.{i}"]) for part in ("attention", "mlp"))
     return Skip(*chosen)

@@ -15,13 +15,13 @@ class Batch:
     """
 
     token: Int[torch.Tensor, "b s"]
-    answer: Bool[torch.Tensor, "b s"]
+    loss_mask: Bool[torch.Tensor, "b s"]
     """The token at this position is to be learned: it belongs to an answer (or to plain text), and is no padding."""
     real: Bool[torch.Tensor, "b s"]
     """No padding."""
     features: tuple[Float[torch.Tensor, "b s d"], ...]
     """One tensor per recorded layer of the recipe, in its order."""
 
-    def wanted(self, ahead: int) -> Bool[torch.Tensor, "b t"]:
+    def shifted_loss_mask(self, ahead: int) -> Bool[torch.Tensor, "b t"]:
         """For positions `0 .. s-ahead-1`: whether the token `ahead` positions later is to be learned."""
-        return self.answer[:, ahead:]
+        return self.loss_mask[:, ahead:]

@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
-_LEAST = 8
+_MIN_LEARNED_TOKENS = 8
 """Fewest tokens to be learned that make a piece at the end of a long document worth showing."""
 
 
-class Text(Protocol):
+class TokenizedDocument(Protocol):
     """A document as data sets give it; `tokens[start:]` are to be learned."""
 
     @property
@@ -25,27 +25,27 @@ class Text(Protocol):
         """First token to be learned."""
 
 
-class Documents(Protocol):
+class DocumentSequence(Protocol):
     """A data set, as far as the order of its documents goes."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Text: ...
+    def __getitem__(self, index: int) -> TokenizedDocument: ...
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ChunkTable:
     """Pieces of documents, one a row: tokens `begin .. end-1` of a document of a data set."""
 
-    source: Int[np.ndarray, " n"]
+    dataset: Int[np.ndarray, " n"]
     document: Int[np.ndarray, " n"]
     begin: Int[np.ndarray, " n"]
     end: Int[np.ndarray, " n"]
-    learned: Int[np.ndarray, " n"]
+    num_learned_tokens: Int[np.ndarray, " n"]
     """Tokens to be learned."""
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.dataset)
 
     @property
     def length(self) -> Int[np.ndarray, " n"]:
@@ -53,7 +53,7 @@ class Pieces:
         return self.end - self.begin
 
 
-def cut(length: int, start: int, sequence: int) -> list[tuple[int, int]]:
+def split_document(length: int, start: int, sequence: int) -> list[tuple[int, int]]:
     """Consecutive pieces of a document, at most `sequence` long, that hold all that is to be learned, the first with
     some of what comes before.
     """
@@ -63,91 +63,91 @@ def cut(length: int, start: int, sequence: int) -> list[tuple[int, int]]:
     return [
         (b, min(b + sequence, length))
         for b in range(first, length, sequence)
-        if b == first or length - max(b, start) >= _LEAST
+        if b == first or length - max(b, start) >= _MIN_LEARNED_TOKENS
     ]
 
 
-def pieces(sources: Sequence[Documents], chosen: Sequence[Sequence[int]], sequence: int) -> Pieces:
+def split_documents(sources: Sequence[DocumentSequence], chosen: Sequence[Sequence[int]], sequence: int) -> ChunkTable:
     """The chosen documents of every data set, cut; documents without anything to learn are left out."""
     rows = []
     for s, (documents, indices) in enumerate(zip(sources, chosen, strict=True)):
         for i in indices:
             text = documents[i]
             length, start = len(text.tokens), max(text.start, 1)
-            rows += [(s, i, b, e, e - max(b, start)) for b, e in cut(length, start, sequence) if e > max(b, start)]
+            rows += [(s, i, b, e, e - max(b, start)) for b, e in split_document(length, start, sequence) if e > max(b, start)]
     table = np.array(rows, np.int64).reshape(-1, 5)
-    return Pieces(*(np.ascontiguousarray(c) for c in table.T))
+    return ChunkTable(*(np.ascontiguousarray(c) for c in table.T))
 
 
 @dataclass(frozen=True)
-class Order:
+class BatchingConfig:
     """How pieces become batches."""
 
     seed: int
     batch_tokens: int
     accumulate: int
-    weight: tuple[float, ...]
+    dataset_weights: tuple[float, ...]
     """Of every data set."""
 
 
-Batches = list[Int[np.ndarray, " b"]]
+BatchRows = list[Int[np.ndarray, " b"]]
 """The batches of a step, each the rows of its pieces."""
 
 
-class Schedule:
+class BatchSchedule:
     """The steps of a training, in order, epoch after epoch."""
 
-    def __init__(self, rows: Pieces, order: Order) -> None:
-        self.pieces, self._order = rows, order
-        self._ends: list[int] = []
-        self._known: tuple[int, list[Batches]] | None = None
+    def __init__(self, rows: ChunkTable, order: BatchingConfig) -> None:
+        self.chunks, self._order = rows, order
+        self._epoch_ends: list[int] = []
+        self._cached_epoch: tuple[int, list[BatchRows]] | None = None
 
-    def at(self, step: int) -> Batches:
+    def batches(self, step: int) -> BatchRows:
         """The batches of a step (counted from 0)."""
         epoch = 0
-        while self._end(epoch) <= step:
+        while self._epoch_end(epoch) <= step:
             epoch += 1
-        return self._epoch(epoch)[step - (self._ends[epoch - 1] if epoch else 0)]
+        return self._epoch_steps(epoch)[step - (self._epoch_ends[epoch - 1] if epoch else 0)]
 
-    def steps(self, epochs: float) -> int:
+    def num_steps(self, epochs: float) -> int:
         """Steps of so many epochs, at least one."""
         whole = int(epochs)
-        before = self._end(whole - 1) if whole else 0
-        part = round((epochs - whole) * len(self._epoch(whole))) if epochs > whole else 0
+        before = self._epoch_end(whole - 1) if whole else 0
+        part = round((epochs - whole) * len(self._epoch_steps(whole))) if epochs > whole else 0
         return max(before + part, 1)
 
-    def _end(self, epoch: int) -> int:
-        while len(self._ends) <= epoch:
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + len(self._epoch(len(self._ends))))
-        return self._ends[epoch]
+    def _epoch_end(self, epoch: int) -> int:
+        while len(self._epoch_ends) <= epoch:
+            before = self._epoch_ends[-1] if self._epoch_ends else 0
+            self._epoch_ends.append(before + len(self._epoch_steps(len(self._epoch_ends))))
+        return self._epoch_ends[epoch]
 
-    def _epoch(self, epoch: int) -> list[Batches]:
-        if self._known is None or self._known[0] != epoch:
-            batches = shuffled(self.pieces, self._order, epoch)
+    def _epoch_steps(self, epoch: int) -> list[BatchRows]:
+        if self._cached_epoch is None or self._cached_epoch[0] != epoch:
+            batches = epoch_batches(self.chunks, self._order, epoch)
             n = self._order.accumulate
-            self._known = epoch, [batches[i : i + n] for i in range(0, len(batches), n)]
-        return self._known[1]
+            self._cached_epoch = epoch, [batches[i : i + n] for i in range(0, len(batches), n)]
+        return self._cached_epoch[1]
 
 
-def shuffled(rows: Pieces, order: Order, epoch: int) -> Batches:
+def epoch_batches(rows: ChunkTable, order: BatchingConfig, epoch: int) -> BatchRows:
     """The batches of an epoch: pieces in a random order, those of similar length together, no batch above its
     tokens.
     """
     rng = np.random.default_rng([order.seed, epoch])
-    weight = np.array(order.weight)[rows.source]
+    weight = np.array(order.dataset_weights)[rows.dataset]
     times = weight.astype(np.int64) + (rng.random(len(rows)) < weight % 1)
     which = np.repeat(np.arange(len(rows)), times)
     rng.shuffle(which)
     longest = int(rows.length.max())
     bucket = max(256, 32 * order.batch_tokens // longest)
-    batches: Batches = []
+    batches: BatchRows = []
     for i in range(0, len(which), bucket):
-        batches += _packed(which[i : i + bucket], rows.length, order.batch_tokens)
+        batches += _pack(which[i : i + bucket], rows.length, order.batch_tokens)
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _packed(which: Int[np.ndarray, " k"], length: Int[np.ndarray, " n"], most: int) -> Batches:
+def _pack(which: Int[np.ndarray, " k"], length: Int[np.ndarray, " n"], most: int) -> BatchRows:
     which = which[np.argsort(-length[which], kind="stable")]
     batches, i = [], 0
     while i < len(which):

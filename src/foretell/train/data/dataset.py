@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save
 
 from foretell.utils.store import HEADER, RunStore, read, settings, write_through
 
-SHARD = 1000
+DOCUMENTS_PER_SHARD = 1000
 """Texts per shard."""
 
 
-class Manifest(BaseModel):
+class DatasetManifest(BaseModel):
     """Whose words a set holds, and how they came about."""
 
     model_config = ConfigDict(frozen=True)
@@ -45,7 +45,7 @@ class Manifest(BaseModel):
     """Files that prompts or texts came from, with the first digits of their hashes."""
 
 
-class Record(BaseModel):
+class DocumentRecord(BaseModel):
     """A finished text, or the number of one that was thrown away (no tokens)."""
 
     model_config = ConfigDict(frozen=True)
@@ -57,7 +57,7 @@ class Record(BaseModel):
     greedy: bool = True
 
     @model_validator(mode="after")
-    def _within(self) -> "Record":
+    def _within(self) -> "DocumentRecord":
         if self.start > len(self.tokens):
             raise ValueError(f"its answer starts at token {self.start} of {len(self.tokens)}")
         return self
@@ -72,27 +72,27 @@ class Document:
     greedy: bool = True
 
 
-class Collection:
+class DatasetWriter:
     """A set under construction, held by one process.
 
     Raises:
         ValueError: another process holds it, or it was begun with other settings.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._store = RunStore(folder, manifest, Record)
+    def __init__(self, folder: Path, manifest: DatasetManifest) -> None:
+        self._store = RunStore(folder, manifest, DocumentRecord)
         self.folder = folder
-        shards = _shards(folder)
+        shards = _shard_paths(folder)
         sealed = [_read_shard(f) for f in shards]
         # Not their count: a damaged one may have been deleted from among them.
         self._next_shard = int(shards[-1].stem) + 1 if shards else 0
-        self.numbers = {n for s in sealed for n in s["number"].tolist()}
+        self.known_numbers = {n for s in sealed for n in s["number"].tolist()}
         """Of all texts that are finished or thrown away."""
         # A kill between sealing a shard and clearing the journal leaves texts in both.
-        fresh = [r for r in self._store.records if r.number not in self.numbers]
-        self.learnable = sum(int((np.diff(s["end"], prepend=0) - s["start"]).sum()) for s in sealed)
+        fresh = [r for r in self._store.records if r.number not in self.known_numbers]
+        self.num_learned_tokens = sum(int((np.diff(s["end"], prepend=0) - s["start"]).sum()) for s in sealed)
         """Tokens to be learned so far."""
-        self._pending: list[Record] = []
+        self._pending: list[DocumentRecord] = []
         for record in fresh:
             self._count(record)
         if len(fresh) < len(self._store.records):
@@ -100,17 +100,17 @@ class Collection:
             for record in fresh:
                 self._store.append(record)
 
-    def add(self, record: Record) -> None:
-        """Keep a text; every `SHARD` of them become a file."""
+    def add(self, record: DocumentRecord) -> None:
+        """Keep a text; every `DOCUMENTS_PER_SHARD` of them become a file."""
         self._store.append(record)
         self._count(record)
-        if len(self._pending) >= SHARD:
+        if len(self._pending) >= DOCUMENTS_PER_SHARD:
             self.seal()
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: DocumentRecord) -> None:
         self._pending.append(record)
-        self.numbers.add(record.number)
-        self.learnable += len(record.tokens) - record.start
+        self.known_numbers.add(record.number)
+        self.num_learned_tokens += len(record.tokens) - record.start
 
     def seal(self) -> None:
         """Turn the journal into a shard."""
@@ -120,7 +120,7 @@ class Collection:
             self._pending = []
             self._store.clear()
 
-    def __enter__(self) -> "Collection":
+    def __enter__(self) -> "DatasetWriter":
         """Open for the length of a block."""
         return self
 
@@ -131,11 +131,11 @@ class Collection:
         self._store.close()
 
 
-def _shards(folder: Path) -> list[Path]:
+def _shard_paths(folder: Path) -> list[Path]:
     return sorted(f for f in folder.glob("*.safetensors") if f.stem.isdecimal())
 
 
-def _write_shard(path: Path, records: Sequence[Record]) -> None:
+def _write_shard(path: Path, records: Sequence[DocumentRecord]) -> None:
     arrays: dict[str, np.ndarray] = {
         "number": np.array([r.number for r in records], np.int64),
         "tokens": np.array([t for r in records for t in r.tokens], np.int32),
@@ -180,7 +180,7 @@ def _check_shard(shard: dict[str, np.ndarray]) -> None:
 class Dataset(Sequence[Document]):
     """A set read for training, finished or not."""
 
-    def __init__(self, folder: Path, manifest: Manifest, documents: Sequence[Document]) -> None:
+    def __init__(self, folder: Path, manifest: DatasetManifest, documents: Sequence[Document]) -> None:
         self.folder, self.manifest, self._documents = folder, manifest, documents
 
     @staticmethod
@@ -192,12 +192,12 @@ class Dataset(Sequence[Document]):
         """
         if not (folder / HEADER).is_file():
             raise ValueError(f"{folder}: no training set here; make one with: foretell data generate --out {folder}")
-        manifest = settings(folder, Manifest)
+        manifest = settings(folder, DatasetManifest)
         documents, seen = list[Document](), set[int]()
-        for shard in map(_read_shard, _shards(folder)):
+        for shard in map(_read_shard, _shard_paths(folder)):
             seen |= set(shard["number"].tolist())
             documents += _documents(shard)
-        for record in read(folder, Record):
+        for record in read(folder, DocumentRecord):
             if record.number not in seen and record.tokens:
                 documents.append(Document(np.array(record.tokens, np.int32), record.start, record.greedy))
         if not documents:
@@ -219,12 +219,12 @@ class Dataset(Sequence[Document]):
         return self._documents[i]
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens in all, prompts included."""
         return sum(len(d.tokens) for d in self._documents)
 
     @property
-    def learnable(self) -> int:
+    def num_learned_tokens(self) -> int:
         """Tokens to be learned."""
         return sum(len(d.tokens) - d.start for d in self._documents)
 

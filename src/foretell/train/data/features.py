@@ -17,23 +17,23 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.training.full_forward import full_forward
 
-_GRAIN = 16
+_WIDTH_MULTIPLE = 16
 """Widths of batches are rounded up to a multiple of this, so that kernels meet few shapes."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentChunk:
     """A piece of a document with what it was cut from."""
 
-    source: int
+    dataset: int
     document: int
-    text: Int[np.ndarray, " t"]
+    tokens: Int[np.ndarray, " t"]
     """Of the whole document."""
     begin: int
     end: int
 
 
-def hidden_layers_of(text: str, highest: int, option: str) -> tuple[int, ...]:
+def parse_hidden_layers(text: str, highest: int, option: str) -> tuple[int, ...]:
     """Numbers of taps as a user writes them: `2,15,27`.
 
     Raises:
@@ -51,7 +51,7 @@ def hidden_layers_of(text: str, highest: int, option: str) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def read(
+def compute_hidden_states(
     decoder: Decoder, token: Int[torch.Tensor, "b s"], hidden_layers: Sequence[int]
 ) -> tuple[Float[torch.Tensor, "b s d"], ...]:
     """The target's states for whole texts, without a cache; taps are numbered as in `Runner.forward`.
@@ -68,12 +68,12 @@ def read(
     return tuple(found[t] for t in hidden_layers)
 
 
-def width(longest: int) -> int:
+def padded_width(longest: int) -> int:
     """How wide a batch is made whose longest text has so many tokens."""
-    return -(-longest // _GRAIN) * _GRAIN
+    return -(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
-def padded(texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> Int[torch.Tensor, "b s"]:
+def pad_sequences(texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> Int[torch.Tensor, "b s"]:
     """Texts as the rows of a rectangle, zeros at their ends."""
     out = torch.zeros(len(texts), wide, dtype=torch.int64)
     for i, text in enumerate(texts):
@@ -81,17 +81,17 @@ def padded(texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> Int[torch.Tenso
     return out
 
 
-class Features(ABC):
+class FeatureSource(ABC):
     """Where batches get the target's states from."""
 
     hidden_layers: tuple[int, ...]
 
     @abstractmethod
-    def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+    def get(self, chunks: Sequence[DocumentChunk], width: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """The states of pieces, one tensor per recorded layer; what stands at padding is finite and means nothing."""
 
 
-class Streamed(Features):
+class StreamedFeatures(FeatureSource):
     """The target reads every batch; each piece on its own, as if its document began there.
 
     `decoder` gives the target, and is called when something has to be read.
@@ -100,63 +100,63 @@ class Streamed(Features):
     def __init__(self, decoder: Callable[[], Decoder], hidden_layers: tuple[int, ...]) -> None:
         self._decoder, self.hidden_layers = decoder, hidden_layers
 
-    def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+    def get(self, chunks: Sequence[DocumentChunk], width: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Read the pieces."""
-        return self.read([p.text[p.begin : p.end] for p in chosen], wide)
+        return self.compute([p.tokens[p.begin : p.end] for p in chunks], width)
 
-    def read(self, texts: Sequence[Int[np.ndarray, " _"]], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+    def compute(self, sequences: Sequence[Int[np.ndarray, " _"]], width: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Read texts."""
         if not self.hidden_layers:
             return ()
         decoder = self._decoder()
-        return read(decoder, padded(texts, wide).to(decoder.device), self.hidden_layers)
+        return compute_hidden_states(decoder, pad_sequences(sequences, width).to(decoder.device), self.hidden_layers)
 
 
-class Cached(Features):
+class CachedFeatures(FeatureSource):
     """The target reads every document once, whole; the states are kept in files beside the data set, shared by all
     trainings that tap the same.
 
     `shelves`: one per data set. A document that its shelf has no room for, or the target no context, is read again
-    every time, as `Streamed` does. `config` and `dtype` are the target's.
+    every time, as `StreamedFeatures` does. `config` and `dtype` are the target's.
     """
 
-    def __init__(self, streamed: Streamed, shelves: Sequence["Shelf"], config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, streamed: StreamedFeatures, shelves: Sequence["HiddenStateCache"], config: ModelConfig, dtype: torch.dtype) -> None:
         self.hidden_layers, self._streamed, self._shelves = streamed.hidden_layers, streamed, tuple(shelves)
         self._config, self._dtype = config, dtype
 
-    def of(self, chosen: Sequence[Piece], wide: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
+    def get(self, chunks: Sequence[DocumentChunk], width: int) -> tuple[Float[torch.Tensor, "b s d"], ...]:
         """Look the pieces up; what is missing is read and kept."""
-        self._fill([p for p in chosen if self._takes(p) and not self._shelves[p.source].has(p.document, p.text)])
-        kept = [i for i, p in enumerate(chosen) if self._takes(p)]
-        rest = [i for i in range(len(chosen)) if i not in set(kept)]
-        shape = (len(chosen), wide, self._config.hidden)
+        self._compute_missing([p for p in chunks if self._is_cacheable(p) and not self._shelves[p.dataset].contains(p.document, p.tokens)])
+        kept = [i for i, p in enumerate(chunks) if self._is_cacheable(p)]
+        rest = [i for i in range(len(chunks)) if i not in set(kept)]
+        shape = (len(chunks), width, self._config.hidden)
         out = [torch.zeros(shape, dtype=torch.bfloat16) for _ in self.hidden_layers]
         for i in kept:
-            p = chosen[i]
-            for to, part in zip(out, self._shelves[p.source].get(p.document, p.begin, p.end), strict=True):
+            p = chunks[i]
+            for to, part in zip(out, self._shelves[p.dataset].load(p.document, p.begin, p.end), strict=True):
                 to[i, : p.end - p.begin] = part
         if rest:
-            for to, part in zip(out, self._streamed.of([chosen[i] for i in rest], wide), strict=True):
+            for to, part in zip(out, self._streamed.get([chunks[i] for i in rest], width), strict=True):
                 to[rest] = part.to("cpu", torch.bfloat16)
         return tuple(t.to(self._dtype) for t in out)
 
-    def _takes(self, piece: Piece) -> bool:
-        fits = len(piece.text) <= self._config.context
-        return fits and self._shelves[piece.source].takes(piece.document)
+    def _is_cacheable(self, piece: DocumentChunk) -> bool:
+        fits = len(piece.tokens) <= self._config.context
+        return fits and self._shelves[piece.dataset].fits(piece.document)
 
-    def _fill(self, missing: Sequence[Piece]) -> None:
+    def _compute_missing(self, missing: Sequence[DocumentChunk]) -> None:
         # A document that was cut may be there with several pieces.
-        todo = list({(p.source, p.document): p for p in missing}.values())
+        todo = list({(p.dataset, p.document): p for p in missing}.values())
         if not todo:
             return
-        longest = max(len(p.text) for p in todo)
-        states = self._streamed.read([p.text for p in todo], width(longest))
+        longest = max(len(p.tokens) for p in todo)
+        states = self._streamed.compute([p.tokens for p in todo], padded_width(longest))
         for i, p in enumerate(todo):
-            rows = [state[i, : len(p.text)].to("cpu", torch.bfloat16) for state in states]
-            self._shelves[p.source].put(p.document, p.text, rows)
+            rows = [state[i, : len(p.tokens)].to("cpu", torch.bfloat16) for state in states]
+            self._shelves[p.dataset].store(p.document, p.tokens, rows)
 
 
-class Shelf:
+class HiddenStateCache:
     """The states of one data set's documents, a file of bfloat16 rows per recorded layer.
 
     Beside it stands a file with a mark per document, the checksum of its tokens and place, written after its rows: a
@@ -171,49 +171,49 @@ class Shelf:
         hidden_layers: Sequence[int],
         lengths: Sequence[int],
         hidden: int,
-        room: int | None,
+        max_bytes: int | None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.hidden_layers = tuple(hidden_layers)
         self._offset = list(accumulate(lengths, initial=0))
         self._documents = len(lengths)
-        if room is not None:
-            self._documents = bisect(self._offset, room // (2 * hidden * max(len(hidden_layers), 1))) - 1
+        if max_bytes is not None:
+            self._documents = bisect(self._offset, max_bytes // (2 * hidden * max(len(hidden_layers), 1))) - 1
         size = self._offset[self._documents] * 2 * hidden
         self._files = [_LayerFile(folder / f"{fingerprint}-{t}", size, hidden, self._offset[1:]) for t in hidden_layers]
 
-    def takes(self, document: int) -> bool:
+    def fits(self, document: int) -> bool:
         """Whether there is room for a document."""
         return document < self._documents
 
-    def has(self, document: int, text: Int[np.ndarray, " t"]) -> bool:
+    def contains(self, document: int, tokens: Int[np.ndarray, " t"]) -> bool:
         """Whether all states of a document are here."""
-        mark = self._mark(document, text)
-        return all(int(f.marks[document]) == mark for f in self._files)
+        mark = self._checksum(document, tokens)
+        return all(int(f.checksums[document]) == mark for f in self._files)
 
-    def get(self, document: int, begin: int, end: int) -> list[Float[torch.Tensor, "s d"]]:
+    def load(self, document: int, begin: int, end: int) -> list[Float[torch.Tensor, "s d"]]:
         """States of a part of a document, one tensor per recorded layer."""
         first = self._offset[document]
-        return [f.rows(first + begin, first + end) for f in self._files]
+        return [f.read(first + begin, first + end) for f in self._files]
 
-    def put(self, document: int, text: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
+    def store(self, document: int, tokens: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
         """Keep the states of a document."""
-        mark = self._mark(document, text)
+        mark = self._checksum(document, tokens)
         for file, state in zip(self._files, states, strict=True):
-            if int(file.marks[document]) != mark:
+            if int(file.checksums[document]) != mark:
                 file.write(self._offset[document], state, document, mark)
 
-    def append(self, text: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
+    def append(self, tokens: Int[np.ndarray, " t"], states: Sequence[Float[torch.Tensor, "t d"]]) -> None:
         """Keep the states of a document that the data set has got since, its last one."""
-        self._offset.append(self._offset[-1] + len(text))
+        self._offset.append(self._offset[-1] + len(tokens))
         self._documents += 1
         for file in self._files:
-            file.lengthen(1)
-        self.put(self._documents - 1, text, states)
+            file.add_documents(1)
+        self.store(self._documents - 1, tokens, states)
 
-    def _mark(self, document: int, text: Int[np.ndarray, " t"]) -> int:
+    def _checksum(self, document: int, tokens: Int[np.ndarray, " t"]) -> int:
         place = self._offset[document].to_bytes(8, "little")
-        return max(zlib.crc32(text.astype(np.int32).tobytes(), zlib.crc32(place)), 1)
+        return max(zlib.crc32(tokens.astype(np.int32).tobytes(), zlib.crc32(place)), 1)
 
 
 class _LayerFile:
@@ -225,41 +225,41 @@ class _LayerFile:
     whatever was noted.
     """
 
-    _data = _notes = -1
+    _data_file = _checksum_file = -1
 
     def __init__(self, path: Path, size: int, hidden: int, ends: Sequence[int]) -> None:
         self._hidden, self._path, documents = hidden, path.with_suffix(".bf16"), len(ends)
-        self._data = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._notes = os.open(path.with_suffix(".done"), os.O_RDWR | os.O_CREAT, 0o644)
-        there = os.fstat(self._data).st_size // (2 * hidden)
-        for descriptor, least in ((self._data, size), (self._notes, 4 * documents)):
+        self._data_file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._checksum_file = os.open(path.with_suffix(".done"), os.O_RDWR | os.O_CREAT, 0o644)
+        there = os.fstat(self._data_file).st_size // (2 * hidden)
+        for descriptor, least in ((self._data_file, size), (self._checksum_file, 4 * documents)):
             if os.fstat(descriptor).st_size < least:
                 os.ftruncate(descriptor, least)
-        self.marks = np.frombuffer(os.pread(self._notes, 4 * documents, 0), np.uint32).copy()
-        self.marks[np.array(ends, np.int64) > there] = 0
+        self.checksums = np.frombuffer(os.pread(self._checksum_file, 4 * documents, 0), np.uint32).copy()
+        self.checksums[np.array(ends, np.int64) > there] = 0
         self._map = np.zeros((0, hidden), np.int16)
 
     def __del__(self) -> None:
-        for descriptor in (self._data, self._notes):
+        for descriptor in (self._data_file, self._checksum_file):
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def lengthen(self, documents: int) -> None:
-        self.marks = np.concatenate([self.marks, np.zeros(documents, np.uint32)])
+    def add_documents(self, documents: int) -> None:
+        self.checksums = np.concatenate([self.checksums, np.zeros(documents, np.uint32)])
 
-    def rows(self, first: int, last: int) -> Float[torch.Tensor, "s d"]:
+    def read(self, first: int, last: int) -> Float[torch.Tensor, "s d"]:
         if last > len(self._map):
-            there = os.fstat(self._data).st_size // (2 * self._hidden)
+            there = os.fstat(self._data_file).st_size // (2 * self._hidden)
             self._map = np.memmap(self._path, np.int16, "r", shape=(there, self._hidden))
         return torch.from_numpy(np.array(self._map[first:last])).view(torch.bfloat16)
 
     def write(self, first: int, state: Float[torch.Tensor, "t d"], document: int, mark: int) -> None:
         try:
-            _write_all(self._data, state.contiguous().view(torch.int16).numpy().tobytes(), first * 2 * self._hidden)
-            _write_all(self._notes, mark.to_bytes(4, "little"), 4 * document)
+            _write_all(self._data_file, state.contiguous().view(torch.int16).numpy().tobytes(), first * 2 * self._hidden)
+            _write_all(self._checksum_file, mark.to_bytes(4, "little"), 4 * document)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-        self.marks[document] = mark
+        self.checksums[document] = mark
 
 
 def _write_all(descriptor: int, data: bytes, at: int) -> None:

@@ -1,6 +1,6 @@
 """First words of questions that a model is asked to make up: left alone, a small chat model asks the same few kinds."""
 
-OPENINGS: tuple[str, ...] = (
+QUESTION_PREFIXES: tuple[str, ...] = (
     # Writing
     "Write a short story about", "Write a poem about", "Write an email to", "Write a blog post about", "Compose a "
                                                                                                        "letter",

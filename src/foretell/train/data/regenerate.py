@@ -16,10 +16,10 @@ from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.shape import RootOnly
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import padded, read, width
+from foretell.train.data.features import pad_sequences, compute_hidden_states, padded_width
 
 
-class Writer:
+class AnswerGenerator:
     """A model that continues prompts: the target, or a copy of a draft that is being trained.
 
     `make` gives its network, once; of a `draft` again after every `refresh` batches, with the weights that the draft
@@ -32,7 +32,7 @@ class Writer:
         self._batches = 0
         self._weights: dict[str, Float[torch.Tensor, "*shape"]] = {}
 
-    def next_batch(self) -> None:
+    def on_batch(self) -> None:
         """A batch begins, whether it is rewritten or not; in every process the draft is copied before the same
         batches.
         """
@@ -41,8 +41,8 @@ class Writer:
             self._network = self._make()
         self._batches += 1
 
-    def continued(
-        self, prompts: Sequence[Sequence[int]], most: int, temperature: float, eos: tuple[int, ...], seed: int
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos: tuple[int, ...], seed: int
     ) -> list[list[int]]:
         """The prompts, each with up to `most` sampled tokens more; `seed` decides them."""
         if self._network is None:
@@ -51,7 +51,7 @@ class Writer:
         seeds = [(seed + i) % (1 << 31) for i in range(len(prompts))]
         found = engine.complete(
             [
-                Request(prompt, SamplingParams(temperature=temperature, seed=s), most, eos=eos)
+                Request(prompt, SamplingParams(temperature=temperature, seed=s), max_new_tokens, eos=eos)
                 for prompt, s in zip(prompts, seeds, strict=True)
             ]
         )
@@ -81,49 +81,49 @@ def _copy(values: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parame
 
 
 @dataclass(frozen=True)
-class Rewriter:
+class BatchRegenerator:
     """Gives a share of all batches other answers: each text is cut at random within its answer and continued.
 
     What is written is learned with the target's states over it. Which batches, and where they are cut, is drawn from
     torch's own generator, which is seeded anew at every step.
     """
 
-    writer: Writer
+    generator: AnswerGenerator
     target: Decoder
     hidden_layers: tuple[int, ...]
-    share: float
-    most: int
+    fraction: float
+    max_new_tokens: int
     temperature: float
     eos: tuple[int, ...]
 
     @torch.no_grad()
-    def batch(self, batch: Batch) -> Batch:
+    def regenerate(self, batch: Batch) -> Batch:
         """The batch, or another one made from its prompts."""
-        self.writer.next_batch()
-        if float(torch.rand(())) >= self.share:
+        self.generator.on_batch()
+        if float(torch.rand(())) >= self.fraction:
             return batch
-        cuts = [self._cut(answer) for answer in batch.answer.cpu()]
+        cuts = [self._cut_point(answer) for answer in batch.loss_mask.cpu()]
         rows = [i for i, cut in enumerate(cuts) if cut]
         if not rows:
             return batch
         prompts = [batch.token[i, : cuts[i]].tolist() for i in rows]
         seed = int(torch.randint(0, 1 << 31, ()))
-        texts = self.writer.continued(prompts, self.most, self.temperature, self.eos, seed)
+        texts = self.generator.generate(prompts, self.max_new_tokens, self.temperature, self.eos, seed)
         arrays = [torch.tensor(t).numpy() for t in texts]
-        wide = width(max(map(len, texts)))
-        token = padded(arrays, wide).to(batch.token.device)
+        wide = padded_width(max(map(len, texts)))
+        token = pad_sequences(arrays, wide).to(batch.token.device)
         place = torch.arange(wide, device=token.device)
         ends = torch.tensor([len(t) for t in texts], device=token.device)[:, None]
         starts = torch.tensor([len(p) for p in prompts], device=token.device)[:, None]
-        features = read(self.target, token.to(self.target.device), self.hidden_layers)
+        features = compute_hidden_states(self.target, token.to(self.target.device), self.hidden_layers)
         return Batch(
             token=token,
-            answer=(place >= starts) & (place < ends),
+            loss_mask=(place >= starts) & (place < ends),
             real=place < ends,
             features=tuple(f.to(token.device) for f in features),
         )
 
-    def _cut(self, answer: torch.Tensor) -> int:
+    def _cut_point(self, answer: torch.Tensor) -> int:
         """How much of a text stays, between the beginning of what is to be learned and its end; 0: it has no answer
         after a first token.
         """

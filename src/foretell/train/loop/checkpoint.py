@@ -15,18 +15,18 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from foretell.train.loop.curve import Row
-from foretell.train.loop.settings import Settings, flag
+from foretell.train.loop.curve import StepMetrics
+from foretell.train.loop.settings import TrainingSettings, option_name
 from foretell.utils.store import write_through
 from foretell.utils.validation import read_model
 
 FOLDER = "checkpoint"
 _STATE = "state.json"
 
-Tensors = dict[str, Shaped[torch.Tensor, "*shape"]]
+TensorDict = dict[str, Shaped[torch.Tensor, "*shape"]]
 
 
-class Stand(BaseModel):
+class TrainState(BaseModel):
     """Everything about where a training stands that is not a tensor.
 
     Random draws are seeded by step, so the step stands for them.
@@ -34,7 +34,7 @@ class Stand(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    settings: Settings
+    settings: TrainingSettings
     target: str
     """Its fingerprint."""
     documents: int
@@ -51,17 +51,17 @@ class Stand(BaseModel):
     """Measurements since then."""
     stopped: bool
     """It is over, whatever the settings say of steps."""
-    curve: tuple[Row, ...]
+    curve: tuple[StepMetrics, ...]
 
     @model_validator(mode="after")
-    def _whole(self) -> "Stand":
+    def _check_curve(self) -> "TrainState":
         if len(self.curve) != self.step or any(row.step != i for i, row in enumerate(self.curve, 1)):
             raise ValueError(f"the curve is not that of {self.step} steps")
         return self
 
 
 @dataclass(frozen=True)
-class Store:
+class CheckpointStore:
     """The checkpoints of one training, of which the newest complete one counts. `rank` 0 moves them into place."""
 
     out: Path
@@ -71,29 +71,29 @@ class Store:
     def _folder(self) -> Path:
         return self.out / FOLDER
 
-    def newest(self) -> Path | None:
+    def latest(self) -> Path | None:
         """Folder of the newest complete checkpoint."""
         found = sorted(f for f in self._folder.glob("step-*") if f.name[5:].isdecimal())
         return found[-1] if found else None
 
-    def stand(self) -> Stand | None:
+    def load_state(self) -> TrainState | None:
         """Where the training stands; None where it has not begun.
 
         Raises:
             ValueError: the checkpoint is damaged.
         """
-        folder = self.newest()
+        folder = self.latest()
         if folder is None:
             return None
-        return read_model(Stand, folder / _STATE, f"delete {folder}")
+        return read_model(TrainState, folder / _STATE, f"delete {folder}")
 
-    def tensors(self) -> Tensors:
+    def load_tensors(self) -> TensorDict:
         """Weights, optimizer and average of this process.
 
         Raises:
             ValueError: the checkpoint is damaged.
         """
-        folder = self.newest()
+        folder = self.latest()
         assert folder is not None
         path = folder / f"tensors-{self.rank}.safetensors"
         try:
@@ -101,34 +101,34 @@ class Store:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete {folder}") from error
 
-    def damaged(self, tensor: str) -> ValueError:
+    def missing_tensor_error(self, tensor: str) -> ValueError:
         """The error of a checkpoint that lacks a tensor, or holds another one under its name."""
         return ValueError(
-            f"{self.newest()}: damaged, or written by another version ({tensor} is missing or does not fit); "
+            f"{self.latest()}: damaged, or written by another version ({tensor} is missing or does not fit); "
             "delete it, and the training begins anew"
         )
 
-    def write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write_tensors(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lay down the tensors of this process for the checkpoint of `step`; it does not count before `finish`.
 
         Raises:
             ValueError: no space is left; the last checkpoint stays as it was.
         """
         part = self._part(step)
-        with _room(part, self.newest()):
+        with _report_full_disk(part, self.latest()):
             part.mkdir(parents=True, exist_ok=True)
             packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
             write_through(part / f"tensors-{self.rank}.safetensors", save(packed))
 
-    def finish(self, stand: Stand) -> None:
+    def commit(self, state: TrainState) -> None:
         """Move the checkpoint into place, and delete those before it.
 
         Raises:
             ValueError: no space is left; the last checkpoint stays as it was.
         """
-        part = self._part(stand.step)
-        with _room(part, self.newest()):
-            write_through(part / _STATE, stand.model_dump_json().encode())
+        part = self._part(state.step)
+        with _report_full_disk(part, self.latest()):
+            write_through(part / _STATE, state.model_dump_json().encode())
             _sync(part)
         final = part.with_suffix("")
         if final.exists():
@@ -143,7 +143,7 @@ class Store:
         return self._folder / f"step-{step:09d}.part"
 
 
-def belongs(stand: Stand, settings: Settings, target: str, documents: int, processes: int) -> None:
+def check_resumable(state: TrainState, settings: TrainingSettings, target: str, documents: int, processes: int) -> None:
     """Check that a checkpoint is of this training.
 
     Raises:
@@ -151,24 +151,24 @@ def belongs(stand: Stand, settings: Settings, target: str, documents: int, proce
     """
     where = f"{settings.out} holds a checkpoint of another training"
     cure = "train with the same settings, or give another --out"
-    name = stand.settings.changed(settings)
+    name = state.settings.first_difference(settings)
     if name is not None:
-        then, now = (_shown(getattr(s, name)) for s in (stand.settings, settings))
-        raise ValueError(f"{where}: {flag(name)} was {then} there and is {now} here; {cure}")
-    if stand.target != target:
+        then, now = (_as_argument(getattr(s, name)) for s in (state.settings, settings))
+        raise ValueError(f"{where}: {option_name(name)} was {then} there and is {now} here; {cure}")
+    if state.target != target:
         raise ValueError(
-            f"{where}: its target has the fingerprint {stand.target}, this one {target}; give another --out"
+            f"{where}: its target has the fingerprint {state.target}, this one {target}; give another --out"
         )
-    if stand.documents != documents:
+    if state.documents != documents:
         raise ValueError(
-            f"{where}: it was trained on {stand.documents} texts, and the data has {documents} now; "
+            f"{where}: it was trained on {state.documents} texts, and the data has {documents} now; "
             "give another --out, and --from to begin with its weights"
         )
-    if stand.processes != processes:
-        raise ValueError(f"{where}: it is sharded for {stand.processes} processes, and these are {processes}")
+    if state.processes != processes:
+        raise ValueError(f"{where}: it is sharded for {state.processes} processes, and these are {processes}")
 
 
-def _shown(value: object) -> str:
+def _as_argument(value: object) -> str:
     """As the command line would say it."""
     if isinstance(value, dict):
         value = tuple(f"{key}={said}" for key, said in value.items())
@@ -176,7 +176,7 @@ def _shown(value: object) -> str:
     return " ".join(map(str, parts)) or "not given"
 
 
-class _room:  # noqa: N801 (a context manager, named as one)
+class _report_full_disk:  # noqa: N801 (a context manager, named as one)
     """Turns a full disk into a sentence, and clears what could not be finished."""
 
     def __init__(self, part: Path, good: Path | None) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 _INK, _GRID, _LOSS, _GAIN = "#333333", "#dddddd", "#0b6e99", "#d9730d"
 
 
-class Row(BaseModel):
+class StepMetrics(BaseModel):
     """One step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,34 +25,34 @@ class Row(BaseModel):
     lr: float
     seconds: float
     """Of training so far, measuring included."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     tokens_per_pass: float | None = None
     """Measured after this step."""
 
 
-def write(out: Path, rows: Sequence[Row], picture: bool) -> None:
+def write_curve(out: Path, rows: Sequence[StepMetrics], picture: bool) -> None:
     """Write `curve.csv` and, where matplotlib is there, `curve.png`."""
-    _replace(out / "curve.csv", table(rows).encode())
+    _replace(out / "curve.csv", to_csv(rows).encode())
     if picture:
-        drawn = draw(rows)
+        drawn = plot(rows)
         if drawn is not None:
             _replace(out / "curve.png", drawn)
 
 
-def table(rows: Sequence[Row]) -> str:
+def to_csv(rows: Sequence[StepMetrics]) -> str:
     """Rows as CSV; a figure that a step lacks is left empty."""
-    names = list(dict.fromkeys(n for r in rows for n in r.figures))
+    names = list(dict.fromkeys(n for r in rows for n in r.metrics))
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["step", "tokens", "loss", "lr", "seconds", "tokens_per_pass", *names])
     for r in rows:
         measured = "" if r.tokens_per_pass is None else f"{r.tokens_per_pass:.4f}"
-        figures = [f"{r.figures[n]:.6g}" if n in r.figures else "" for n in names]
+        figures = [f"{r.metrics[n]:.6g}" if n in r.metrics else "" for n in names]
         writer.writerow([r.step, r.tokens, f"{r.loss:.6g}", f"{r.lr:.4g}", f"{r.seconds:.1f}", measured, *figures])
     return text.getvalue()
 
 
-def draw(rows: Sequence[Row]) -> bytes | None:
+def plot(rows: Sequence[StepMetrics]) -> bytes | None:
     """The loss, and below it tokens per pass, against the tokens trained on; None where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def draw(rows: Sequence[Row]) -> bytes | None:
     below.set_ylabel("tokens per pass, held-out prompts")
     below.set_xlabel("tokens trained on")
     for axes in (above, below):
-        _dress(axes)
+        _style_axes(axes)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
@@ -83,7 +83,7 @@ def smooth(values: Sequence[float], share: float = 0.95) -> list[float]:
     return out
 
 
-def _dress(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)

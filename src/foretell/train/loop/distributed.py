@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Build = Callable[[], torch.optim.Optimizer]
+OptimizerFactory = Callable[[], torch.optim.Optimizer]
 """Makes the optimizer of the module's parameters as they are when it is called."""
 
 
-class Spread(ABC):
+class DistributedStrategy(ABC):
     """A module and its optimizer, ready to be trained by all processes."""
 
     module: nn.Module
@@ -30,51 +30,51 @@ class Spread(ABC):
     """Each process holds a part of every weight."""
 
     @abstractmethod
-    def apart(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Gradients of what is in this block stay with their process, to be added to those that follow."""
 
     @abstractmethod
-    def clip(self, longest: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> float:
         """Shorten the gradient; its norm before."""
 
     @abstractmethod
-    def whole(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The module's state, complete on the main process. All processes must call it."""
 
 
-def spread(accelerator: "Accelerator", module: nn.Module, build: Build) -> Spread:
+def create_strategy(accelerator: "Accelerator", module: nn.Module, make_optimizer: OptimizerFactory) -> DistributedStrategy:
     """Spread a module as the launcher says: copies, or shards (FSDP)."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        return _ShardedOnCPU(accelerator, module, build)
-    return _ByAccelerate(accelerator, module, build, kind == "FSDP")
+        return _CPUShardedStrategy(accelerator, module, make_optimizer)
+    return _AccelerateStrategy(accelerator, module, make_optimizer, kind == "FSDP")
 
 
-class _ByAccelerate(Spread):
+class _AccelerateStrategy(DistributedStrategy):
     """One process, copies that exchange gradients, or shards on GPUs."""
 
-    def __init__(self, accelerator: "Accelerator", module: nn.Module, build: Build, sharded: bool) -> None:
-        self._on, self.sharded = accelerator, sharded
+    def __init__(self, accelerator: "Accelerator", module: nn.Module, build: OptimizerFactory, sharded: bool) -> None:
+        self._accelerator, self.sharded = accelerator, sharded
         self.module, self.optimizer = accelerator.prepare(module, build())
 
-    def apart(self) -> AbstractContextManager[object]:
-        out: AbstractContextManager[object] = self._on.no_sync(self.module)
+    def no_sync(self) -> AbstractContextManager[object]:
+        out: AbstractContextManager[object] = self._accelerator.no_sync(self.module)
         return out
 
-    def clip(self, longest: float) -> float:
-        return float(self._on.clip_grad_norm_(self.module.parameters(), longest))
+    def clip_grad_norm(self, max_norm: float) -> float:
+        return float(self._accelerator.clip_grad_norm_(self.module.parameters(), max_norm))
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        out: dict[str, torch.Tensor] = self._on.get_state_dict(self.module)
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        out: dict[str, torch.Tensor] = self._accelerator.get_state_dict(self.module)
         return out
 
 
-class _ShardedOnCPU(Spread):
+class _CPUShardedStrategy(DistributedStrategy):
     """Shards on processes without GPUs, which accelerate's own FSDP leaves out."""
 
     sharded = True
 
-    def __init__(self, accelerator: "Accelerator", module: nn.Module, build: Build) -> None:
+    def __init__(self, accelerator: "Accelerator", module: nn.Module, build: OptimizerFactory) -> None:
         # On processors nothing is gained by freeing the whole weights between forward and backward.
         mesh = init_device_mesh("cpu", (accelerator.num_processes,))
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
@@ -82,23 +82,23 @@ class _ShardedOnCPU(Spread):
         self.optimizer = accelerator.prepare(build())
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(False)
         yield
         self.module.set_requires_gradient_sync(True)
 
-    def clip(self, longest: float) -> float:
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), longest)
+    def clip_grad_norm(self, max_norm: float) -> float:
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def whole(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return {
             k: v for k, v in get_model_state_dict(self.module, options=options).items() if isinstance(v, torch.Tensor)
         }
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,30 +4,30 @@ import torch
 from torch import nn
 
 
-class Average:
+class ExponentialMovingAverage:
     """Exponential moving average of the parameters that are trained; early on its decay is smaller, so that it forgets
     the beginning.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._module, self._decay = module, decay
-        self.values = {n: p.detach().clone() for n, p in _trained(module).items()}
+        self.values = {n: p.detach().clone() for n, p in _trainable_parameters(module).items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after step number `step`, counted from 1."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        for name, parameter in _trained(self._module).items():
+        for name, parameter in _trainable_parameters(self._module).items():
             self.values[name].lerp_(parameter.detach(), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the average with the weights; done twice it changes nothing."""
-        for name, parameter in _trained(self._module).items():
+        for name, parameter in _trainable_parameters(self._module).items():
             held = parameter.detach().clone()
             parameter.copy_(self.values[name])
             self.values[name].copy_(held)
 
 
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in module.named_parameters() if p.requires_grad}

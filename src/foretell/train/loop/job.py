@@ -16,34 +16,34 @@ from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import TargetCard
 from foretell.train.data.dataset import Dataset
-from foretell.train.data.features import Cached, Features, Shelf, Streamed
-from foretell.train.data.batch_schedule import Order, Pieces, Schedule, pieces
-from foretell.train.loop.measure import prompts_of
-from foretell.train.loop.settings import DRAFT_VOCAB, Settings
+from foretell.train.data.features import CachedFeatures, FeatureSource, HiddenStateCache, StreamedFeatures
+from foretell.train.data.batch_schedule import BatchingConfig, ChunkTable, BatchSchedule, split_documents
+from foretell.train.loop.measure import held_out_prompts
+from foretell.train.loop.settings import DRAFT_VOCAB, TrainingSettings
 from foretell.train.recipe import RECIPES
-from foretell.train.recipe.base import Recipe, Setup, plain_decoder
+from foretell.train.recipe.base import Recipe, RecipeSetup, plain_decoder
 from foretell.utils.names import unknown
 
 PRECISIONS = ("bf16", "no")
 SCHEDULES = ("cosine", "constant")
-FEATURES = ("auto", "cache", "stream")
+FEATURE_MODES = ("auto", "cache", "stream")
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingJob:
     """A training about to begin."""
 
-    settings: Settings
+    settings: TrainingSettings
     model: Model
     data: tuple[Dataset, ...]
-    setup: Setup
+    setup: RecipeSetup
     recipe: Recipe
-    shadow: Recipe
+    measured_recipe: Recipe
     """The same again, plain: what is measured and saved, however the first one is wrapped."""
-    schedule: Schedule
-    steps: int
+    schedule: BatchSchedule
+    num_steps: int
     prompts: Sequence[Sequence[int]]
-    origin: Path | None
+    init_folder: Path | None
     """Where the speculator lies that it begins from."""
 
     @property
@@ -52,13 +52,13 @@ class Task:
         return self.setup.card.fingerprint
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """Texts that are trained on."""
-        p = self.schedule.pieces
-        return len(np.unique(np.stack([p.source, p.document]), axis=1).T)
+        p = self.schedule.chunks
+        return len(np.unique(np.stack([p.dataset, p.document]), axis=1).T)
 
 
-def understood(settings: Settings) -> type[Recipe]:
+def find_recipe(settings: TrainingSettings) -> type[Recipe]:
     """What can be refused before anything is read; the recipe.
 
     Raises:
@@ -67,7 +67,7 @@ def understood(settings: Settings) -> type[Recipe]:
     for what, name, known in (
         ("precision", settings.precision, PRECISIONS),
         ("schedule", settings.schedule, SCHEDULES),
-        ("value of --features", settings.features, FEATURES),
+        ("value of --features", settings.features, FEATURE_MODES),
     ):
         if name not in known:
             raise unknown(what, name, known)
@@ -76,7 +76,7 @@ def understood(settings: Settings) -> type[Recipe]:
     return RECIPES[settings.recipe]
 
 
-def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
+def prepare(settings: TrainingSettings, model: Model, recipe: type[Recipe]) -> TrainingJob:
     """Read the data and build the recipe.
 
     Raises:
@@ -90,27 +90,27 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
         check_data(one, model)
     fingerprint = model.source.fingerprint()
     splits = [one.split(held) for one, held in zip(data, _held_out(data, settings.measure_prompts), strict=True)]
-    rows = pieces(data, [train for train, _ in splits], settings.sequence)
-    order = Order(settings.seed, settings.batch_tokens, settings.accumulate, tuple(p.weight for p in settings.data))
+    rows = split_documents(data, [train for train, _ in splits], settings.sequence)
+    order = BatchingConfig(settings.seed, settings.batch_tokens, settings.accumulate, tuple(p.weight for p in settings.data))
     if int(rows.length.sum()) < settings.batch_tokens:
         raise ValueError(
             f"too little data: {len(rows)} texts with {int(rows.length.sum())} tokens beside those held back for "
             f"measuring, "
             f"and a batch takes {settings.batch_tokens}; make more with foretell data generate, or lower --batch-tokens"
         )
-    schedule = Schedule(rows, order)
+    schedule = BatchSchedule(rows, order)
     held = [one[i] for one, (_, out) in zip(data, splits, strict=True) for i in out]
-    origin = _origin(settings, fingerprint)
+    origin = _init_folder(settings, fingerprint)
     setup = _setup(settings, model, fingerprint, data, rows, origin)
-    ours, shadow = _begun(recipe, setup, origin), _begun(recipe, setup, origin)
-    steps = settings.steps or schedule.steps(settings.epochs)
-    prompts = prompts_of(held, settings.measure_prompts)
-    return Task(settings, model, data, setup, ours, shadow, schedule, steps, prompts, origin)
+    ours, shadow = _build_recipe(recipe, setup, origin), _build_recipe(recipe, setup, origin)
+    steps = settings.steps or schedule.num_steps(settings.epochs)
+    prompts = held_out_prompts(held, settings.measure_prompts)
+    return TrainingJob(settings, model, data, setup, ours, shadow, schedule, steps, prompts, origin)
 
 
-def _origin(settings: Settings, fingerprint: str) -> Path | None:
+def _init_folder(settings: TrainingSettings, fingerprint: str) -> Path | None:
     """The folder that was named, or that of the installed speculator of a kind for this target."""
-    name = settings.begin
+    name = settings.init_from
     if not name:
         return None
     if Path(name).is_dir():
@@ -125,16 +125,16 @@ def _origin(settings: Settings, fingerprint: str) -> Path | None:
     return found
 
 
-def _begun(recipe: type[Recipe], setup: Setup, origin: Path | None) -> Recipe:
+def _build_recipe(recipe: type[Recipe], setup: RecipeSetup, origin: Path | None) -> Recipe:
     try:
-        built = recipe.of(setup)
+        built = recipe.build(setup)
     except RuntimeError as error:
         if "allocate" not in str(error) and "out of memory" not in str(error):
             raise
         sizes = " ".join(f"--set {key}={value}" for key, value in setup.options.items())
         raise ValueError(f"{recipe.name} {sizes}: not enough memory for its weights; ask for smaller sizes") from error
     if origin is not None:
-        begin(built, origin, setup)
+        load_initial_weights(built, origin, setup)
     return built
 
 
@@ -166,8 +166,8 @@ def check_data(data: Dataset, model: Model) -> None:
 
 
 def _setup(
-    settings: Settings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: Pieces, origin: Path | None
-) -> Setup:
+    settings: TrainingSettings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: ChunkTable, origin: Path | None
+) -> RecipeSetup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
     ends = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
@@ -175,33 +175,33 @@ def _setup(
     if origin is not None and settings.draft_vocab is None:
         kept = load_own(origin, ends).token_of
     else:
-        kept = frequent(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
-    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec, model.network)
+        kept = most_frequent_tokens(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
+    return RecipeSetup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec, model.network)
 
 
-def dtype_of(settings: Settings) -> torch.dtype:
+def dtype_of(settings: TrainingSettings) -> torch.dtype:
     """What the target is read in."""
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
-def frequent(data: Sequence[Dataset], rows: Pieces, vocab: int, count: int) -> Int[torch.Tensor, " n"] | None:
+def most_frequent_tokens(data: Sequence[Dataset], rows: ChunkTable, vocab: int, count: int) -> Int[torch.Tensor, " n"] | None:
     """The tokens that the answers to train on hold most often, ascending; None for all of them."""
     if not 0 < count < vocab:
         return None
     seen = np.zeros(vocab, np.int64)
-    for s, d in {(int(s), int(d)) for s, d in zip(rows.source, rows.document, strict=True)}:
+    for s, d in {(int(s), int(d)) for s, d in zip(rows.dataset, rows.document, strict=True)}:
         text = data[s][d]
         seen += np.bincount(text.tokens[text.start :], minlength=vocab)
     return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
 
 
-def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
+def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> None:
     """Take the weights of a trained speculator; its tokens are those of the recipe then.
 
     Raises:
         ValueError: it is of another kind, for another target, has other sizes, or an output matrix for other tokens.
     """
-    found = load_own(folder, setup.ends)
+    found = load_own(folder, setup.embedding_and_head)
     if found.kind != recipe.network.kind:
         raise ValueError(
             f"--from {folder}: a speculator of kind {found.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
@@ -241,18 +241,18 @@ def _equal(some: torch.Tensor | None, others: torch.Tensor | None) -> bool:
     return some is others if some is None or others is None else torch.equal(some, others)
 
 
-def features(task: Task) -> Features:
+def feature_source(task: TrainingJob) -> FeatureSource:
     """Where the target's states come from: files beside the data where `--features` and `--cache-gib` have room.
 
     Raises:
         ValueError: `--features cache` was asked for, and they do not fit.
     """
     settings, hidden_layers = task.settings, tuple(task.recipe.hidden_layers)
-    streamed = Streamed(lambda: task.setup.decoder, hidden_layers)
+    streamed = StreamedFeatures(lambda: task.setup.decoder, hidden_layers)
     if settings.features == "stream" or not hidden_layers:
         return streamed
     hidden = task.model.config.hidden
-    need = sum(d.tokens for d in task.data) * hidden * 2 * len(hidden_layers)
+    need = sum(d.num_tokens for d in task.data) * hidden * 2 * len(hidden_layers)
     room = int(settings.cache_gib * 2**30)
     if settings.features == "cache" and need > room:
         raise ValueError(
@@ -263,6 +263,6 @@ def features(task: Task) -> Features:
     shelves = []
     for one in task.data:
         lengths = [len(document.tokens) for document in one]
-        share = int(room * one.tokens / sum(d.tokens for d in task.data))
-        shelves.append(Shelf(one.folder / "features", task.fingerprint, hidden_layers, lengths, hidden, share))
-    return Cached(streamed, shelves, task.model.config, task.setup.ends.embedding.dtype)
+        share = int(room * one.num_tokens / sum(d.num_tokens for d in task.data))
+        shelves.append(HiddenStateCache(one.folder / "features", task.fingerprint, hidden_layers, lengths, hidden, share))
+    return CachedFeatures(streamed, shelves, task.model.config, task.setup.embedding_and_head.embedding.dtype)

@@ -13,16 +13,16 @@ _WIDTH = 100
 """Columns of Markdown prose."""
 
 
-def write(trainer: Trainer, command: str) -> None:
+def write_card(trainer: Trainer, command: str) -> None:
     """Write the card beside the weights."""
-    (trainer.out / CARD).write_text(card(trainer, command), "utf-8")
+    (trainer.out / CARD).write_text(render_card(trainer, command), "utf-8")
 
 
-def card(trainer: Trainer, command: str) -> str:
+def render_card(trainer: Trainer, command: str) -> str:
     """The card as Markdown."""
-    task, rows = trainer.task, trainer.rows
-    config, settings = task.shadow.config, task.settings
-    parameters = sum(p.numel() for p in task.shadow.network.parameters() if p.requires_grad)
+    task, rows = trainer.job, trainer.curve
+    config, settings = task.measured_recipe.config, task.settings
+    parameters = sum(p.numel() for p in task.measured_recipe.network.parameters() if p.requires_grad)
     facts = [
         ("Kind", f"`{config.kind}`"),
         ("Target", f"`{config.target.name}`, fingerprint `{config.target.fingerprint}`"),
@@ -33,10 +33,10 @@ def card(trainer: Trainer, command: str) -> str:
             if config.draft_vocab is None
             else f"the {config.draft_vocab:,} most frequent tokens",
         ),
-        ("Tokens per pass", _gain(trainer)),
+        ("Tokens per pass", _result(trainer)),
         (
             "Trained",
-            f"{trainer.step:,} steps, {rows[-1].tokens:,} tokens (repeats included), {_span(rows[-1].seconds)}",
+            f"{trainer.step:,} steps, {rows[-1].tokens:,} tokens (repeats included), {_format_duration(rows[-1].seconds)}",
         ),
         ("Precision", "bfloat16 autocast over float32 weights" if settings.precision == "bf16" else "float32"),
         ("Seed", str(settings.seed)),
@@ -44,15 +44,15 @@ def card(trainer: Trainer, command: str) -> str:
     lines = [f"# {task.recipe.name} for {config.target.name}", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
     lines += ["## Command", "", "```", command, "```", ""]
-    lines += ["## Data", "", *_data(task.data), ""]
+    lines += ["## Data", "", *_describe_data(task.data), ""]
     lines += ["## Course", "", "![Loss and tokens per pass against tokens trained on](curve.png)", ""]
     measured = [r for r in rows if r.tokens_per_pass is not None]
     lines += ["| step | tokens | loss | tokens per pass |", "|---:|---:|---:|---:|"]
     lines += [f"| {r.step:,} | {r.tokens:,} | {r.loss:.4f} | {r.tokens_per_pass:.3f} |" for r in measured]
-    return "\n".join([*lines, *_before(task.origin)]) + "\n"
+    return "\n".join([*lines, *_previous_card(task.init_folder)]) + "\n"
 
 
-def _before(origin: Path | None) -> list[str]:
+def _previous_card(origin: Path | None) -> list[str]:
     """What the card of the speculator that the training began from says of how that one was made."""
     if origin is None or not (path := origin / CARD).is_file():
         return []
@@ -65,16 +65,16 @@ def _before(origin: Path | None) -> list[str]:
     return ["", f"## Begun from `{path.parent.name}`", "", lower.rstrip()]
 
 
-def _gain(trainer: Trainer) -> str:
-    settings = trainer.task.settings
+def _result(trainer: Trainer) -> str:
+    settings = trainer.job.settings
     return (
-        f"**{trainer.best:.3f}** on {len(trainer.task.prompts)} held-out prompts, {settings.measure_tokens} greedy "
+        f"**{trainer.best:.3f}** on {len(trainer.job.prompts)} held-out prompts, {settings.measure_tokens} greedy "
         f"tokens each, "
         f"the target's own token included (best of the course, step {trainer.best_step:,})"
     )
 
 
-def _data(data: Sequence[Dataset]) -> list[str]:
+def _describe_data(data: Sequence[Dataset]) -> list[str]:
     lines = []
     for one in data:
         known = one.manifest
@@ -84,7 +84,7 @@ def _data(data: Sequence[Dataset]) -> list[str]:
             "text": "plain text",
         }[known.kind]
         facts = [
-            f"`{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed "
+            f"`{Path(one.folder).name}`: {len(one):,} texts, {one.num_learned_tokens:,} tokens to learn; {origin}; seed "
             f"{known.seed}."
         ]
         if known.kind != "text":
@@ -102,6 +102,6 @@ def _data(data: Sequence[Dataset]) -> list[str]:
     return lines
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

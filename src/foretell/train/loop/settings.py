@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_FREE = frozenset({"out", "save_minutes", "features", "cache_gib"})
+_MAY_CHANGE = frozenset({"out", "save_minutes", "features", "cache_gib"})
 """Settings that a training may be resumed with other values of: they do not change what is learned."""
 
 
@@ -10,7 +10,7 @@ DRAFT_VOCAB = 8192
 """Tokens that a fresh speculator drafts where nothing else is said."""
 
 
-class Portion(BaseModel):
+class DatasetWeight(BaseModel):
     """A data set and how often an epoch shows each of its documents (0.5: every second one, drawn anew)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -23,14 +23,14 @@ class Portion(BaseModel):
         return self.folder if self.weight == 1 else f"{self.folder}={self.weight:g}"
 
 
-class Settings(BaseModel):
+class TrainingSettings(BaseModel):
     """One training. Sizes in tokens; `steps` 0: as many as the epochs have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: str
     model: str
-    data: tuple[Portion, ...]
+    data: tuple[DatasetWeight, ...]
     out: str
     steps: int = Field(0, ge=0)
     epochs: float = Field(3.0, gt=0)
@@ -64,21 +64,21 @@ class Settings(BaseModel):
     seed: int = Field(0, ge=0)
     options: dict[str, str] = Field(default_factory=dict)
     """Of the recipe."""
-    begin: str = ""
+    init_from: str = ""
     """The speculator whose weights are taken to begin with: its folder, or the kind of an installed one."""
     features: str = "auto"
     cache_gib: float = Field(6.0, ge=0)
 
-    def changed(self, other: "Settings") -> str | None:
+    def first_difference(self, other: "TrainingSettings") -> str | None:
         """The first setting, as the command line spells it, in which another training differs; None: it is this one."""
         mine, theirs = self.model_dump(), other.model_dump()
-        return next((name for name in mine if name not in _FREE and mine[name] != theirs[name]), None)
+        return next((name for name in mine if name not in _MAY_CHANGE and mine[name] != theirs[name]), None)
 
 
-FLAGS = {"begin": "--from", "options": "--set", "recipe": "the recipe"}
+OPTION_NAMES = {"begin": "--from", "options": "--set", "recipe": "the recipe"}
 """Settings whose flag is not their own name."""
 
 
-def flag(name: str) -> str:
+def option_name(name: str) -> str:
     """How the command line spells a setting."""
-    return FLAGS.get(name, "--" + name.replace("_", "-"))
+    return OPTION_NAMES.get(name, "--" + name.replace("_", "-"))

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 
 from foretell.speculator.network.base import Candidates
 
-_RANDOM = 4
+_RANDOM_FRACTION = 4
 """One candidate in so many is drawn at random."""
 
 
-def candidates(
-    distribution: Float[torch.Tensor, "k w"], count: int, certain: Int[torch.Tensor, " m"] | None = None
+def sample_candidates(
+    distribution: Float[torch.Tensor, "k w"], count: int, required: Int[torch.Tensor, " m"] | None = None
 ) -> Candidates | None:
     """`count` of the drafted tokens: those with the most mass under the target's distributions `distribution`, the rest
     drawn from torch's own generator.
@@ -29,12 +29,12 @@ def candidates(
     if count == 0:
         return None
     mass = distribution.sum(0)
-    if certain is not None:
-        mass[certain] = torch.inf
-        count = max(count, 2 * len(certain))
+    if required is not None:
+        mass[required] = torch.inf
+        count = max(count, 2 * len(required))
     if count >= len(mass):
         return None
-    drawn = count // _RANDOM
+    drawn = count // _RANDOM_FRACTION
     order = mass.argsort(descending=True)
     likely, rest = order[: count - drawn], order[count - drawn :]
     some = rest[torch.randperm(len(rest), device=rest.device)[:drawn]]

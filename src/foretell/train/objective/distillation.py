@@ -9,7 +9,7 @@ from foretell.distributions.divergence import Divergence, total_variation
 
 
 @dataclass(frozen=True)
-class Distilled:
+class DistillationLoss:
     """The loss of a batch, and how good the draft is there (detached)."""
 
     loss: Float[torch.Tensor, ""]
@@ -19,12 +19,12 @@ class Distilled:
     """Share of positions where both models' best token is the same."""
 
 
-def distil(
+def distillation_loss(
     target: Float[torch.Tensor, "k w"],
     draft: Float[torch.Tensor, "k w"],
     divergence: Divergence,
     weight: Float[torch.Tensor, " k"] | None = None,
-) -> Distilled:
+) -> DistillationLoss:
     """The weighted mean of a divergence over `k` positions (DistillSpec, arXiv 2310.08461); zero, with a gradient,
     where there is none.
 
@@ -36,4 +36,4 @@ def distil(
     with torch.no_grad():
         acceptance = ((1 - total_variation(target, draft)) * weight).sum() / total
         top1 = ((target.argmax(-1) == draft.argmax(-1)).to(weight.dtype) * weight).sum() / total
-    return Distilled(loss, float(acceptance), float(top1))
+    return DistillationLoss(loss, float(acceptance), float(top1))

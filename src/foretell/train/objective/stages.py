@@ -11,32 +11,32 @@ from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
 from foretell.speculator.network.base import Candidates
-from foretell.train.objective.candidates import candidates
+from foretell.train.objective.candidates import sample_candidates
 
-Judge = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
+StageScorer = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
 """Logits over the drafted tokens, or over candidates, from what a stage's last matrix sees, and the stage."""
 
 
 @dataclass(frozen=True)
-class Lesson:
+class StageLabels:
     """What the stages learn at the `k` chosen positions of a batch of `b` texts of `s` tokens.
 
     Worked example, 4 stages, position t: the state is that of t, which produced token t+1; stage 0 reads token t+1 and
     is to say token t+2, which the target says from its state at t+1; stage 3 reads t+4 and is to say t+5.
     """
 
-    at: Int[torch.Tensor, " k"]
+    cell: Int[torch.Tensor, " k"]
     """Cell of every position in the grid of `b * s`, ascending."""
-    given: Int[torch.Tensor, "k n"]
+    input_token: Int[torch.Tensor, "k n"]
     """Token that each stage reads."""
     label: Int[torch.Tensor, "k n"]
     """Drafted token that each stage is to say; 0 where it is not wanted."""
-    wanted: Bool[torch.Tensor, "k n"]
+    mask: Bool[torch.Tensor, "k n"]
 
 
-def lesson(
-    token: Int[torch.Tensor, "b s"], answer: Bool[torch.Tensor, "b s"], place: Int[torch.Tensor, " v"], stages: int
-) -> Lesson:
+def stage_labels(
+    token: Int[torch.Tensor, "b s"], loss_mask: Bool[torch.Tensor, "b s"], draft_index: Int[torch.Tensor, " v"], stages: int
+) -> StageLabels:
     """Positions at which some stage has something to learn: an answer's token that it can draft (`place[token]` is its
     number there, or -1).
     """
@@ -46,27 +46,27 @@ def lesson(
     column = torch.arange(s, device=token.device)[:, None] + ahead
     given = token[:, column.clamp(max=s - 1)]
     after = (column + 1).clamp(max=s - 1)
-    label = place[token[:, after]]
-    wanted = answer[:, after] & (column + 1 < s) & (label >= 0)
+    label = draft_index[token[:, after]]
+    wanted = loss_mask[:, after] & (column + 1 < s) & (label >= 0)
     some = wanted.any(-1)
-    return Lesson(cell[some], given[some], label.clamp(min=0)[some], wanted[some])
+    return StageLabels(cell[some], given[some], label.clamp(min=0)[some], wanted[some])
 
 
 @dataclass(frozen=True)
-class Teacher:
+class SoftLabels:
     """The target's distributions as labels: `share` of the loss, sharpened or flattened by `temperature`."""
 
-    score: Callable[[Float[torch.Tensor, "k d"]], Float[torch.Tensor, "k w"]]
+    target_head: Callable[[Float[torch.Tensor, "k d"]], Float[torch.Tensor, "k w"]]
     """The target's logits over the drafted tokens from what its head sees."""
     states: Float[torch.Tensor, "c d"]
     """What its head sees, for every cell of the grid."""
-    share: float = 1.0
+    weight: float = 1.0
     temperature: float = 1.0
 
     @torch.no_grad()
     def distributions(self, cell: Int[torch.Tensor, " k"]) -> Float[torch.Tensor, "k w"]:
         """Its distributions of the token after these cells."""
-        return torch.softmax(self.score(self.states[cell]) / self.temperature, -1)
+        return torch.softmax(self.target_head(self.states[cell]) / self.temperature, -1)
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class StageLosses:
 
 
 def stage_losses(
-    judge: Judge,
+    scorer: StageScorer,
     readings: Sequence[Float[torch.Tensor, "k r"]],
-    lesson: Lesson,
-    teacher: Teacher | None = None,
+    labels: StageLabels,
+    soft_labels: SoftLabels | None = None,
     frozen: bool = True,
     chunk: int = 1024,
-    count: int = 0,
+    num_candidates: int = 0,
 ) -> StageLosses:
     """The losses of all stages, computed `chunk` positions and one stage at a time, over `count` candidates each (0:
     all drafted tokens).
@@ -97,14 +97,14 @@ def stage_losses(
     computed twice. The target's distribution at a cell serves every stage that looks there.
     """
     n = len(readings)
-    places = lesson.wanted.sum(0).clamp(min=1)
+    places = labels.mask.sum(0).clamp(min=1)
     sums, right = [list[torch.Tensor]() for _ in range(n)], [list[torch.Tensor]() for _ in range(n)]
-    for start in range(0, max(len(lesson.at), 1), chunk):
+    for start in range(0, max(len(labels.cell), 1), chunk):
         part = slice(start, start + chunk)
-        distributions = _Laws(teacher, lesson.at[part], n, lesson.label[part], count) if teacher else None
-        among = distributions.among if distributions else None
+        distributions = _ChunkDistributions(soft_labels, labels.cell[part], n, labels.label[part], num_candidates) if soft_labels else None
+        among = distributions.candidates if distributions else None
         for stage in range(n):
-            wanted, label = lesson.wanted[part, stage], lesson.label[part, stage]
+            wanted, label = labels.mask[part, stage], labels.label[part, stage]
             label = label if among is None else torch.searchsorted(among.column, label.contiguous())
             distribution = distributions.of_stage(stage) if distributions else None
 
@@ -112,12 +112,12 @@ def stage_losses(
             wanted: torch.Tensor = wanted,
                      distribution: torch.Tensor | None = distribution,
                      among: Candidates | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-                logits = judge(reading, stage, among)
-                each = cross_entropy(logits, label, distribution, teacher.share if teacher else 0.0)
+                logits = scorer(reading, stage, among)
+                each = cross_entropy(logits, label, distribution, soft_labels.weight if soft_labels else 0.0)
                 hits = (logits.detach().argmax(-1) == label) & wanted
                 return torch.where(wanted, each, 0.0).sum(), hits.sum()
 
-            loss, hits = _lean(lost, readings[stage][part], frozen)
+            loss, hits = _low_memory_loss(lost, readings[stage][part], frozen)
             sums[stage].append(loss)
             right[stage].append(hits)
     losses = tuple(torch.stack(s).sum() / places[i] for i, s in enumerate(sums))
@@ -128,55 +128,55 @@ def cross_entropy(
     logits: Float[torch.Tensor, "k w"],
     label: Int[torch.Tensor, " k"],
     distribution: Float[torch.Tensor, "k w"] | None = None,
-    share: float = 1.0,
+    soft_weight: float = 1.0,
 ) -> Float[torch.Tensor, " k"]:
     """In nats, against the mixture of `share` parts of `distribution` and the rest of the label alone."""
-    if distribution is None or share == 0:
+    if distribution is None or soft_weight == 0:
         return F.cross_entropy(logits, label, reduction="none")
     soft = torch.logsumexp(logits, -1) - (distribution * logits).sum(-1)
-    return soft if share == 1 else share * soft + (1 - share) * F.cross_entropy(logits, label, reduction="none")
+    return soft if soft_weight == 1 else soft_weight * soft + (1 - soft_weight) * F.cross_entropy(logits, label, reduction="none")
 
 
-class _Laws:
+class _ChunkDistributions:
     """The target's distributions that a chunk needs, each computed once, over `count` candidates with all labels among
     them (0: over all).
     """
 
     def __init__(
-        self, teacher: Teacher, at: Int[torch.Tensor, " k"], stages: int, label: Int[torch.Tensor, "k n"], count: int
+        self, teacher: SoftLabels, at: Int[torch.Tensor, " k"], stages: int, label: Int[torch.Tensor, "k n"], count: int
     ) -> None:
         last = len(teacher.states) - 1
         self._cell = (at[:, None] + torch.arange(1, stages + 1, device=at.device)).clamp(max=last)
-        self._known = torch.unique(self._cell)
-        self._laws = teacher.distributions(self._known)
-        self.among = candidates(self._laws, count, torch.unique(label))
-        if self.among is not None:
-            kept = self._laws[:, self.among.column] * self.among.raised.exp()
-            self._laws = kept / kept.sum(-1, keepdim=True)
+        self._unique_cell = torch.unique(self._cell)
+        self._probabilities = teacher.distributions(self._unique_cell)
+        self.candidates = sample_candidates(self._probabilities, count, torch.unique(label))
+        if self.candidates is not None:
+            kept = self._probabilities[:, self.candidates.column] * self.candidates.raised.exp()
+            self._probabilities = kept / kept.sum(-1, keepdim=True)
 
     def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:
         """What the target says where this stage speaks."""
-        return self._laws[torch.searchsorted(self._known, self._cell[:, stage].contiguous())]
+        return self._probabilities[torch.searchsorted(self._unique_cell, self._cell[:, stage].contiguous())]
 
 
-Lost = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ChunkLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _lean(lost: Lost, reading: Float[torch.Tensor, "k r"], frozen: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _low_memory_loss(lost: ChunkLoss, reading: Float[torch.Tensor, "k r"], frozen: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if not reading.requires_grad:
         return lost(reading)
     if frozen:
-        loss, hits = _AtOnce.apply(reading, lost)  # type: ignore[no-untyped-call]
+        loss, hits = _GradientInForward.apply(reading, lost)  # type: ignore[no-untyped-call]
     else:
         loss, hits = checkpoint(lost, reading, use_reentrant=False)
     return loss, hits
 
 
-class _AtOnce(torch.autograd.Function):
+class _GradientInForward(torch.autograd.Function):
     """A loss whose gradient is taken on the way forward, so that nothing between it and its input is kept."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, reading: torch.Tensor, lost: Lost) -> tuple[torch.Tensor,
+    def forward(ctx: torch.autograd.function.FunctionCtx, reading: torch.Tensor, lost: ChunkLoss) -> tuple[torch.Tensor,
     torch.Tensor]:  # fmt: skip
         with torch.enable_grad():
             inner = reading.detach().requires_grad_()

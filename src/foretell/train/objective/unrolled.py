@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Candidates
-from foretell.train.objective.candidates import candidates
+from foretell.train.objective.candidates import sample_candidates
 from foretell.train.objective.target_head import TargetHead
 
 Pair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
@@ -33,13 +33,13 @@ def soft_cross_entropy(
     return loss.sum() / max(1, len(loss))
 
 
-def unrolled(steps: Sequence[Pair], decay: float = 0.8, hard: float = 0.0) -> Float[torch.Tensor, ""]:
+def unrolled_loss(steps: Sequence[Pair], decay: float = 0.8, hard: float = 0.0) -> Float[torch.Tensor, ""]:
     """Sum over steps of `decay ** i` times the cross-entropy of step `i`."""
     losses = [decay**i * soft_cross_entropy(guess, target, hard) for i, (guess, target) in enumerate(steps)]
     return torch.stack(losses).sum()
 
 
-def agreement(guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]) -> float:
+def top1_agreement(guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]) -> float:
     """Share of places where both have the same best token; 0 where there are none."""
     if not len(guess):
         return 0.0
@@ -47,7 +47,7 @@ def agreement(guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k 
 
 
 @dataclass(frozen=True)
-class Labels:
+class TargetLabels:
     """The target's opinion wherever one is asked for.
 
     `row[b, p]` is the row of `logits` that holds it after token `p` of a text (what it says about token `p + 1`), -1
@@ -58,10 +58,10 @@ class Labels:
     logits: Float[torch.Tensor, "k w"]
     covered: float
     """Share of the tokens to be learned that can be drafted."""
-    among: Candidates | None = None
+    candidates: Candidates | None = None
     """Which of the drafted tokens `logits` are of; None: all."""
 
-    def after(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
+    def shifted(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
         """The positions `j` that have a label `shift` positions later, and these labels in the order of the
         positions.
         """
@@ -69,27 +69,27 @@ class Labels:
         where = row >= 0
         return where, self.logits[row[where]]
 
-    def narrowed(self, count: int) -> "Labels":
+    def with_candidates(self, count: int) -> "TargetLabels":
         """The same over `count` candidates; 0: over all."""
-        among = candidates(torch.softmax(self.logits, -1), count)
-        return self if among is None else replace(self, logits=among.of(self.logits), among=among)
+        among = sample_candidates(torch.softmax(self.logits, -1), count)
+        return self if among is None else replace(self, logits=among.of(self.logits), candidates=among)
 
 
 @torch.no_grad()
-def labels(
+def target_labels(
     state: Float[torch.Tensor, "b s d"],
     token: Int[torch.Tensor, "b s"],
-    answer: Bool[torch.Tensor, "b s"],
+    loss_mask: Bool[torch.Tensor, "b s"],
     ends: EmbeddingAndHead,
     drafted: Int[torch.Tensor, " w"] | None,
-) -> Labels:
+) -> TargetLabels:
     """The target's logits over the drafted tokens (None: all), from the states that its head sees, wherever the text
     goes on with such a token.
 
     The paper asks whether the target's best token can be drafted; for texts of the target's own that is nearly the
     same, and spares an output over the whole vocabulary that would cost more than the drafter.
     """
-    wanted = answer[:, 1:].clone()
+    wanted = loss_mask[:, 1:].clone()
     if drafted is not None:
         known = torch.zeros(ends.vocab, dtype=torch.bool, device=token.device)
         known[drafted] = True
@@ -97,5 +97,5 @@ def labels(
     logits = TargetHead(ends, drafted)(state[:, :-1][wanted])
     row = torch.full(wanted.shape, -1, device=state.device)
     row[wanted] = torch.arange(len(logits), device=state.device)
-    asked = int(answer[:, 1:].sum())
-    return Labels(row, logits, len(logits) / asked if asked else 0.0)
+    asked = int(loss_mask[:, 1:].sum())
+    return TargetLabels(row, logits, len(logits) / asked if asked else 0.0)

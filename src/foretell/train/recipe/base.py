@@ -35,7 +35,7 @@ MAX_COUNT = 256
 State = dict[str, Shaped[torch.Tensor, "*shape"]]
 
 
-TREE = 12
+MEASURE_TREE_NODES = 12
 """Nodes of the trees by confidence that speculators are measured with while they learn."""
 
 
@@ -48,17 +48,17 @@ def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
 
 
 @dataclass(frozen=True)
-class Setup:
+class RecipeSetup:
     """What a recipe is built from: the target, and what the user asked for."""
 
     card: TargetCard
     config: ModelConfig
     """Of the target."""
-    ends: EmbeddingAndHead
+    embedding_and_head: EmbeddingAndHead
     """Of the target, in the dtype that it trains with (bfloat16 or float32)."""
-    source: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     """The target's checkpoint, for copies that training changes; None in some tests."""
-    kept: Int[torch.Tensor, " n"] | None = None
+    draft_tokens: Int[torch.Tensor, " n"] | None = None
     """Tokens to draft (ascending), the most frequent ones of the training answers; None: all.
 
     For `config.draft_vocab` and `choose`.
@@ -80,32 +80,32 @@ class Setup:
         Raises:
             ValueError: its checkpoint is not at hand.
         """
-        found = None if self.network is None else plain_decoder(self.network, self.ends.embedding.dtype)
+        found = None if self.network is None else plain_decoder(self.network, self.embedding_and_head.embedding.dtype)
         if found is not None:
             return found
-        if self.source is None:
+        if self.checkpoint is None:
             raise ValueError("this training needs the target's checkpoint, and there is none")
-        return self.source.decoder(self.ends.embedding.dtype)
+        return self.checkpoint.decoder(self.embedding_and_head.embedding.dtype)
 
     @property
     def draft_vocab(self) -> int | None:
         """How many tokens are drafted; None: all."""
-        return None if self.kept is None else len(self.kept)
+        return None if self.draft_tokens is None else len(self.draft_tokens)
 
-    def choose(self, network: Speculator) -> None:
+    def set_draft_tokens(self, network: Speculator) -> None:
         """Give a fresh network the tokens that it drafts."""
-        if self.kept is not None:
-            network.choose(self.kept)
+        if self.draft_tokens is not None:
+            network.choose(self.draft_tokens)
 
     def draft_index(self) -> Int[torch.Tensor, " v"] | None:
         """Place of every token of the target among the drafted ones, -1 for the others; None: all are drafted."""
-        if self.kept is None:
+        if self.draft_tokens is None:
             return None
         out = torch.full((self.card.vocab,), -1)
-        out[self.kept.cpu()] = torch.arange(len(self.kept))
+        out[self.draft_tokens.cpu()] = torch.arange(len(self.draft_tokens))
         return out
 
-    def parse(self, kind: type[Options]) -> Options:
+    def parse_options(self, kind: type[Options]) -> Options:
         """The options as the recipe's own model, whose fields have defaults.
 
         Raises:
@@ -122,7 +122,7 @@ class Loss:
     """What is minimised, and figures to draw beside it (detached scalars: a loss per head, top-1 accuracies …)."""
 
     total: Float[torch.Tensor, ""]
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 class Recipe(ABC):
@@ -135,7 +135,7 @@ class Recipe(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """Build it, its network with fresh weights drawn from `setup.seed`.
 
         Raises:
@@ -143,7 +143,7 @@ class Recipe(ABC):
         """
 
     @property
-    def trained(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The module that the trainer wraps, whose parameters it optimises and checkpoints: the network, or something
         around it.
         """
@@ -153,7 +153,7 @@ class Recipe(ABC):
         """Write the network as it is now, ready to be decoded with."""
         save(folder, self.network, self.config)
 
-    def runner(self) -> Runner | None:
+    def target_runner(self) -> Runner | None:
         """The target that it is measured on, bound to a fresh cache, where the recipe changes it; None: the target as
         it is.
         """
@@ -175,7 +175,7 @@ class Recipe(ABC):
     def method(self, network: Speculator) -> AnyMethod:
         """How the speculator is decoded with when tokens per pass are measured: greedy, lossless, its default tree."""
 
-    def groups(self) -> Sequence[dict[str, object]]:
+    def parameter_groups(self) -> Sequence[dict[str, object]]:
         """Parameter groups of the optimizer with learning rates relative to the trainer's (`lr_scale`)."""
         return [{"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}]
 
@@ -189,6 +189,6 @@ class Recipe(ABC):
         """Go on from what `state` gave; the weights may be loaded before or after."""
         return
 
-    def stage(self, progress: float) -> None:
+    def set_progress(self, progress: float) -> None:
         """Told before every step how much of the training is done (0 to 1); recipes of several stages switch here."""
         return

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, Setup
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, RecipeSetup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
@@ -27,14 +27,14 @@ class BlockwiseRecipe(HeadsRecipe):
 
     name = "blockwise"
 
-    def __init__(self, setup: Setup, network: Blockwise, options: BlockwiseOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: Blockwise, options: BlockwiseOptions) -> None:
         super().__init__(setup, network, options)
         self._one = options.draw == "one"
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """Heads that say what the target's own head says."""
-        o = setup.parse(BlockwiseOptions)
+        o = setup.parse_options(BlockwiseOptions)
         config = BlockwiseConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -43,17 +43,17 @@ class BlockwiseRecipe(HeadsRecipe):
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
-            network = Blockwise(config, setup.ends)
-        setup.choose(network)
+            network = Blockwise(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(setup, network, o)
 
-    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+    def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The mean, or one of them."""
         if not self._one:
             return losses.mean()
         return losses[int(torch.randint(len(losses), ()))]
 
-    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+    def combine_with_target(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
         """The mean over all heads of the paper, the target's own being the first."""
         k = self.network.heads
         return (k * heads + language) / (k + 1)

@@ -23,16 +23,16 @@ from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
 from foretell.train.data.batch import Batch
-from foretell.train.data.regenerate import Rewriter, Writer
-from foretell.train.objective.candidates import candidates
-from foretell.train.objective.distillation import Distilled, distil
-from foretell.train.recipe.base import Loss, Recipe, Setup, State
+from foretell.train.data.regenerate import BatchRegenerator, AnswerGenerator
+from foretell.train.objective.candidates import sample_candidates
+from foretell.train.objective.distillation import DistillationLoss, distillation_loss
+from foretell.train.recipe.base import Loss, Recipe, RecipeSetup, State
 
 _CHUNK = 1024
 """Positions scored at once: logits over the vocabulary are what takes the memory."""
 
 
-class Options(BaseModel):
+class DraftModelOptions(BaseModel):
     """What `--set` may say about a distilled draft model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,33 +81,33 @@ class DraftModelRecipe(Recipe):
     network: DraftNetwork
     config: DraftModelConfig
 
-    def __init__(self, network: DraftNetwork, config: DraftModelConfig, options: Options, setup: Setup) -> None:
+    def __init__(self, network: DraftNetwork, config: DraftModelConfig, options: DraftModelOptions, setup: RecipeSetup) -> None:
         self.network, self.config, self.options = network, config, options
         self._divergence = divergences(options.beta)[options.loss]
-        self._kept = _marks(network, setup.ends.vocab)
+        self._draftable = _draftable_tokens(network, setup.embedding_and_head.vocab)
         folders = [Path(name).expanduser() for name in options.earlier.split(",") if name]
-        self._earlier = nn.ModuleList(_frozen(load_speculator(f, setup.card, setup.ends), f) for f in folders)
-        self._rewriter = None if options.writer == "data" else _rewriter(options, network, setup)
+        self._earlier = nn.ModuleList(_frozen_draft(load_speculator(f, setup.card, setup.embedding_and_head), f) for f in folders)
+        self._regenerator = None if options.writer == "data" else _build_regenerator(options, network, setup)
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """Cut the draft from the target.
 
         Raises:
             ValueError: options that it does not have, or that do not fit the target.
         """
-        options = setup.parse(Options)
-        blocks = _chosen(options, setup)
+        options = setup.parse_options(DraftModelOptions)
+        blocks = _select_blocks(options, setup)
         config = DraftModelConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
             model=kept_config(setup.config, blocks),
-            blocks=() if setup.source is None else blocks,
+            blocks=() if setup.checkpoint is None else blocks,
         )
-        network = DraftNetwork(config, setup.ends)
-        setup.choose(network)
-        if setup.source is not None:
-            network.start_from(setup.source.decoder(torch.float32, blocks), range(len(blocks)))
+        network = DraftNetwork(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
+        if setup.checkpoint is not None:
+            network.start_from(setup.checkpoint.decoder(torch.float32, blocks), range(len(blocks)))
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(setup.seed)
@@ -116,13 +116,13 @@ class DraftModelRecipe(Recipe):
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The divergence, averaged over the positions that count."""
-        if self._rewriter is not None:
-            batch = self._rewriter.batch(batch)
-        where = self._where(batch)
+        if self._regenerator is not None:
+            batch = self._regenerator.regenerate(batch)
+        where = self._loss_positions(batch)
         mine, theirs = network(batch.token, where), batch.features[0][where]
         if len(mine) == 0:
             return Loss(mine.sum(), {"acceptance": 0.0, "top 1": 0.0})
-        parts = [(len(m), self._distilled(m, t)) for m, t in zip(mine.split(_CHUNK), theirs.split(_CHUNK), strict=True)]
+        parts = [(len(m), self._distill(m, t)) for m, t in zip(mine.split(_CHUNK), theirs.split(_CHUNK), strict=True)]
         total = torch.stack([d.loss * n for n, d in parts]).sum() / len(mine)
         figures = {
             "acceptance": sum(d.acceptance * n for n, d in parts) / len(mine),
@@ -130,41 +130,41 @@ class DraftModelRecipe(Recipe):
         }
         return Loss(total, figures)
 
-    def _distilled(self, mine: Float[torch.Tensor, "k d"], theirs: Float[torch.Tensor, "k d"]) -> Distilled:
+    def _distill(self, mine: Float[torch.Tensor, "k d"], theirs: Float[torch.Tensor, "k d"]) -> DistillationLoss:
         with torch.no_grad():
             warmth, target = self.options.temperature, self.network.teach(theirs)
-            among = candidates(torch.softmax(target / warmth, -1), self.options.candidates)
+            among = sample_candidates(torch.softmax(target / warmth, -1), self.options.candidates)
             if among is not None:
                 # What is added to logits here is divided with them.
                 among = replace(among, raised=among.raised * warmth)
                 target = among.of(target)
 
-        def of(states: torch.Tensor) -> Distilled:
-            return distil(target / warmth, self.network.score(states, among) / warmth, self._divergence)
+        def of(states: torch.Tensor) -> DistillationLoss:
+            return distillation_loss(target / warmth, self.network.score(states, among) / warmth, self._divergence)
 
         # The logits of a chunk are made again for its gradient rather than kept.
-        done: Distilled = checkpoint(of, mine, use_reentrant=False)
+        done: DistillationLoss = checkpoint(of, mine, use_reentrant=False)
         return done
 
     @torch.no_grad()
-    def _where(self, batch: Batch) -> Bool[torch.Tensor, "b s"]:
+    def _loss_positions(self, batch: Batch) -> Bool[torch.Tensor, "b s"]:
         """Positions whose next token is to be learned, can be drafted, and is beyond the earlier drafts."""
-        where = torch.zeros_like(batch.answer)
-        where[:, :-1] = batch.wanted(1)
-        if self._kept is not None:
-            where[:, :-1] &= self._kept.to(where.device)[batch.token[:, 1:]]
+        where = torch.zeros_like(batch.loss_mask)
+        where[:, :-1] = batch.shifted_loss_mask(1)
+        if self._draftable is not None:
+            where[:, :-1] &= self._draftable.to(where.device)[batch.token[:, 1:]]
         if len(self._earlier):
-            where &= missed(self._earlier, self.network, batch, where, self.options.unit)
+            where &= missed_positions(self._earlier, self.network, batch, where, self.options.unit)
         return where
 
     def state(self) -> State:
         """The writer's."""
-        return {} if self._rewriter is None else self._rewriter.writer.state()
+        return {} if self._regenerator is None else self._regenerator.generator.state()
 
     def load_state(self, state: State) -> None:
         """Go on writing with the same copy."""
-        if self._rewriter is not None:
-            self._rewriter.writer.load_state(state)
+        if self._regenerator is not None:
+            self._regenerator.generator.load_state(state)
 
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the catalogue's length."""
@@ -173,7 +173,7 @@ class DraftModelRecipe(Recipe):
 
 
 @torch.no_grad()
-def missed(
+def missed_positions(
     earlier: nn.ModuleList, draft: DraftNetwork, batch: Batch, where: Bool[torch.Tensor, "b s"], unit: str
 ) -> Bool[torch.Tensor, "b s"]:
     """Of the positions in `where`, those at which no earlier draft's best token is the target's (SpecInfer's
@@ -194,7 +194,7 @@ def missed(
     return where & out.any(1, keepdim=True) if unit == "text" else out
 
 
-def _chosen(options: Options, setup: Setup) -> tuple[int, ...]:
+def _select_blocks(options: DraftModelOptions, setup: RecipeSetup) -> tuple[int, ...]:
     """Which of the target's blocks the draft starts as."""
     most = setup.config.layers
     if options.blocks not in ("even", "influence"):
@@ -207,25 +207,25 @@ def _chosen(options: Options, setup: Setup) -> tuple[int, ...]:
     if options.layers > most:
         raise ValueError(f"--set layers={options.layers}: the target has {most} blocks")
     if options.blocks == "influence" and options.layers > 2:
-        if setup.source is None:
+        if setup.checkpoint is None:
             raise ValueError("--set blocks=influence needs the target's checkpoint, and there is none; use even")
-        return _influential(options.layers, setup)
-    return spaced(options.layers, most)
+        return _most_influential(options.layers, setup)
+    return evenly_spaced(options.layers, most)
 
 
-def spaced(count: int, layers: int) -> tuple[int, ...]:
+def evenly_spaced(count: int, layers: int) -> tuple[int, ...]:
     """The first and the last of `layers` blocks, and the others at even distances between; a single one is the
     first.
     """
     return tuple(round(i * (layers - 1) / max(count - 1, 1)) for i in range(count))
 
 
-def _influential(count: int, setup: Setup) -> tuple[int, ...]:
+def _most_influential(count: int, setup: RecipeSetup) -> tuple[int, ...]:
     """First and last block, and between them those that turn the residual stream most over a text of frequent
     tokens.
     """
-    assert setup.source is not None
-    some = torch.arange(setup.config.vocab) if setup.kept is None else setup.kept
+    assert setup.checkpoint is not None
+    some = torch.arange(setup.config.vocab) if setup.draft_tokens is None else setup.draft_tokens
     generator = torch.Generator().manual_seed(setup.seed)
     text = some[torch.randint(0, len(some), (min(256, setup.config.context),), generator=generator)].tolist()
     turns = influence(setup.decoder, text).block
@@ -233,7 +233,7 @@ def _influential(count: int, setup: Setup) -> tuple[int, ...]:
     return (0, *sorted(inner), setup.config.layers - 1)
 
 
-def _marks(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None:
+def _draftable_tokens(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None:
     if network.token_of is None:
         return None
     out = torch.zeros(vocab, dtype=torch.bool)
@@ -241,19 +241,19 @@ def _marks(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None
     return out
 
 
-def _frozen(network: Speculator, folder: Path) -> DraftNetwork:
+def _frozen_draft(network: Speculator, folder: Path) -> DraftNetwork:
     if not isinstance(network, DraftNetwork):
         raise ValueError(f"{folder}: a speculator of kind {network.kind}; boost-tuning builds on draft models")
     return network.eval().requires_grad_(False)
 
 
-def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter:
-    if setup.source is None:
+def _build_regenerator(options: DraftModelOptions, network: DraftNetwork, setup: RecipeSetup) -> BatchRegenerator:
+    if setup.checkpoint is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
-    author = Writer(network.network, network, options.refresh)
+    author = AnswerGenerator(network.network, network, options.refresh)
     if options.writer == "target":
-        author = Writer(lambda: setup.network or setup.decoder)
-    return Rewriter(
+        author = AnswerGenerator(lambda: setup.network or setup.decoder)
+    return BatchRegenerator(
         author,
         setup.decoder,
         network.hidden_layers,

@@ -19,11 +19,11 @@ from foretell.model.config import RopeConfig
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import hidden_layers_of
-from foretell.train.objective.regression import feature_distance, noisy
-from foretell.train.objective.unrolled import Labels, agreement, labels, soft_cross_entropy, unrolled
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup
-from foretell.train.recipe.init_from_target import start
+from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.regression import feature_loss, add_uniform_noise
+from foretell.train.objective.unrolled import TargetLabels, top1_agreement, target_labels, soft_cross_entropy, unrolled_loss
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.init_from_target import init_from_target
 
 
 class EagleOptions(BaseModel):
@@ -77,13 +77,13 @@ class EagleRecipe(Recipe):
     network: EagleNetwork
     config: EagleConfig
 
-    def __init__(self, setup: Setup, network: EagleNetwork, options: EagleOptions) -> None:
-        self.network, self.config, self._ends = network, network.config, setup.ends
+    def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: EagleOptions) -> None:
+        self.network, self.config, self._ends = network, network.config, setup.embedding_and_head
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
         self._candidates = options.candidates
-        setup.choose(network)
+        setup.set_draft_tokens(network)
         blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
-        start(network, setup.source.decoder(torch.float32, blocks) if setup.source else None, setup.seed)
+        init_from_target(network, setup.checkpoint.decoder(torch.float32, blocks) if setup.checkpoint else None, setup.seed)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class EagleRecipe(Recipe):
         return own if head in own else (*own, head)
 
     @abstractmethod
-    def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
+    def prediction_loss(self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels) -> Loss:
         """The loss at the tokens of `answer`, given the target's opinions."""
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
@@ -100,18 +100,18 @@ class EagleRecipe(Recipe):
         device = batch.token.device
         if self._ends.head.device != device:
             self._ends = replace(self._ends, head=self._ends.head.to(device))
-        answer = some(batch.answer, self._positions)
-        known = labels(self.seen(batch), batch.token, answer, self._ends, self.network.token_of)
-        return self.judge(network, batch, answer, known.narrowed(self._candidates))
+        answer = sample_positions(batch.loss_mask, self._positions)
+        known = target_labels(self.head_states(batch), batch.token, answer, self._ends, self.network.token_of)
+        return self.prediction_loss(network, batch, answer, known.with_candidates(self._candidates))
 
-    def seen(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
+    def head_states(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
         """What the target's head sees."""
         return batch.features[self.hidden_layers.index(self.network.card.layers + 1)]
 
     def method(self, network: Speculator) -> AnyMethod:
         """A whole dynamic tree, matched."""
         assert isinstance(network, EagleNetwork)
-        return eagle_method(network, EagleTreeOptions(num_draft_tokens=TREE))
+        return eagle_method(network, EagleTreeOptions(num_draft_tokens=MEASURE_TREE_NODES))
 
 
 class Eagle3Recipe(EagleRecipe):
@@ -119,31 +119,31 @@ class Eagle3Recipe(EagleRecipe):
 
     name = "eagle3"
 
-    def __init__(self, setup: Setup, network: Eagle3, options: Eagle3Options) -> None:
+    def __init__(self, setup: RecipeSetup, network: Eagle3, options: Eagle3Options) -> None:
         super().__init__(setup, network, options)
         self._steps = options.steps
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """A layer as the target's blocks are, on four of its states."""
-        o, n = setup.parse(Eagle3Options), setup.card.layers
-        hidden_layers = hidden_layers_of(o.hidden_layers, n + 1, "--set hidden_layers") or (
+        o, n = setup.parse_options(Eagle3Options), setup.card.layers
+        hidden_layers = parse_hidden_layers(o.hidden_layers, n + 1, "--set hidden_layers") or (
             min(2, n),
             n // 2,
             max(n - 3, 0),
             n + 1,
         )
         more = {"hidden_layers": hidden_layers, "fc_norm": o.fc_norm, "norm_before_residual": o.norm_before_residual}
-        return cls(setup, Eagle3(sizes_of(setup, "eagle3", o, more), setup.ends), o)
+        return cls(setup, Eagle3(eagle_config(setup, "eagle3", o, more), setup.embedding_and_head), o)
 
-    def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
+    def prediction_loss(self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels) -> Loss:
         """The cross-entropy of every step, those of later steps weighted less."""
-        asked = [known.after(1 + i) for i in range(self._steps)]
+        asked = [labels.shifted(1 + i) for i in range(self._steps)]
         features = batch.features[: len(self.network.hidden_layers)]
-        guesses = network(batch.token, features, [where for where, _ in asked], known.among)
+        guesses = network(batch.token, features, [where for where, _ in asked], labels.candidates)
         pairs = [(guess.logits, target) for guess, (_, target) in zip(guesses, asked, strict=True)]
-        figures = {f"step {i + 1} top 1": agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
-        return Loss(unrolled(pairs, self._decay, self._hard), figures | {"covered": known.covered})
+        figures = {f"step {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
+        return Loss(unrolled_loss(pairs, self._decay, self._hard), figures | {"covered": labels.covered})
 
 
 class Eagle1Recipe(EagleRecipe):
@@ -151,35 +151,35 @@ class Eagle1Recipe(EagleRecipe):
 
     name = "eagle"
 
-    def __init__(self, setup: Setup, network: Eagle1, options: Eagle1Options) -> None:
+    def __init__(self, setup: RecipeSetup, network: Eagle1, options: Eagle1Options) -> None:
         super().__init__(setup, network, options)
         self._steps, self._noise, self._classify = options.steps, options.noise, options.classify
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """A layer as the target's blocks are."""
-        o = setup.parse(Eagle1Options)
-        return cls(setup, Eagle1(sizes_of(setup, "eagle", o, {}), setup.ends), o)
+        o = setup.parse_options(Eagle1Options)
+        return cls(setup, Eagle1(eagle_config(setup, "eagle", o, {}), setup.embedding_and_head), o)
 
-    def judge(self, network: nn.Module, batch: Batch, answer: Bool[torch.Tensor, "b s"], known: Labels) -> Loss:
+    def prediction_loss(self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels) -> Loss:
         """Regression wherever there is an answer, classification where its best token can be drafted."""
-        truth = self.seen(batch)
-        asked = [_ahead(answer, 2 + i) for i in range(self._steps)]
-        guesses = network(batch.token, (noisy(truth, self._noise),), asked, known.among)
+        truth = self.head_states(batch)
+        asked = [_shift_mask(loss_mask, 2 + i) for i in range(self._steps)]
+        guesses = network(batch.token, (add_uniform_noise(truth, self._noise),), asked, labels.candidates)
         total, figures = truth.new_zeros((), dtype=torch.float32), dict[str, float]()
         for i, (guess, where) in enumerate(zip(guesses, asked, strict=True)):
-            labelled, target = known.after(1 + i)
+            labelled, target = labels.shifted(1 + i)
             logits = guess.logits[labelled[where]]
-            distance = feature_distance(guess.state, truth[:, 1 + i :][where[:, : truth.shape[1] - 1 - i]])
+            distance = feature_loss(guess.state, truth[:, 1 + i :][where[:, : truth.shape[1] - 1 - i]])
             total = total + self._decay**i * (
                 distance + self._classify * soft_cross_entropy(logits, target, self._hard)
             )
             figures |= {f"step {i + 1} distance": float(distance.detach())}
-            figures |= {f"step {i + 1} top 1": agreement(logits.detach(), target)}
-        return Loss(total, figures | {"covered": known.covered})
+            figures |= {f"step {i + 1} top 1": top1_agreement(logits.detach(), target)}
+        return Loss(total, figures | {"covered": labels.covered})
 
 
-def sizes_of(setup: Setup, kind: str, options: EagleOptions, more: dict[str, Any]) -> EagleConfig:
+def eagle_config(setup: RecipeSetup, kind: str, options: EagleOptions, more: dict[str, Any]) -> EagleConfig:
     """The configuration of a layer that is like the target's."""
     c = setup.config
     values = {
@@ -199,17 +199,17 @@ def sizes_of(setup: Setup, kind: str, options: EagleOptions, more: dict[str, Any
     return EagleConfig.model_validate(values | more)
 
 
-def some(answer: Bool[torch.Tensor, "b s"], most: int) -> Bool[torch.Tensor, "b s"]:
+def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.Tensor, "b s"]:
     """At most so many of the marked places, drawn from torch's own generator, which is seeded anew at every step."""
-    places = answer.flatten().nonzero()[:, 0]
-    if len(places) <= most:
-        return answer
-    drawn = torch.randperm(len(places))[:most].to(places.device)
-    out = torch.zeros_like(answer)
+    places = mask.flatten().nonzero()[:, 0]
+    if len(places) <= count:
+        return mask
+    drawn = torch.randperm(len(places))[:count].to(places.device)
+    out = torch.zeros_like(mask)
     out.view(-1)[places[drawn]] = True
     return out
 
 
-def _ahead(answer: Bool[torch.Tensor, "b s"], shift: int) -> Bool[torch.Tensor, "b t"]:
+def _shift_mask(answer: Bool[torch.Tensor, "b s"], shift: int) -> Bool[torch.Tensor, "b t"]:
     """For positions `0 .. s-2`: whether the token `shift` later is to be learned."""
     return F.pad(answer[:, shift:], (0, min(shift, answer.shape[1]) - 1))

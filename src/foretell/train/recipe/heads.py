@@ -22,12 +22,12 @@ from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
 from foretell.train.data.batch import Batch
-from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
+from foretell.train.objective.heads import HeadLabels, TargetDistributions, cross_entropies, label_ranks, soft_cross_entropies, head_labels
 from foretell.train.objective.target_head import TargetHead
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup, State
-from foretell.train.recipe.lora import Tuned
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup, State
+from foretell.train.recipe.lora import HeadsWithLoRA
 
-_NOTED = 8
+_TREE_UPDATE_INTERVAL = 8
 """Batches from one note of the tree to the next."""
 
 
@@ -61,33 +61,33 @@ class HeadsRecipe(Recipe):
     network: HeadsNetwork
     config: HeadsConfig
 
-    def __init__(self, setup: Setup, network: HeadsNetwork, options: HeadsOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: HeadsNetwork, options: HeadsOptions) -> None:
         self.network, self.config, self._options = network, network.config, options
-        self._number = setup.draft_index()
-        self._teacher, self._target_head = TargetHead(setup.ends, setup.kept), TargetHead(setup.ends)
+        self._draft_index = setup.draft_index()
+        self._teacher, self._target_head = TargetHead(setup.embedding_and_head, setup.draft_tokens), TargetHead(setup.embedding_and_head)
         self._counts, self._batches = PathCounts(), 0
-        self._codec, self._source, self._joint = setup.codec, setup.source, False
-        self._tuned = None if options.tune == "no" else _tuned(setup, network, options.rank)
+        self._codec, self._source, self._train_target = setup.codec, setup.checkpoint, False
+        self._lora = None if options.tune == "no" else _build_lora(setup, network, options.rank)
 
     @abstractmethod
-    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+    def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """What is minimised, from the loss of every head."""
 
     @abstractmethod
-    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+    def combine_with_target(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
         """What is minimised where the target is tuned too, from the heads' total and the target's own loss."""
 
     @property
-    def trained(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The heads, and the changes to the target where it is tuned."""
-        return self.network if self._tuned is None else self._tuned
+        return self.network if self._lora is None else self._lora
 
-    def groups(self) -> Sequence[dict[str, object]]:
+    def parameter_groups(self) -> Sequence[dict[str, object]]:
         """The target's changes learn at a quarter of the heads' rate (Medusa-2)."""
         heads = {"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}
-        if self._tuned is None:
+        if self._lora is None:
             return [heads]
-        return [heads, {"params": list(self._tuned.changes.parameters()), "lr_scale": 0.25}]
+        return [heads, {"params": list(self._lora.adapters.parameters()), "lr_scale": 0.25}]
 
     def state(self) -> State:
         """Which paths came true so far, and after how many batches."""
@@ -99,24 +99,24 @@ class HeadsRecipe(Recipe):
         self._batches = int(state["batches"])
         self._counts.load_state({name: state[name].numpy() for name in ("paths", "counts", "total")})
 
-    def stage(self, progress: float) -> None:
+    def set_progress(self, progress: float) -> None:
         """First the heads alone, then both."""
-        self._joint = self._tuned is not None and progress >= self._options.joint_from
+        self._train_target = self._lora is not None and progress >= self._options.joint_from
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """Cross-entropies of the heads at drawn positions; in the joint stage also the target's own."""
-        wanted, h = self.wanted(batch), batch.features[0]
-        told = self.told(wanted, h)
-        among = None if told is None else told.among
-        if self._tuned is None:
-            return self.judged(network(h[wanted.row, wanted.place], among), wanted, told)
+        wanted, h = self.labels(batch), batch.features[0]
+        told = self.target_distributions(wanted, h)
+        among = None if told is None else told.candidates
+        if self._lora is None:
+            return self.heads_loss(network(h[wanted.row, wanted.position], among), wanted, told)
         few = torch.randperm(len(wanted.row))[: self._options.positions // 4].to(wanted.row.device)
-        logits, own = network(batch.token, h, wanted.row, wanted.place, few, self._joint, among)
-        judged = self.judged(logits, wanted, told)
-        if not self._joint:
+        logits, own = network(batch.token, h, wanted.row, wanted.position, few, self._train_target, among)
+        judged = self.heads_loss(logits, wanted, told)
+        if not self._train_target:
             return judged
-        row, place = wanted.row[few], wanted.place[few]
-        learned = batch.answer[row, place + 1]
+        row, place = wanted.row[few], wanted.position[few]
+        learned = batch.loss_mask[row, place + 1]
         if self._options.tune == "self":
             with torch.no_grad():
                 distribution = torch.softmax(self._target_head(h[row, place]), -1)
@@ -124,70 +124,70 @@ class HeadsRecipe(Recipe):
         else:
             each = F.cross_entropy(own.float(), batch.token[row, place + 1], reduction="none")
         language = (each * learned).sum() / learned.sum().clamp_min(1)
-        figures = judged.figures | {"target loss": float(language.detach())}
-        return Loss(self.joint(judged.total, language), figures)
+        figures = judged.metrics | {"target loss": float(language.detach())}
+        return Loss(self.combine_with_target(judged.total, language), figures)
 
-    def runner(self) -> Runner | None:
+    def target_runner(self) -> Runner | None:
         """The tuned target."""
-        if self._tuned is None:
+        if self._lora is None:
             return None
         assert self._source is not None
-        return DecoderRunner(self._source.copy(self._tuned.added))
+        return DecoderRunner(self._source.copy(self._lora.merge))
 
     def save(self, folder: Path) -> None:
         """Write the heads, and beside them in `target/` the tuned target they belong to."""
         super().save(folder)
-        if self._tuned is not None:
+        if self._lora is not None:
             assert self._source is not None
-            write_hf(folder / "target", self._tuned.added(self._source.decoder(torch.float32)), self._codec)
+            write_hf(folder / "target", self._lora.merge(self._source.decoder(torch.float32)), self._codec)
 
-    def wanted(self, batch: Batch) -> Targets:
+    def labels(self, batch: Batch) -> HeadLabels:
         """The positions, and what is to be guessed there."""
-        number = None if self._number is None else self._number.to(batch.token.device)
-        return targets(batch.token, batch.answer, self.network.heads, number, self._options.positions)
+        number = None if self._draft_index is None else self._draft_index.to(batch.token.device)
+        return head_labels(batch.token, batch.loss_mask, self.network.heads, number, self._options.positions)
 
-    def told(self, wanted: Targets, h: Float[torch.Tensor, "b s d"]) -> Told | None:
+    def target_distributions(self, wanted: HeadLabels, h: Float[torch.Tensor, "b s d"]) -> TargetDistributions | None:
         """What the target said of the tokens to be guessed, from its states; None where nothing asks for it."""
         o = self._options
         if o.learn == "hard" and not o.candidates:
             return None
-        return Told(wanted, h, self._teacher, o.candidates)
+        return TargetDistributions(wanted, h, self._teacher, o.candidates)
 
-    def judged(self, logits: Float[torch.Tensor, "n k w"], wanted: Targets, told: Told | None) -> Loss:
+    def heads_loss(self, logits: Float[torch.Tensor, "n k w"], labels: HeadLabels, target: TargetDistributions | None) -> Loss:
         """The loss of these guesses."""
-        token = wanted.token if told is None else told.token(wanted.token)
-        if told is None or self._options.learn == "hard":
+        token = labels.token if target is None else target.candidate_index(labels.token)
+        if target is None or self._options.learn == "hard":
             losses = cross_entropies(logits, token)
         else:
-            losses = soft_cross_entropies(logits, told.distributions, token >= 0)
+            losses = soft_cross_entropies(logits, target.distributions, token >= 0)
         figures = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
-        found = ranks(logits.detach(), token)
-        self._watch(found, wanted)
+        found = label_ranks(logits.detach(), token)
+        self._update_tree(found, labels)
         for i in range(self.network.heads):
-            places = found[wanted.known[:, i], i]
+            places = found[labels.known[:, i], i]
             for best in (1, 3):
                 figures[f"head {i + 1} top {best}"] = float((places < best).float().mean()) if len(places) else 0.0
-        return Loss(self.total(losses), figures)
+        return Loss(self.combine(losses), figures)
 
-    def _watch(self, found: Int[torch.Tensor, "n k"], wanted: Targets) -> None:
+    def _update_tree(self, found: Int[torch.Tensor, "n k"], labels: HeadLabels) -> None:
         """Count which paths came true, and note the best tree now and then: it is measured, saved and averaged with the
         weights.
         """
-        self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
+        self._counts.add(found.cpu().numpy(), labels.known.cpu().numpy())
         self._batches += 1
-        if self._batches % _NOTED == 0:
+        if self._batches % _TREE_UPDATE_INTERVAL == 0:
             self.network.earn(*self._counts.best())
 
     def method(self, network: Speculator) -> AnyMethod:
         """A large tree of what was earned, matched."""
         assert isinstance(network, HeadsNetwork)
-        return heads_method(network, MedusaOptions(num_draft_tokens=2 * TREE))
+        return heads_method(network, MedusaOptions(num_draft_tokens=2 * MEASURE_TREE_NODES))
 
 
-def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
-    if setup.source is None:
+def _build_lora(setup: RecipeSetup, network: HeadsNetwork, rank: int) -> HeadsWithLoRA:
+    if setup.checkpoint is None:
         raise ValueError("--set tune needs a target of the own decoder, whose weights can be read again")
     llama_config(setup.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
-        return Tuned(network, setup.decoder, rank)
+        return HeadsWithLoRA(network, setup.decoder, rank)

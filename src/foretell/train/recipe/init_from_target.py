@@ -7,12 +7,12 @@ from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import FusingLayer, Layer
 
-SMALL = 0.2
+OUTPUT_SCALE = 0.2
 """What matrices that write to the residual stream are scaled by, so that the identity dominates at first."""
 
 
 @torch.no_grad()
-def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
+def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
     """Give a fresh network its first weights: small noise, the identity where features pass, and blocks of the target
     where the sizes agree.
     """
@@ -22,40 +22,40 @@ def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
             module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
             if module.bias is not None:
                 module.bias.zero_()
-    pass_through(network)
+    init_fc_identity(network)
     if decoder is not None and decoder.config.hidden == network.card.hidden:
         blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
         for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
             assert isinstance(layer, Layer | FusingLayer)
-            inherit(layer, block)
+            copy_block(layer, block)
         if isinstance(network, Eagle3):
-            finish(network, decoder)
+            init_output_norm(network, decoder)
 
 
-def pass_through(network: EagleNetwork) -> None:
+def init_fc_identity(network: EagleNetwork) -> None:
     """Let the last tapped state be the feature."""
     assert isinstance(network, Eagle1 | Eagle3)
     d = network.card.hidden
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
-def inherit(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
+def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
     """Take over a block of the target, as far as it is dense and has the same sizes."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
         # What reads a token's embedding (EAGLE-3's first half of the inputs) stays noise: the block knew only states.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
-        attention.o_proj.weight.copy_(block.output.weight * SMALL)
+        attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)
         norm = layer.hidden_norm if isinstance(layer, FusingLayer) else layer.input_layernorm
         if norm is not None:
             norm.weight.copy_(block.attention_norm.weight)
     if isinstance(block.mlp, FeedForward) and block.mlp.down.weight.shape == layer.mlp.down_proj.weight.shape:
         layer.mlp.gate_up_proj.weight.copy_(block.mlp.gate_up.weight)
-        layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * SMALL)
+        layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * OUTPUT_SCALE)
         layer.post_attention_layernorm.weight.copy_(block.mlp_norm.weight)
 
 
-def finish(network: Eagle3, decoder: Decoder) -> None:
+def init_output_norm(network: Eagle3, decoder: Decoder) -> None:
     """Norm the output as the target does; a state that its head has seen was scaled by that norm already."""
     weight = decoder.norm.weight
     seen = network.hidden_layers[-1] == network.card.layers + 1

@@ -14,9 +14,9 @@ from foretell.model.training.probe_forward import probe_forward
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.train.data.batch import Batch
-from foretell.train.objective.heads import cross_entropies, ranks, weights
-from foretell.train.objective.look_ahead import answers_ahead, cut_points
-from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, Setup
+from foretell.train.objective.heads import cross_entropies, label_ranks, loss_weights
+from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_points
+from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, RecipeSetup
 
 
 class LookAheadOptions(BaseModel):
@@ -44,23 +44,23 @@ class LookAheadRecipe(Recipe):
     config: LookAheadConfig
 
     def __init__(
-        self, network: LookAheadEmbeddings, config: LookAheadConfig, setup: Setup, options: LookAheadOptions
+        self, network: LookAheadEmbeddings, config: LookAheadConfig, setup: RecipeSetup, options: LookAheadOptions
     ) -> None:
-        if setup.source is None:
+        if setup.checkpoint is None:
             raise ValueError("look-ahead embeddings learn through the whole target, whose checkpoint is not at hand")
         self.network, self.config, self._options = network, config, options
         # Not a module of its own, so that no trainer wraps or saves it.
         self._target: Decoder = setup.decoder
-        self._weights = torch.tensor(weights(options.ahead, options.decay))
-        self._number = setup.draft_index()
+        self._weights = torch.tensor(loss_weights(options.ahead, options.decay))
+        self._draft_index = setup.draft_index()
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """Vectors that look like a token of no meaning in particular."""
-        options = setup.parse(LookAheadOptions)
+        options = setup.parse_options(LookAheadOptions)
         config = LookAheadConfig(target=setup.card, draft_vocab=setup.draft_vocab, ahead=options.ahead)
-        network = LookAheadEmbeddings(config, setup.ends)
-        setup.choose(network)
+        network = LookAheadEmbeddings(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(network, config, setup, options)
 
     @property
@@ -70,13 +70,13 @@ class LookAheadRecipe(Recipe):
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The weighted mean of the cross-entropies of each place ahead."""
-        drawn = torch.rand(batch.answer.shape).to(batch.token.device)
-        cut = cut_points(batch.answer, self._options.cuts, drawn)
-        number = None if self._number is None else self._number.to(batch.token.device)
-        wanted = answers_ahead(batch.token, batch.answer, cut, self._options.ahead, number).flatten(0, 1)
+        drawn = torch.rand(batch.loss_mask.shape).to(batch.token.device)
+        cut = sample_cut_points(batch.loss_mask, self._options.cuts, drawn)
+        number = None if self._draft_index is None else self._draft_index.to(batch.token.device)
+        wanted = look_ahead_labels(batch.token, batch.loss_mask, cut, self._options.ahead, number).flatten(0, 1)
         states = probe_forward(self._target, batch.token, cut, network()).flatten(0, 1)
         logits = self.network.score(states)
-        losses, found = cross_entropies(logits, wanted), ranks(logits.detach(), wanted)
+        losses, found = cross_entropies(logits, wanted), label_ranks(logits.detach(), wanted)
         figures = dict[str, float]()
         for i, loss in enumerate(losses.detach().tolist()):
             figures[f"ahead {i + 1} loss"] = loss
@@ -90,6 +90,6 @@ class LookAheadRecipe(Recipe):
         assert isinstance(network, LookAheadEmbeddings)
         return parallel_method(network, PassOptions(draft_sample_method="greedy"))
 
-    def groups(self) -> list[dict[str, object]]:
+    def parameter_groups(self) -> list[dict[str, object]]:
         """The vectors, at their own pace."""
         return [{"params": list(self.network.parameters()), "lr_scale": self._options.pace}]

@@ -18,7 +18,7 @@ from foretell.speculator.network.base import Candidates
 from foretell.speculator.network.heads import HeadsNetwork
 
 
-class LowRank(nn.Module):
+class LoRAUpdate(nn.Module):
     """`weight x + 2 up down x` (LoRA, Hu et al., arXiv 2106.09685); `up` starts at zero, so nothing changes at
     first.
     """
@@ -30,7 +30,7 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(outputs, rank))
 
     @property
-    def change(self) -> Float[torch.Tensor, "o i"]:
+    def weight_delta(self) -> Float[torch.Tensor, "o i"]:
         """What is to be added to the weight."""
         return 2 * self.up @ self.down
 
@@ -39,7 +39,7 @@ class LowRank(nn.Module):
         return 2 * F.linear(F.linear(x, self.down), self.up)
 
 
-class Tuned(nn.Module):
+class HeadsWithLoRA(nn.Module):
     """Heads and the changes to their target, which is itself no part of the module: what is trained, averaged and
     checkpointed stays small.
     """
@@ -47,7 +47,7 @@ class Tuned(nn.Module):
     def __init__(self, network: HeadsNetwork, decoder: Decoder, rank: int) -> None:
         super().__init__()
         self.network = network
-        self.changes = nn.ModuleList(LowRank(linear, rank) for linear in _linears(decoder))
+        self.adapters = nn.ModuleList(LoRAUpdate(linear, rank) for linear in _adapted_linears(decoder))
         self._decoder = [decoder]
 
     def forward(
@@ -67,20 +67,20 @@ class Tuned(nn.Module):
         """
         if not joint:
             # Processes that train together expect every parameter to take part.
-            idle = sum(p.sum() for p in self.changes.parameters()) * 0
+            idle = sum(p.sum() for p in self.adapters.parameters()) * 0
             return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.card.vocab)
         decoder = self._decoder[0]
-        with self._applied(decoder):
+        with self._apply_adapters(decoder):
             x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
         states = decoder.final(x[row, place])
         return self.network(states, among), decoder.logits(states[few])
 
     @contextmanager
-    def _applied(self, decoder: Decoder) -> Iterator[None]:
+    def _apply_adapters(self, decoder: Decoder) -> Iterator[None]:
         """The decoder computes with the changes for the length of a block; others share it."""
         hooks = [
-            linear.register_forward_hook(partial(_add, change))
-            for linear, change in zip(_linears(decoder), self.changes, strict=True)
+            linear.register_forward_hook(partial(_add_adapter_output, change))
+            for linear, change in zip(_adapted_linears(decoder), self.adapters, strict=True)
         ]
         try:
             yield
@@ -89,23 +89,23 @@ class Tuned(nn.Module):
                 hook.remove()
 
     @torch.no_grad()
-    def added(self, decoder: Decoder) -> Decoder:
+    def merge(self, decoder: Decoder) -> Decoder:
         """Another decoder of the same weights, changed for good."""
-        for change, linear in zip(self.changes, _linears(decoder), strict=True):
-            assert isinstance(change, LowRank)
-            linear.weight.data = (linear.weight.float() + change.change.to(linear.weight.device)).to(
+        for change, linear in zip(self.adapters, _adapted_linears(decoder), strict=True):
+            assert isinstance(change, LoRAUpdate)
+            linear.weight.data = (linear.weight.float() + change.weight_delta.to(linear.weight.device)).to(
                 linear.weight.dtype
             )
         return decoder
 
 
-def _add(change: nn.Module, linear: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+def _add_adapter_output(change: nn.Module, linear: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     """A forward hook: the layer's output and its change's part."""
     out: torch.Tensor = output + change(inputs[0])
     return out
 
 
-def _linears(decoder: Decoder) -> Iterator[Linear]:
+def _adapted_linears(decoder: Decoder) -> Iterator[Linear]:
     """Every matrix of the blocks."""
     for block in decoder.blocks:
         assert isinstance(block, DecoderBlock)

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
-from foretell.train.objective.heads import weights
-from foretell.train.recipe.base import MAX_COUNT, Setup
+from foretell.train.objective.heads import loss_weights
+from foretell.train.recipe.base import MAX_COUNT, RecipeSetup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
@@ -32,15 +32,15 @@ class MedusaRecipe(HeadsRecipe):
 
     name = "medusa"
 
-    def __init__(self, setup: Setup, network: Medusa, options: MedusaOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: Medusa, options: MedusaOptions) -> None:
         super().__init__(setup, network, options)
         self._heads_weight = options.heads_weight
-        self._weights = torch.tensor(weights(options.heads, options.decay))
+        self._weights = torch.tensor(loss_weights(options.heads, options.decay))
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """Heads that say what the target's own head says."""
-        o = setup.parse(MedusaOptions)
+        o = setup.parse_options(MedusaOptions)
         config = MedusaConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -48,14 +48,14 @@ class MedusaRecipe(HeadsRecipe):
             heads=o.heads,
             blocks=o.blocks,
         )
-        network = Medusa(config, setup.ends)
-        setup.choose(network)
+        network = Medusa(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(setup, network, o)
 
-    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+    def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The weighted sum."""
         return (losses * self._weights.to(losses)).sum()
 
-    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+    def combine_with_target(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
         """The target's loss and a part of the heads' (2.2.2)."""
         return language + self._heads_weight * heads

@@ -14,10 +14,10 @@ from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import hidden_layers_of
-from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
+from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.stages import StageLosses, SoftLabels, stage_labels, stage_losses
 from foretell.train.objective.target_head import TargetHead
-from foretell.train.recipe.base import MAX_WIDTH, TREE, Loss, Recipe, Setup
+from foretell.train.recipe.base import MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 
 
 class MLPSpeculatorOptions(BaseModel):
@@ -63,16 +63,16 @@ class MLPSpeculatorRecipe(Recipe):
     network: MLPSpeculator
     config: MLPSpeculatorConfig
 
-    def __init__(self, setup: Setup, network: MLPSpeculator, options: MLPSpeculatorOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: MLPSpeculator, options: MLPSpeculatorOptions) -> None:
         self.network, self.config, self.options = network, network.config, options
         index = setup.draft_index()
-        self._place = torch.arange(setup.card.vocab) if index is None else index
-        self._said = TargetHead(setup.ends, setup.kept)
+        self._draft_index = torch.arange(setup.card.vocab) if index is None else index
+        self._target_head = TargetHead(setup.embedding_and_head, setup.draft_tokens)
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
+    def build(cls, setup: RecipeSetup) -> Self:
         """A network of the sizes in the options."""
-        o = setup.parse(MLPSpeculatorOptions)
+        o = setup.parse_options(MLPSpeculatorOptions)
         config = MLPSpeculatorConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -81,26 +81,26 @@ class MLPSpeculatorRecipe(Recipe):
             inner=o.inner,
             tied=o.tied,
             scale_input=o.scale_input,
-            more_hidden_layers=hidden_layers_of(o.more_hidden_layers, setup.card.layers, "--set more_taps"),
+            more_hidden_layers=parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_taps"),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
-            network = MLPSpeculator(config, setup.ends)
-        setup.choose(network)
+            network = MLPSpeculator(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(setup, network, o)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """All stages at all positions of the answers."""
         o, own = self.options, self.network
-        learn = lesson(batch.token, batch.answer, self._place.to(batch.token.device), own.stages)
+        learn = stage_labels(batch.token, batch.loss_mask, self._draft_index.to(batch.token.device), own.stages)
         states = [f.flatten(0, 1) for f in batch.features]
-        teacher = Teacher(self._said, states[0], o.soft, o.temperature) if o.soft else None
+        teacher = SoftLabels(self._target_head, states[0], o.soft, o.temperature) if o.soft else None
         frozen = own.head is None and not own.config.own_embedding
 
         def use(readings: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
-            return stage_losses(own.judge, readings, learn, teacher, frozen, count=o.candidates if teacher else 0)
+            return stage_losses(own.judge, readings, learn, teacher, frozen, num_candidates=o.candidates if teacher else 0)
 
-        losses: StageLosses = network([s[learn.at] for s in states], learn.given, use)
+        losses: StageLosses = network([s[learn.cell] for s in states], learn.input_token, use)
         figures = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}
         figures |= {f"top-1 {i + 1}": top for i, top in enumerate(losses.top1)}
         return Loss(losses.total(o.decay), figures)
@@ -108,4 +108,4 @@ class MLPSpeculatorRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A whole tree by confidence, matched."""
         assert isinstance(network, MLPSpeculator)
-        return stages_method(network, DraftingOptions(num_draft_tokens=TREE))
+        return stages_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
