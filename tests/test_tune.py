@@ -21,7 +21,7 @@ from foretell.model.runner import DecoderRunner
 from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share, read_skip
 from foretell.shape import Chain
 from foretell.testing import TINY, tiny_decoder
-from foretell.tune.skip import DraftingOptions, GreedyAnswer, _count_rounds, greedy_answers, count_passes, tune_skip
+from foretell.tune.skip import DraftingOptions, GreedyAnswer, _count_rounds, count_passes, greedy_answers, tune_skip
 from helpers import VOCAB, random_tokens
 
 pytest.importorskip("optuna")

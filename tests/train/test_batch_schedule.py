@@ -6,8 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from foretell.train.data.batch_schedule import (
+    BatchingConfig,
+    BatchSchedule,
+    ChunkTable,
+    split_document,
+    split_documents,
+)
 from foretell.train.data.dataset import Document
-from foretell.train.data.batch_schedule import BatchingConfig, ChunkTable, BatchSchedule, split_document, split_documents
 
 Texts = list[Document]
 
@@ -22,7 +28,9 @@ def rows_of(*sets: Texts, sequence: int = 32) -> ChunkTable:
     return split_documents(sets, [range(len(s)) for s in sets], sequence)
 
 
-def schedule_of(rows: ChunkTable, seed: int = 0, accumulate: int = 1, weight: tuple[float, ...] = (1.0,)) -> BatchSchedule:
+def schedule_of(
+    rows: ChunkTable, seed: int = 0, accumulate: int = 1, weight: tuple[float, ...] = (1.0,)
+) -> BatchSchedule:
     return BatchSchedule(rows, BatchingConfig(seed, 128, accumulate, weight))
 
 

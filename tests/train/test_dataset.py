@@ -17,9 +17,10 @@ from foretell.core.sampling import SamplingParams
 from foretell.model.decoder import Decoder
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.train.data import dataset
-from foretell.train.data.dataset import DatasetWriter, Dataset, DatasetManifest, DocumentRecord
-from foretell.train.data.features import HiddenStateCache, compute_hidden_states
-from foretell.train.data.generate import PromptSource, generate_answers, generate_text_chunks
+from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, DocumentRecord
+from foretell.train.data.features import compute_hidden_states
+from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 from foretell.utils.store import HEADER, LINES
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
@@ -50,10 +51,14 @@ def fill(
 ) -> None:
     with DatasetWriter(folder, MANIFEST) as collection:
         prompts = PromptSource(model, MANIFEST, None)
-        shelf = (
-            shelf_of(folder, hidden_layers, lengths(folder) if collection.num_learned_tokens else []) if hidden_layers else None
+        cache = (
+            cache_of(folder, hidden_layers, lengths(folder) if collection.num_learned_tokens else [])
+            if hidden_layers
+            else None
         )
-        for _ in islice(generate_answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens, shelf=shelf), steps):
+        for _ in islice(
+            generate_answers(model, prompts, MANIFEST, collection, rows=4, num_tokens=tokens, cache=cache), steps
+        ):
             pass
 
 
@@ -61,7 +66,7 @@ def lengths(folder: Path) -> list[int]:
     return [len(d.tokens) for d in Dataset.open(folder)]
 
 
-def shelf_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> HiddenStateCache:
+def cache_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> HiddenStateCache:
     return HiddenStateCache(folder / "features", "f", hidden_layers, sizes, LETTERS.hidden, None)
 
 
@@ -114,14 +119,14 @@ def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path)
     fill(model, folder, 90, steps=40, hidden_layers=hidden_layers)
     fill(model, folder, 60)  # without them
     fill(model, folder, 90, hidden_layers=hidden_layers)
-    data, shelf = Dataset.open(folder), shelf_of(folder, hidden_layers, lengths(folder))
-    there = [i for i, d in enumerate(data) if shelf.contains(i, d.tokens)]
+    data, cache = Dataset.open(folder), cache_of(folder, hidden_layers, lengths(folder))
+    there = [i for i, d in enumerate(data) if cache.contains(i, d.tokens)]
     assert 0 in there and len(data) - 1 in there and len(there) < len(data)
     assert isinstance(model.network, Decoder)
     for i in there:
         tokens = data[i].tokens
         expected = compute_hidden_states(model.network, torch.from_numpy(tokens.astype(np.int64))[None], hidden_layers)
-        for ours, theirs in zip(shelf.load(i, 0, len(tokens) - 1), expected, strict=True):
+        for ours, theirs in zip(cache.load(i, 0, len(tokens) - 1), expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs[0, :-1], atol=0.03, rtol=0.03)
 
 
@@ -172,7 +177,7 @@ def test_held_out_texts_stay_held_out_when_the_set_grows(tmp_path: Path) -> None
 def test_plain_text_is_cut_into_pieces(model: Model, tmp_path: Path) -> None:
     manifest = MANIFEST.model_copy(update={"kind": "text"})
     with DatasetWriter(tmp_path, manifest) as collection:
-        for _ in generate_text_chunks(model, iter(["abcdefgh", "xyz"]), collection, length=5, wanted=100):
+        for _ in write_text_chunks(model, iter(["abcdefgh", "xyz"]), collection, length=5, num_tokens=100):
             pass
         collection.seal()
     found = [model.codec.decode(d.tokens.tolist()) for d in Dataset.open(tmp_path)]
@@ -211,7 +216,9 @@ def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> None:
     endless = Model("tiny", LETTERS, model.codec, model.network, "float64", eos=())
     with pytest.raises(ValueError, match="no usable question"), DatasetWriter(tmp_path, MANIFEST) as collection:
-        for _ in generate_answers(endless, PromptSource(endless, MANIFEST, None), MANIFEST, collection, rows=16, wanted=50):
+        for _ in generate_answers(
+            endless, PromptSource(endless, MANIFEST, None), MANIFEST, collection, rows=16, num_tokens=50
+        ):
             pass
 
 
@@ -234,11 +241,11 @@ def small_set(folder: Path) -> Path:
 
 SHARD_DAMAGES: dict[str, dict[str, np.ndarray | None]] = {
     "'start' is missing": {"start": None},
-    "'end' is missing or no list of integers": {"end": np.array([3.0, 6.0])},
-    "'tokens' is missing or no list": {"tokens": np.zeros((2, 3), np.int32)},
+    "'end' is missing or not a list of integers": {"end": np.array([3.0, 6.0])},
+    "'tokens' is missing or not a list": {"tokens": np.zeros((2, 3), np.int32)},
     "differ in length": {"number": np.array([0])},
     "do not make up its tokens": {"end": np.array([3, 7])},
-    "beginning is out of range": {"start": np.array([1, 4])},
+    "start is out of range": {"start": np.array([1, 4])},
     "a token or a": {"tokens": np.array([1, 2, -3, 1, 2, 3], np.int32)},
     "holds token 26, and its model has 26": {"tokens": np.array([1, 2, 26, 1, 2, 3], np.int32)},
 }

@@ -22,9 +22,9 @@ from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import pad_sequences, compute_hidden_states
+from foretell.train.data.features import compute_hidden_states, pad_sequences
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.draft_model import DraftModelRecipe, missed_positions, evenly_spaced
+from foretell.train.recipe.draft_model import DraftModelRecipe, evenly_spaced, missed_positions
 from helpers import all_logits, random_tokens, unchecked
 
 CONFIG = replace(TINY, vocab=24, hidden=32, layers=4, ffn=48)
@@ -61,7 +61,7 @@ def batch_of(texts: Sequence[Sequence[int]], start: int = 1) -> Batch:
     token = pad_sequences([torch.tensor(t).numpy() for t in texts], wide)
     place, ends = torch.arange(wide), torch.tensor([len(t) for t in texts])[:, None]
     features = compute_hidden_states(SOURCE.decoder(torch.float32), token, (CONFIG.layers + 1,))
-    return Batch(token, (place >= start) & (place < ends), place < ends, features)
+    return Batch(token, (place >= start) & (place < ends), features)
 
 
 def test_the_first_and_the_last_block_are_always_kept() -> None:
@@ -242,7 +242,9 @@ def test_boosting_by_text_keeps_a_text_whole_unless_it_is_mastered(tmp_path: Pat
     train(first, batch_of(texts[:1], 4), 100)
     first.save(tmp_path)
     batch = batch_of(texts, 4)
-    left = DraftModelRecipe.build(setup({"blocks": "0,3", "earlier": str(tmp_path), "unit": "text"}))._loss_positions(batch)
+    left = DraftModelRecipe.build(setup({"blocks": "0,3", "earlier": str(tmp_path), "unit": "text"}))._loss_positions(
+        batch
+    )
     every = first._loss_positions(batch)
     assert not left[0].any() and (left[1:] == every[1:]).all()
 

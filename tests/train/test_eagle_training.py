@@ -20,8 +20,8 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3
 from foretell.speculator.network.layer import FusingLayer, Layer
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
-from foretell.train.objective.regression import feature_loss, add_uniform_noise
-from foretell.train.objective.unrolled import top1_agreement, target_labels, soft_cross_entropy, unrolled_loss
+from foretell.train.objective.regression import add_uniform_noise, feature_loss
+from foretell.train.objective.unrolled import soft_cross_entropy, target_labels, top1_agreement, unrolled_loss
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, sample_positions
 from foretell.train.recipe.init_from_target import init_from_target
@@ -42,7 +42,9 @@ def embedding_and_head(network: Decoder) -> EmbeddingAndHead:
 
 
 def recipe_of(kind: str, network: Decoder, kept: torch.Tensor | None = None, **options: str) -> EagleRecipe:
-    return RECIPES[kind].build(RecipeSetup(CARD, network.config, embedding_and_head(network), draft_tokens=kept, options=options))
+    return RECIPES[kind].build(
+        RecipeSetup(CARD, network.config, embedding_and_head(network), draft_tokens=kept, options=options)
+    )
 
 
 def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers: tuple[int, ...]) -> Batch:
@@ -53,7 +55,7 @@ def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
     features = tuple(torch.stack([o.hidden_states[k] for o in outputs]).clone() for k in range(len(hidden_layers)))
-    return Batch(token, answer, torch.ones_like(answer), features)
+    return Batch(token, answer, features)
 
 
 def test_cross_entropies_are_those_of_the_definition() -> None:

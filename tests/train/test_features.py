@@ -11,7 +11,15 @@ import torch
 
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.data.features import CachedFeatures, FeatureSource, DocumentChunk, HiddenStateCache, StreamedFeatures, pad_sequences, compute_hidden_states
+from foretell.train.data.features import (
+    CachedFeatures,
+    DocumentChunk,
+    FeatureSource,
+    StreamedFeatures,
+    compute_hidden_states,
+    pad_sequences,
+)
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 from helpers import chain_tree, random_tokens
 
 TAPS = (0, 1, 2, 3)
@@ -42,8 +50,8 @@ def cached(
 ) -> tuple[CachedFeatures, Counting]:
     source = streamed(hidden_layers)
     lengths = [len(p.tokens) for p in chosen]
-    shelf = HiddenStateCache(folder, "abc", hidden_layers, lengths, TINY.hidden, room)
-    return CachedFeatures(source, [shelf], TINY, torch.bfloat16), source
+    cache = HiddenStateCache(folder, "abc", hidden_layers, lengths, TINY.hidden, room)
+    return CachedFeatures(source, [cache], TINY, torch.bfloat16), source
 
 
 def same(a: FeatureSource, b: FeatureSource, chosen: Sequence[DocumentChunk], wide: int = 32) -> None:

@@ -23,7 +23,7 @@ from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states
-from foretell.train.objective.heads import cross_entropies, label_ranks, soft_cross_entropies, head_labels, loss_weights
+from foretell.train.objective.heads import cross_entropies, head_labels, label_ranks, loss_weights, soft_cross_entropies
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.heads import HeadsRecipe
@@ -155,8 +155,8 @@ def batch_of(decoder: Decoder, texts: list[list[int]]) -> Batch:
     token = torch.tensor([[*t, *[0] * (wide - len(t))] for t in texts])
     length = torch.tensor([[len(t)] for t in texts])
     place = torch.arange(wide)
-    real = place < length
-    return Batch(token, real & (place >= length - 41), real, compute_hidden_states(decoder, token, (decoder.config.layers + 1,)))
+    loss_mask = (place < length) & (place >= length - 41)
+    return Batch(token, loss_mask, compute_hidden_states(decoder, token, (decoder.config.layers + 1,)))
 
 
 OVERFIT = {
@@ -173,7 +173,9 @@ def test_heads_learn_a_small_set_by_heart(name: str) -> None:
     texts, one = answers(decoder, PLAIN)
     assert one == 1
     batch = batch_of(decoder, texts)
-    recipe = RECIPES[name.split()[0]].build(setup_for(decoder, torch.unique(batch.token[batch.loss_mask]), **OVERFIT[name]))
+    recipe = RECIPES[name.split()[0]].build(
+        setup_for(decoder, torch.unique(batch.token[batch.loss_mask]), **OVERFIT[name])
+    )
     assert isinstance(recipe, HeadsRecipe)
     assert answers(decoder, recipe.method(recipe.network))[1] < 1.7
     learn(recipe, batch, 250 if name.endswith("one") else 80)

@@ -57,7 +57,7 @@ def batch_of(texts: list[list[int]], start: int) -> Batch:
     token = torch.tensor(texts)
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
-    return Batch(token, answer, torch.ones_like(answer), ())
+    return Batch(token, answer, ())
 
 
 def test_cuts_are_different_places_before_answers() -> None:

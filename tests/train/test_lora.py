@@ -54,7 +54,7 @@ def batch() -> Batch:
     """A text that the target did not write."""
     token = torch.tensor([random_tokens(24, 23, seed=i) for i in range(4)])
     known = torch.ones_like(token, dtype=torch.bool)
-    return Batch(token, known, known, compute_hidden_states(Toy(WIDE).decoder(torch.float32), token, (WIDE.layers + 1,)))
+    return Batch(token, known, compute_hidden_states(Toy(WIDE).decoder(torch.float32), token, (WIDE.layers + 1,)))
 
 
 def learn(recipe: HeadsRecipe, data: Batch, steps: int) -> list[float]:

@@ -45,7 +45,7 @@ def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
     features = tuple(torch.stack([o.hidden_states[k] for o in outputs]).clone() for k in range(len(hidden_layers)))
-    return Batch(token, answer, torch.ones_like(answer), features)
+    return Batch(token, answer, features)
 
 
 def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
@@ -55,7 +55,7 @@ def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
     answer[2, 9:] = False
     generator = torch.Generator().manual_seed(0)
     features = tuple(torch.randn(3, 11, CONFIG.hidden, generator=generator) for _ in recipe.hidden_layers)
-    return Batch(token, answer, answer, features)
+    return Batch(token, answer, features)
 
 
 @pytest.mark.parametrize("soft", [0.0, 0.6, 1.0])

@@ -8,7 +8,7 @@ from pathlib import Path
 from foretell.cli.prompts import parse
 from foretell.load import EMBEDDED, load
 from foretell.retrieval.datastore import fingerprint
-from foretell.train.data.dataset import DatasetWriter, DatasetManifest, DocumentRecord
+from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 
 TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"
 FILES = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_helpers import settings, trained, trainer
 from safetensors.torch import load_file, save_file
+from training_helpers import settings, trained, trainer
 
 from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe import RECIPES
@@ -79,9 +79,9 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_in_a_sentence(lost: str, tm
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("curve", [], "the curve is not that of 1 steps"),
+        ("curve", [], "the curve does not have 1 steps"),
         ("best", "high", "best: Input should be a valid number"),
-        ("step", 10**9, "the curve is not that of"),
+        ("step", 10**9, "the curve does not have"),
     ],
 )
 def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words: str, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_helpers import settings, task, trained, trainer
 from test_resume import CASES
+from training_helpers import settings, task, trained, trainer
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder

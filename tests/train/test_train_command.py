@@ -12,11 +12,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from training_helpers import answers, shared, target
 from rich.console import Console
+from training_helpers import answers, shared, target
 
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
-from foretell.cli.train import ProgressBarCallback, LogCallback
+from foretell.cli.train import LogCallback, ProgressBarCallback
 from foretell.speculator.checkpoint import read_config
 from foretell.train.loop import job
 from foretell.train.loop.curve import StepMetrics
@@ -55,7 +55,7 @@ def test_everything_is_written(made: Path) -> None:
     assert read_config(made)["target"]["fingerprint"]
     assert (made / "curve.png").read_bytes().startswith(b"\x89PNG")
     text = (made / "README.md").read_text()
-    assert "texts, " in text and "tokens to learn" in text and "Seed | 0" in text
+    assert "documents, " in text and "tokens to learn" in text and "Seed | 0" in text
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_data_of_another_model(tmp_path: Path) -> None:
 
 def test_too_little_data(tmp_path: Path) -> None:
     few = answers(tmp_path / "few", target(str(tiny())), texts=7)
-    assert "too little data: 4 texts" in asked(tmp_path / "out", data=few)
-    assert "too few to hold back 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
+    assert "too little data: 4 chunks" in asked(tmp_path / "out", data=few)
+    assert "too few to hold out 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
 
 
 def test_an_installed_one_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
     assert foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
-    assert f"## Begun from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
+    assert f"## Started from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_helpers import answers, losses, settings, shared, target, task, trained, trainer
 from safetensors.torch import load_file
+from training_helpers import answers, losses, settings, shared, target, task, trained, trainer
 
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
 from foretell.train.loop import checkpoint
 from foretell.train.loop import trainer as loop
-from foretell.train.loop.model_card import render_card, write_card
 from foretell.train.loop.measure import Measurement
+from foretell.train.loop.model_card import render_card, write_card
 from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
@@ -62,9 +62,12 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
 
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
-    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from "
-                                     "foretell.train.loop.settings import Settings; "
-               "import torch; torch.set_num_threads(1); run(Settings.model_validate_json(sys.argv[1]), '')"]  # fmt: skip
+    code = (
+        "import sys, torch; torch.set_num_threads(1); from foretell.cli.train import run; "
+        "from foretell.train.loop.settings import TrainingSettings; "
+        "run(TrainingSettings.model_validate_json(sys.argv[1]), '')"
+    )
+    command = [sys.executable, "-c", code]
     process = subprocess.Popen(
         [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE
     )
@@ -72,7 +75,7 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         newest = store.latest()
-        if newest is not None and int(newest.name[5:]) >= 8:
+        if newest is not None and checkpoint.step_of(newest) >= 8:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -127,7 +130,7 @@ def test_a_loss_that_is_no_number_ends_training_and_leaves_the_checkpoint(
     monkeypatch.setattr(MLPSpeculatorRecipe, "loss", broken)
     with pytest.raises(
         ValueError,
-        match=r"loss is nan at step 5 \(texts [\d, ]+.* of .*\): the checkpoint of step 4 stays; try a lower --lr",
+        match=r"loss is nan at step 5 \(documents [\d, ]+.* of .*\): the checkpoint of step 4 stays; try a lower --lr",
     ):
         trained(settings(tmp_path))
     monkeypatch.undo()
@@ -169,7 +172,7 @@ def test_a_checkpoint_of_another_training_is_not_touched(tmp_path: Path) -> None
     answers(data / "more", target(wanted.model), texts=30)
     for file in ("00000.safetensors", "settings.json"):
         (data / "more" / file).rename(data / file)
-    with pytest.raises(ValueError, match="trained on 21 texts, and the data has 27 now"):
+    with pytest.raises(ValueError, match="trained on 21 documents, and the data has 27 now"):
         trained(wanted)
     newest = checkpoint.CheckpointStore(tmp_path / "out").latest()
     assert newest is not None
@@ -237,9 +240,11 @@ def test_a_card_tells_of_the_trainings_that_it_began_from(tmp_path: Path) -> Non
         done = trained(settings(tmp_path / name, steps=2, begin=str(tmp_path / begin) if begin else "", draft_vocab=32))
         write_card(done, f"foretell train to {name}")
     lines = (tmp_path / "c" / "README.md").read_text().splitlines()
-    assert [line for line in lines if "## Begun" in line] == ["## Begun from `b`", "### Begun from `a`"]
+    assert [line for line in lines if "# Started" in line] == ["## Started from `b`", "### Started from `a`"]
     assert [line for line in lines if "foretell train" in line] == [f"foretell train to {name}" for name in "cba"]
-    assert [line for line in lines if line.endswith(" Course")] == ["## Course", "### Course", "#### Course"]
+    assert [line for line in lines if line.endswith(" curve")] == [
+        f"{level} Training curve" for level in ("##", "###", "####")
+    ]
     assert sum("curve.png" in line for line in lines) == 1
 
 

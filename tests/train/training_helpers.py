@@ -14,9 +14,9 @@ from foretell.api import Model
 from foretell.engine.engine import Request
 from foretell.load import load
 from foretell.retrieval.datastore import fingerprint
-from foretell.train.data.dataset import DatasetWriter, DatasetManifest, DocumentRecord
+from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
+from foretell.train.loop.job import TrainingJob, feature_source, find_recipe, prepare
 from foretell.train.loop.settings import DatasetWeight, TrainingSettings
-from foretell.train.loop.job import TrainingJob, feature_source, prepare, find_recipe
 from foretell.train.loop.trainer import Trainer, TrainingCallback
 from helpers import unchecked
 
@@ -67,9 +67,9 @@ def settings(out: Path, data: Path | None = None, **changed: object) -> Training
     """A training of seconds on the tiny target."""
     values: dict[str, object] = {
         "recipe": "mlp_speculator", "options": {"inner": "32"}, "model": str(tiny()), "out": str(out),
-        "data": (DatasetWeight(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256, "sequence": 64,
-        "warmup": 2,
-        "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3, "measure_tokens": 8, "lr": 3e-3,
+        "data": (DatasetWeight(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256,
+        "sequence": 64, "warmup": 2, "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3,
+        "measure_tokens": 8, "lr": 3e-3,
     }  # fmt: skip
     return TrainingSettings.model_validate(values | changed)
 

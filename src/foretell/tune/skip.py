@@ -1,4 +1,4 @@
-"""The search for the sub-layers that a self-drafting target leaves out (Draft & Verify, arXiv 2309.08168)."""
+"""Search for the sub-layers that self-speculative decoding skips (Draft & Verify, arXiv 2309.08168)."""
 
 import hashlib
 import time
@@ -30,7 +30,7 @@ Objective = Literal["counts", "time"]
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """How far a draft goes: `length` tokens, or up to one that the drafter gives less than `confidence`."""
+    """When a draft ends: after `length` tokens, or after a token with a probability below `confidence`."""
 
     length: int = SelfSpeculativeOptions().num_speculative_tokens
     confidence: float = SelfSpeculativeOptions().confidence_threshold
@@ -46,14 +46,14 @@ class GreedyAnswer:
 
 @dataclass(frozen=True)
 class PassCounts:
-    """What decoding a workload would take: passes of the target and of the draft, tokens decided."""
+    """Passes of the target, draft tokens and new tokens of decoding a workload."""
 
     passes: int
     drafted: int
     tokens: int
 
     def speedup(self, share: float) -> float:
-        """Gain over plain decoding where a pass costs the weights it reads and the draft reads `share` of them."""
+        """Speed-up over plain decoding if a pass costs the weights it reads, and the draft reads a `share` of them."""
         return self.tokens / (self.passes + self.drafted * share)
 
 
@@ -67,8 +67,8 @@ def greedy_answers(
     """
     if not prompts:
         raise ValueError("there are no prompts to tune on: give at least one")
-    written, _ = _decode(network, Method(NoDrafter(), RootOnly(), Match()), prompts, new_tokens, eos)
-    return [GreedyAnswer(tuple(p), tuple(a)) for p, a in zip(prompts, written, strict=True)]
+    answers, _ = _decode(network, Method(NoDrafter(), RootOnly(), Match()), prompts, new_tokens, eos)
+    return [GreedyAnswer(tuple(p), tuple(a)) for p, a in zip(prompts, answers, strict=True)]
 
 
 def _decode(
@@ -81,25 +81,27 @@ def _decode(
     return [list(c.tokens) for c in found], time.perf_counter() - start
 
 
-def count_passes(network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions) -> PassCounts:
-    """Passes that drafting with `skip` would take, from one pass of the draft over each known answer.
+def count_passes(
+    network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
+) -> PassCounts:
+    """Passes of decoding with `skip`, from one pass of the draft over each known answer.
 
-    Deterministic and much quicker than decoding: where the draft is right it has read the very text that it would read.
-    Only how far it goes on after a mistake is estimated, by its confidence on the true text.
+    Deterministic and faster than decoding. Exact as long as the draft is right; the length of a draft after a wrong
+    token is estimated from the confidences on the true answer.
     """
     draft = network.skipping(skip)
     total = PassCounts(0, 0, 0)
     for sample in samples:
-        best, sure = _draft_predictions(draft, sample)
-        one = _count_rounds(np.array(sample.answer), best, sure, drafting)
+        predicted, probability = _draft_predictions(draft, sample)
+        one = _count_rounds(np.array(sample.answer), predicted, probability, drafting)
         total = PassCounts(total.passes + one.passes, total.drafted + one.drafted, total.tokens + one.tokens)
     return total
 
 
 @torch.inference_mode()
 def _draft_predictions(draft: Network, sample: GreedyAnswer) -> tuple[np.ndarray, np.ndarray]:
-    """The draft's best token for every place of the answer, given the true text before it, and the probability it gives
-    it.
+    """The draft's most probable token at every position of the answer, given the true tokens before it, and its
+    probability.
     """
     text = [*sample.prompt, *sample.answer[:-1]]
     tree = root_tree(text[-1:]).with_prefix([text])
@@ -110,26 +112,30 @@ def _draft_predictions(draft: Network, sample: GreedyAnswer) -> tuple[np.ndarray
     return top.indices.cpu().numpy(), top.values.double().cpu().numpy()
 
 
-def _count_rounds(answer: np.ndarray, best: np.ndarray, sure: np.ndarray, drafting: DraftingOptions) -> PassCounts:
-    """Count the rounds; the pass that reads the prompt's end verifies drafts like any other."""
+def _count_rounds(
+    answer: np.ndarray, predicted: np.ndarray, probability: np.ndarray, drafting: DraftingOptions
+) -> PassCounts:
+    """Simulate the steps of decoding an answer; the first step reads the prompt and verifies drafts like any other."""
     done, passes, drafted = 0, 0, 0
     while done < len(answer):
-        most = min(drafting.length, len(answer) - done - 1)
-        unsure = np.flatnonzero(sure[done : done + most] < drafting.confidence)
-        asked = int(unsure[0]) + 1 if len(unsure) else most
-        wrong = np.flatnonzero(best[done : done + asked] != answer[done : done + asked])
-        done += (int(wrong[0]) if len(wrong) else asked) + 1
-        passes, drafted = passes + 1, drafted + asked
+        length = min(drafting.length, len(answer) - done - 1)
+        unsure = np.flatnonzero(probability[done : done + length] < drafting.confidence)
+        num_drafted = int(unsure[0]) + 1 if len(unsure) else length
+        wrong = np.flatnonzero(predicted[done : done + num_drafted] != answer[done : done + num_drafted])
+        done += (int(wrong[0]) if len(wrong) else num_drafted) + 1
+        passes, drafted = passes + 1, drafted + num_drafted
     return PassCounts(passes, drafted, len(answer))
 
 
-def tokens_per_second(network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions) -> float:
-    """Measured speed of decoding the samples: noisy, so trust differences of several percent only."""
+def tokens_per_second(
+    network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
+) -> float:
+    """Measured speed of decoding the samples; differences of a few percent are noise."""
     shape = Chain(drafting.length, draw=False, confidence=drafting.confidence)
     method = Method(DraftModel(DecoderRunner(network.skipping(skip))), shape, Match())
-    most = max(len(s.answer) for s in samples)
-    written, seconds = _decode(network, method, [s.prompt for s in samples], most, ())
-    return sum(map(len, written)) / seconds
+    new_tokens = max(len(s.answer) for s in samples)
+    answers, seconds = _decode(network, method, [s.prompt for s in samples], new_tokens, ())
+    return sum(map(len, answers)) / seconds
 
 
 def tune_skip(
@@ -143,11 +149,10 @@ def tune_skip(
     seed: int = 0,
     on_trial: Callable[[SkipTrial], None] = lambda trial: None,
 ) -> SkipFile:
-    """Search until `out` holds `trials` trials, going on where an earlier search stopped; every trial is saved at once.
+    """Search until `out` holds `trials` trials; an earlier search is continued, and every trial is saved.
 
-    `model` is the fingerprint of the network (`Checkpoint.fingerprint`).
-
-    Starts from the default and the least influential sub-layers, then follows a tree-structured Parzen estimator.
+    `model`: fingerprint of the network (`Checkpoint.fingerprint`). The first trials are the default skip set and the
+    least influential sub-layers; later ones come from a tree-structured Parzen estimator.
 
     Raises:
         ValueError: optuna is missing, or `out` holds a search on another model, other prompts or another objective.
@@ -183,14 +188,13 @@ def _load_or_create(
     if (found.objective, found.workload) != (objective, workload):
         raise ValueError(
             f"{out}: holds a search for {found.objective} on other prompts or settings, whose values do not compare "
-            f"with this one "
-            f"({objective}); name another --out, or delete the file"
+            f"with this one ({objective}); name another --out, or delete the file"
         )
     return found
 
 
 def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[Skip]:
-    """Points worth probing first."""
+    """Skip sets of the first trials."""
     layers = network.config.layers
     measured = influence(network, [*samples[0].prompt, *samples[0].answer])
     counts = sorted({max(1, 2 * layers * part // 20) for part in range(1, 11)})
@@ -198,7 +202,7 @@ def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[Sk
 
 
 def _create_study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
-    """A study that knows the trials made so far."""
+    """A study with the finished trials."""
     try:
         import optuna
     except ImportError as error:

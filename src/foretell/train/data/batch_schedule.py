@@ -1,6 +1,4 @@
-"""Which pieces of which documents every step sees: a function of seed and step, so that a training can be resumed
-anywhere.
-"""
+"""Assignment of document chunks to training steps; it depends on seed and step alone, so training can resume."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +8,13 @@ import numpy as np
 from jaxtyping import Int
 
 _MIN_LEARNED_TOKENS = 8
-"""Fewest tokens to be learned that make a piece at the end of a long document worth showing."""
+"""A last chunk of a long document with fewer tokens to learn is left out."""
+_MIN_BUCKET, _BUCKET_BATCHES = 256, 32
+"""Chunks are sorted by length within buckets of about so many batches, or at least so many chunks."""
 
 
 class TokenizedDocument(Protocol):
-    """A document as data sets give it; `tokens[start:]` are to be learned."""
+    """A document of a data set; `tokens[start:]` are to be learned."""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -26,7 +26,7 @@ class TokenizedDocument(Protocol):
 
 
 class DocumentSequence(Protocol):
-    """A data set, as far as the order of its documents goes."""
+    """The documents of a data set."""
 
     def __len__(self) -> int: ...
 
@@ -35,27 +35,27 @@ class DocumentSequence(Protocol):
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Pieces of documents, one a row: tokens `begin .. end-1` of a document of a data set."""
+    """Chunks of documents: chunk `i` is tokens `begin[i] .. end[i]-1` of a document of a data set."""
 
     dataset: Int[np.ndarray, " n"]
     document: Int[np.ndarray, " n"]
     begin: Int[np.ndarray, " n"]
     end: Int[np.ndarray, " n"]
     num_learned_tokens: Int[np.ndarray, " n"]
-    """Tokens to be learned."""
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     @property
     def length(self) -> Int[np.ndarray, " n"]:
-        """Tokens of each."""
+        """Tokens of each chunk."""
         return self.end - self.begin
 
 
 def split_document(length: int, start: int, sequence: int) -> list[tuple[int, int]]:
-    """Consecutive pieces of a document, at most `sequence` long, that hold all that is to be learned, the first with
-    some of what comes before.
+    """Begin and end of consecutive chunks of at most `sequence` tokens that cover all tokens to be learned.
+
+    The first chunk also holds part of the prompt.
     """
     if length <= sequence:
         return [(0, length)]
@@ -67,38 +67,43 @@ def split_document(length: int, start: int, sequence: int) -> list[tuple[int, in
     ]
 
 
-def split_documents(sources: Sequence[DocumentSequence], chosen: Sequence[Sequence[int]], sequence: int) -> ChunkTable:
-    """The chosen documents of every data set, cut; documents without anything to learn are left out."""
+def split_documents(
+    datasets: Sequence[DocumentSequence], indices: Sequence[Sequence[int]], sequence: int
+) -> ChunkTable:
+    """Chunks of the documents at `indices` of every data set; documents without tokens to learn are left out."""
     rows = []
-    for s, (documents, indices) in enumerate(zip(sources, chosen, strict=True)):
-        for i in indices:
-            text = documents[i]
-            length, start = len(text.tokens), max(text.start, 1)
-            rows += [(s, i, b, e, e - max(b, start)) for b, e in split_document(length, start, sequence) if e > max(b, start)]
+    for d, (documents, chosen) in enumerate(zip(datasets, indices, strict=True)):
+        for i in chosen:
+            document = documents[i]
+            # The first token of a sequence cannot be predicted.
+            length, start = len(document.tokens), max(document.start, 1)
+            chunks = split_document(length, start, sequence)
+            rows += [(d, i, b, e, e - max(b, start)) for b, e in chunks if e > max(b, start)]
     table = np.array(rows, np.int64).reshape(-1, 5)
     return ChunkTable(*(np.ascontiguousarray(c) for c in table.T))
 
 
 @dataclass(frozen=True)
 class BatchingConfig:
-    """How pieces become batches."""
+    """How chunks become batches."""
 
     seed: int
     batch_tokens: int
     accumulate: int
+    """Batches per step."""
     dataset_weights: tuple[float, ...]
-    """Of every data set."""
+    """How often an epoch shows each document of a data set."""
 
 
 BatchRows = list[Int[np.ndarray, " b"]]
-"""The batches of a step, each the rows of its pieces."""
+"""Batches, each as rows of the `ChunkTable`."""
 
 
 class BatchSchedule:
-    """The steps of a training, in order, epoch after epoch."""
+    """The batches of every training step, epoch after epoch."""
 
-    def __init__(self, rows: ChunkTable, order: BatchingConfig) -> None:
-        self.chunks, self._order = rows, order
+    def __init__(self, chunks: ChunkTable, config: BatchingConfig) -> None:
+        self.chunks, self._config = chunks, config
         self._epoch_ends: list[int] = []
         self._cached_epoch: tuple[int, list[BatchRows]] | None = None
 
@@ -111,9 +116,9 @@ class BatchSchedule:
 
     def num_steps(self, epochs: float) -> int:
         """Steps of so many epochs, at least one."""
-        whole = int(epochs)
-        before = self._epoch_end(whole - 1) if whole else 0
-        part = round((epochs - whole) * len(self._epoch_steps(whole))) if epochs > whole else 0
+        full = int(epochs)
+        before = self._epoch_end(full - 1) if full else 0
+        part = round((epochs - full) * len(self._epoch_steps(full))) if epochs > full else 0
         return max(before + part, 1)
 
     def _epoch_end(self, epoch: int) -> int:
@@ -124,34 +129,33 @@ class BatchSchedule:
 
     def _epoch_steps(self, epoch: int) -> list[BatchRows]:
         if self._cached_epoch is None or self._cached_epoch[0] != epoch:
-            batches = epoch_batches(self.chunks, self._order, epoch)
-            n = self._order.accumulate
+            batches = epoch_batches(self.chunks, self._config, epoch)
+            n = self._config.accumulate
             self._cached_epoch = epoch, [batches[i : i + n] for i in range(0, len(batches), n)]
         return self._cached_epoch[1]
 
 
-def epoch_batches(rows: ChunkTable, order: BatchingConfig, epoch: int) -> BatchRows:
-    """The batches of an epoch: pieces in a random order, those of similar length together, no batch above its
-    tokens.
-    """
-    rng = np.random.default_rng([order.seed, epoch])
-    weight = np.array(order.dataset_weights)[rows.dataset]
-    times = weight.astype(np.int64) + (rng.random(len(rows)) < weight % 1)
-    which = np.repeat(np.arange(len(rows)), times)
-    rng.shuffle(which)
-    longest = int(rows.length.max())
-    bucket = max(256, 32 * order.batch_tokens // longest)
+def epoch_batches(chunks: ChunkTable, config: BatchingConfig, epoch: int) -> BatchRows:
+    """The batches of an epoch in random order: chunks of similar length together, at most `batch_tokens` each."""
+    rng = np.random.default_rng([config.seed, epoch])
+    weight = np.array(config.dataset_weights)[chunks.dataset]
+    times = weight.astype(np.int64) + (rng.random(len(chunks)) < weight % 1)
+    rows = np.repeat(np.arange(len(chunks)), times)
+    rng.shuffle(rows)
+    longest = int(chunks.length.max())
+    bucket = max(_MIN_BUCKET, _BUCKET_BATCHES * config.batch_tokens // longest)
     batches: BatchRows = []
-    for i in range(0, len(which), bucket):
-        batches += _pack(which[i : i + bucket], rows.length, order.batch_tokens)
+    for i in range(0, len(rows), bucket):
+        batches += _pack(rows[i : i + bucket], chunks.length, config.batch_tokens)
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _pack(which: Int[np.ndarray, " k"], length: Int[np.ndarray, " n"], most: int) -> BatchRows:
-    which = which[np.argsort(-length[which], kind="stable")]
+def _pack(rows: Int[np.ndarray, " k"], length: Int[np.ndarray, " n"], batch_tokens: int) -> BatchRows:
+    """Batches of the rows, longest first, each of at most `batch_tokens` padded tokens or a single row."""
+    rows = rows[np.argsort(-length[rows], kind="stable")]
     batches, i = [], 0
-    while i < len(which):
-        rows = max(most // int(length[which[i]]), 1)
-        batches.append(which[i : i + rows])
-        i += rows
+    while i < len(rows):
+        count = max(batch_tokens // int(length[rows[i]]), 1)
+        batches.append(rows[i : i + count])
+        i += count
     return batches

@@ -1,4 +1,4 @@
-"""What the target's layers make of the texts that it writes, kept for the trainings that will ask for it."""
+"""Recording of the target's hidden states while it generates answers, so that training need not compute them again."""
 
 from collections.abc import Sequence
 
@@ -8,38 +8,40 @@ from jaxtyping import Float
 
 from foretell.core.context import StepResult, TokenBuffer
 from foretell.draft.base import NoDrafter
-from foretell.train.data.features import HiddenStateCache
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 
 
 class HiddenStateRecorder(NoDrafter):
-    """Guesses nothing, and holds the target's states at every token of a text, for a shelf, until the step after its
-    last one.
+    """A drafter without drafts that records the target's hidden states at every token of a sequence.
+
+    States of a finished sequence stay until the next step; `store` writes them to the cache.
     """
 
-    def __init__(self, shelf: HiddenStateCache) -> None:
-        self.hidden_layers, self._cache = shelf.hidden_layers, shelf
+    def __init__(self, cache: HiddenStateCache) -> None:
+        self.hidden_layers, self._cache = cache.hidden_layers, cache
         self._recorded: dict[int, tuple[TokenBuffer, list[list[Float[torch.Tensor, "n d"]]]]] = {}
         self._finished: dict[bytes, list[Float[torch.Tensor, "t d"]]] = {}
 
     def observe(self, step: StepResult) -> None:
-        """Hear what was decided."""
+        """Record the states of the accepted tokens."""
         self._finished.clear()
-        for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
-            place = torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])
-            states = [f[place.to(f.device)].to("cpu", torch.bfloat16) for f in step.output.hidden_states]
-            self._recorded.setdefault(row, (text, []))[1].append(states)
+        for i, (row, sequence) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
+            index = torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])
+            states = [f[index.to(f.device)].to("cpu", torch.bfloat16) for f in step.output.hidden_states]
+            self._recorded.setdefault(row, (sequence, []))[1].append(states)
 
     def release(self, row: int) -> None:
-        """The row's text is over."""
-        text, parts = self._recorded.pop(row)
-        states = [torch.cat(hidden_layer) for hidden_layer in zip(*parts, strict=True)]
-        # The last token was decided and never read. Nothing follows it that could be guessed from its states.
-        missing = text.length - len(states[0])
-        self._finished[text.tokens.astype(np.int32).tobytes()] = [
-            torch.cat([hidden_layer, hidden_layer[-1:].expand(missing, -1)]) for hidden_layer in states
+        """Keep the states of a finished sequence until the next step."""
+        sequence, parts = self._recorded.pop(row)
+        states = [torch.cat(layer) for layer in zip(*parts, strict=True)]
+        # The target never read the last tokens. Nothing follows them that could be predicted from their states, so
+        # copies of the last state stand for them.
+        missing = sequence.length - len(states[0])
+        self._finished[sequence.tokens.astype(np.int32).tobytes()] = [
+            torch.cat([layer, layer[-1:].expand(missing, -1)]) for layer in states
         ]
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Shelve the states of a text that ended in this step: the data set has just got it."""
-        text = np.array(tokens, np.int32)
-        self._cache.append(text, self._finished[text.tobytes()])
+        """Append the states of a sequence that finished in this step and was just added to the data set."""
+        array = np.array(tokens, np.int32)
+        self._cache.append(array, self._finished[array.tobytes()])

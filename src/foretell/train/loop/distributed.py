@@ -1,4 +1,4 @@
-"""How a module is spread over the processes that train it."""
+"""Distribution of a module over the processes that train it: copies (DDP) or shards (FSDP)."""
 
 import os
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 OptimizerFactory = Callable[[], torch.optim.Optimizer]
-"""Makes the optimizer of the module's parameters as they are when it is called."""
+"""Makes the optimizer of the module's current parameters."""
 
 
 class DistributedStrategy(ABC):
-    """A module and its optimizer, ready to be trained by all processes."""
+    """A module and its optimizer, prepared for all processes."""
 
     module: nn.Module
     optimizer: Any
@@ -31,19 +31,21 @@ class DistributedStrategy(ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[object]:
-        """Gradients of what is in this block stay with their process, to be added to those that follow."""
+        """Context in which gradients are accumulated without being exchanged."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Shorten the gradient; its norm before."""
+        """Clip the gradient; returns its norm before."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's state, complete on the main process. All processes must call it."""
+        """The module's unsharded state on the main process. All processes must call it."""
 
 
-def create_strategy(accelerator: "Accelerator", module: nn.Module, make_optimizer: OptimizerFactory) -> DistributedStrategy:
-    """Spread a module as the launcher says: copies, or shards (FSDP)."""
+def create_strategy(
+    accelerator: "Accelerator", module: nn.Module, make_optimizer: OptimizerFactory
+) -> DistributedStrategy:
+    """The strategy that the launcher asks for."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         return _CPUShardedStrategy(accelerator, module, make_optimizer)
@@ -51,11 +53,13 @@ def create_strategy(accelerator: "Accelerator", module: nn.Module, make_optimize
 
 
 class _AccelerateStrategy(DistributedStrategy):
-    """One process, copies that exchange gradients, or shards on GPUs."""
+    """A single process, DDP, or FSDP on GPUs."""
 
-    def __init__(self, accelerator: "Accelerator", module: nn.Module, build: OptimizerFactory, sharded: bool) -> None:
+    def __init__(
+        self, accelerator: "Accelerator", module: nn.Module, make_optimizer: OptimizerFactory, sharded: bool
+    ) -> None:
         self._accelerator, self.sharded = accelerator, sharded
-        self.module, self.optimizer = accelerator.prepare(module, build())
+        self.module, self.optimizer = accelerator.prepare(module, make_optimizer())
 
     def no_sync(self) -> AbstractContextManager[object]:
         out: AbstractContextManager[object] = self._accelerator.no_sync(self.module)
@@ -70,16 +74,16 @@ class _AccelerateStrategy(DistributedStrategy):
 
 
 class _CPUShardedStrategy(DistributedStrategy):
-    """Shards on processes without GPUs, which accelerate's own FSDP leaves out."""
+    """FSDP on processes without GPUs, which accelerate does not support."""
 
     sharded = True
 
-    def __init__(self, accelerator: "Accelerator", module: nn.Module, build: OptimizerFactory) -> None:
-        # On processors nothing is gained by freeing the whole weights between forward and backward.
+    def __init__(self, accelerator: "Accelerator", module: nn.Module, make_optimizer: OptimizerFactory) -> None:
+        # On CPUs nothing is gained by freeing the gathered weights between forward and backward.
         mesh = init_device_mesh("cpu", (accelerator.num_processes,))
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         self.module = module
-        self.optimizer = accelerator.prepare(build())
+        self.optimizer = accelerator.prepare(make_optimizer())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -94,9 +98,8 @@ class _CPUShardedStrategy(DistributedStrategy):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return {
-            k: v for k, v in get_model_state_dict(self.module, options=options).items() if isinstance(v, torch.Tensor)
-        }
+        state = get_model_state_dict(self.module, options=options)
+        return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""A moving average of weights."""
+"""Exponential moving average of weights."""
 
 import torch
 from torch import nn
 
 
 class ExponentialMovingAverage:
-    """Exponential moving average of the parameters that are trained; early on its decay is smaller, so that it forgets
-    the beginning.
+    """Moving average of a module's trainable parameters.
+
+    The decay of step `n` is at most `(1 + n) / (10 + n)`, so that the initial weights are soon forgotten.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -15,18 +16,18 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after step number `step`, counted from 1."""
+        """Add the weights after step number `step`, counted from 1."""
         decay = min(self._decay, (1 + step) / (10 + step))
         for name, parameter in _trainable_parameters(self._module).items():
             self.values[name].lerp_(parameter.detach(), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the average with the weights; done twice it changes nothing."""
+        """Exchange the average and the module's weights."""
         for name, parameter in _trainable_parameters(self._module).items():
-            held = parameter.detach().clone()
+            weight = parameter.detach().clone()
             parameter.copy_(self.values[name])
-            self.values[name].copy_(held)
+            self.values[name].copy_(weight)
 
 
 def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""From settings to everything a training needs: data checked against the target, the recipe, its beginning."""
+"""Preparation of a training: data checked against the target, the recipe, its initial weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import TargetCard
+from foretell.train.data.batch_schedule import BatchingConfig, BatchSchedule, ChunkTable, split_documents
 from foretell.train.data.dataset import Dataset
-from foretell.train.data.features import CachedFeatures, FeatureSource, HiddenStateCache, StreamedFeatures
-from foretell.train.data.batch_schedule import BatchingConfig, ChunkTable, BatchSchedule, split_documents
+from foretell.train.data.features import CachedFeatures, FeatureSource, StreamedFeatures
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 from foretell.train.loop.measure import held_out_prompts
 from foretell.train.loop.settings import DRAFT_VOCAB, TrainingSettings
 from foretell.train.recipe import RECIPES
@@ -31,7 +32,7 @@ FEATURE_MODES = ("auto", "cache", "stream")
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A training about to begin."""
+    """Everything that a training needs, loaded and checked."""
 
     settings: TrainingSettings
     model: Model
@@ -39,30 +40,31 @@ class TrainingJob:
     setup: RecipeSetup
     recipe: Recipe
     measured_recipe: Recipe
-    """The same again, plain: what is measured and saved, however the first one is wrapped."""
+    """A second instance of `recipe`, not wrapped for distributed training; its weights are measured and saved."""
     schedule: BatchSchedule
     num_steps: int
     prompts: Sequence[Sequence[int]]
+    """Held-out prompts to measure on."""
     init_folder: Path | None
-    """Where the speculator lies that it begins from."""
+    """Folder of the speculator whose weights training starts from."""
 
     @property
     def fingerprint(self) -> str:
-        """The target's."""
+        """Fingerprint of the target."""
         return self.setup.card.fingerprint
 
     @property
     def num_documents(self) -> int:
-        """Texts that are trained on."""
-        p = self.schedule.chunks
-        return len(np.unique(np.stack([p.dataset, p.document]), axis=1).T)
+        """Documents that are trained on."""
+        chunks = self.schedule.chunks
+        return len(np.unique(np.stack([chunks.dataset, chunks.document]), axis=1).T)
 
 
 def find_recipe(settings: TrainingSettings) -> type[Recipe]:
-    """What can be refused before anything is read; the recipe.
+    """The recipe of the settings, after a check of all their names.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: an unknown name.
     """
     for what, name, known in (
         ("precision", settings.precision, PRECISIONS),
@@ -77,39 +79,49 @@ def find_recipe(settings: TrainingSettings) -> type[Recipe]:
 
 
 def prepare(settings: TrainingSettings, model: Model, recipe: type[Recipe]) -> TrainingJob:
-    """Read the data and build the recipe.
+    """Load the data and build the recipe.
 
     Raises:
-        ValueError: data of another tokenizer or too little of it, options that the recipe does not have, a beginning
-            that does not fit.
+        ValueError: data of another tokenizer, too little data, unknown options of the recipe, or initial weights that
+            do not fit.
     """
     if settings.sequence > model.config.context:
         raise ValueError(f"--sequence {settings.sequence}: {model.name} reads at most {model.config.context} tokens")
-    data = tuple(Dataset.open(Path(p.folder)) for p in settings.data)
-    for one in data:
-        check_data(one, model)
+    data = tuple(Dataset.open(Path(d.folder)) for d in settings.data)
+    for dataset in data:
+        check_data(dataset, model)
     fingerprint = model.source.fingerprint()
-    splits = [one.split(held) for one, held in zip(data, _held_out(data, settings.measure_prompts), strict=True)]
-    rows = split_documents(data, [train for train, _ in splits], settings.sequence)
-    order = BatchingConfig(settings.seed, settings.batch_tokens, settings.accumulate, tuple(p.weight for p in settings.data))
-    if int(rows.length.sum()) < settings.batch_tokens:
+    held_out = _held_out(data, settings.measure_prompts)
+    splits = [dataset.split(count) for dataset, count in zip(data, held_out, strict=True)]
+    chunks = split_documents(data, [train for train, _ in splits], settings.sequence)
+    num_tokens = int(chunks.length.sum())
+    if num_tokens < settings.batch_tokens:
         raise ValueError(
-            f"too little data: {len(rows)} texts with {int(rows.length.sum())} tokens beside those held back for "
-            f"measuring, "
-            f"and a batch takes {settings.batch_tokens}; make more with foretell data generate, or lower --batch-tokens"
+            f"too little data: {len(chunks)} chunks with {num_tokens} tokens beside the documents held out for "
+            f"measuring, and a batch takes {settings.batch_tokens}; make more with foretell data generate, or lower "
+            f"--batch-tokens"
         )
-    schedule = BatchSchedule(rows, order)
-    held = [one[i] for one, (_, out) in zip(data, splits, strict=True) for i in out]
-    origin = _init_folder(settings, fingerprint)
-    setup = _setup(settings, model, fingerprint, data, rows, origin)
-    ours, shadow = _build_recipe(recipe, setup, origin), _build_recipe(recipe, setup, origin)
-    steps = settings.steps or schedule.num_steps(settings.epochs)
-    prompts = held_out_prompts(held, settings.measure_prompts)
-    return TrainingJob(settings, model, data, setup, ours, shadow, schedule, steps, prompts, origin)
+    weights = tuple(d.weight for d in settings.data)
+    schedule = BatchSchedule(chunks, BatchingConfig(settings.seed, settings.batch_tokens, settings.accumulate, weights))
+    documents = [dataset[i] for dataset, (_, held) in zip(data, splits, strict=True) for i in held]
+    init_folder = _init_folder(settings, fingerprint)
+    setup = _setup(settings, model, fingerprint, data, chunks, init_folder)
+    return TrainingJob(
+        settings=settings,
+        model=model,
+        data=data,
+        setup=setup,
+        recipe=_build_recipe(recipe, setup, init_folder),
+        measured_recipe=_build_recipe(recipe, setup, init_folder),
+        schedule=schedule,
+        num_steps=settings.steps or schedule.num_steps(settings.epochs),
+        prompts=held_out_prompts(documents, settings.measure_prompts),
+        init_folder=init_folder,
+    )
 
 
 def _init_folder(settings: TrainingSettings, fingerprint: str) -> Path | None:
-    """The folder that was named, or that of the installed speculator of a kind for this target."""
+    """The folder given by `--from`, or that of the installed speculator of the given kind for this target."""
     name = settings.init_from
     if not name:
         return None
@@ -125,7 +137,7 @@ def _init_folder(settings: TrainingSettings, fingerprint: str) -> Path | None:
     return found
 
 
-def _build_recipe(recipe: type[Recipe], setup: RecipeSetup, origin: Path | None) -> Recipe:
+def _build_recipe(recipe: type[Recipe], setup: RecipeSetup, init_folder: Path | None) -> Recipe:
     try:
         built = recipe.build(setup)
     except RuntimeError as error:
@@ -133,73 +145,84 @@ def _build_recipe(recipe: type[Recipe], setup: RecipeSetup, origin: Path | None)
             raise
         sizes = " ".join(f"--set {key}={value}" for key, value in setup.options.items())
         raise ValueError(f"{recipe.name} {sizes}: not enough memory for its weights; ask for smaller sizes") from error
-    if origin is not None:
-        load_initial_weights(built, origin, setup)
+    if init_folder is not None:
+        load_initial_weights(built, init_folder, setup)
     return built
 
 
 def _held_out(data: Sequence[Dataset], prompts: int) -> list[int]:
-    """Texts that each set holds back: all prompts come from answers where there are any."""
-    asked = [d.manifest.kind != "text" for d in data]
-    first = asked.index(True) if any(asked) else 0
+    """Documents that each data set holds out: all from the first set with answers, or from the first one."""
+    with_answers = [d.manifest.kind != "text" for d in data]
+    first = with_answers.index(True) if any(with_answers) else 0
     return [prompts if i == first else 0 for i in range(len(data))]
 
 
 def check_data(data: Dataset, model: Model) -> None:
-    """Check that a data set is of the model's tokens and words.
+    """Check that a data set fits the target.
 
     Raises:
-        ValueError: it is not.
+        ValueError: its tokens are of another tokenizer, or another model wrote its answers.
     """
-    known = data.manifest
-    if known.tokenizer != tokenizer_of(model.codec) or known.vocab != model.config.vocab:
+    manifest = data.manifest
+    if manifest.tokenizer != tokenizer_of(model.codec) or manifest.vocab != model.config.vocab:
         raise ValueError(
-            f"{data.folder}: its tokens are of another tokenizer ({known.model}, {known.vocab} tokens) than that of "
-            f"{model.name} ({model.config.vocab} tokens); make a set with foretell data generate --model {model.name}"
+            f"{data.folder}: its tokens are of another tokenizer ({manifest.model}, {manifest.vocab} tokens) than "
+            f"that of {model.name} ({model.config.vocab} tokens); make a set with foretell data generate --model {model.name}"
         )
-    if known.fingerprint and known.fingerprint != model.source.fingerprint():
+    if manifest.fingerprint and manifest.fingerprint != model.source.fingerprint():
         raise ValueError(
-            f"{data.folder}: {known.model} (fingerprint {known.fingerprint}) wrote these answers, and the target is "
-            f"{model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model "
+            f"{data.folder}: {manifest.model} (fingerprint {manifest.fingerprint}) wrote these answers, and "
+            f"the target is {model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model "
             f"{model.name}"
         )
 
 
 def _setup(
-    settings: TrainingSettings, model: Model, fingerprint: str, data: Sequence[Dataset], rows: ChunkTable, origin: Path | None
+    settings: TrainingSettings,
+    model: Model,
+    fingerprint: str,
+    data: Sequence[Dataset],
+    chunks: ChunkTable,
+    init_folder: Path | None,
 ) -> RecipeSetup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    ends = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
+    embedding_and_head = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
-    if origin is not None and settings.draft_vocab is None:
-        kept = load_own(origin, ends).token_of
+    if init_folder is not None and settings.draft_vocab is None:
+        draft_tokens = load_own(init_folder, embedding_and_head).token_of
     else:
-        kept = most_frequent_tokens(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
-    return RecipeSetup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec, model.network)
+        count = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
+        draft_tokens = most_frequent_tokens(data, chunks, c.vocab, count)
+    return RecipeSetup(
+        card, c, embedding_and_head, model.source, draft_tokens, settings.seed, settings.options, model.codec,
+        model.network,
+    )  # fmt: skip
 
 
 def dtype_of(settings: TrainingSettings) -> torch.dtype:
-    """What the target is read in."""
+    """Dtype of the target's weights and hidden states."""
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
-def most_frequent_tokens(data: Sequence[Dataset], rows: ChunkTable, vocab: int, count: int) -> Int[torch.Tensor, " n"] | None:
-    """The tokens that the answers to train on hold most often, ascending; None for all of them."""
+def most_frequent_tokens(
+    data: Sequence[Dataset], chunks: ChunkTable, vocab: int, count: int
+) -> Int[torch.Tensor, " n"] | None:
+    """The `count` most frequent tokens of the answers to train on, ascending; None: all tokens."""
     if not 0 < count < vocab:
         return None
-    seen = np.zeros(vocab, np.int64)
-    for s, d in {(int(s), int(d)) for s, d in zip(rows.dataset, rows.document, strict=True)}:
-        text = data[s][d]
-        seen += np.bincount(text.tokens[text.start :], minlength=vocab)
-    return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
+    occurrences = np.zeros(vocab, np.int64)
+    for dataset, index in {(int(s), int(d)) for s, d in zip(chunks.dataset, chunks.document, strict=True)}:
+        document = data[dataset][index]
+        occurrences += np.bincount(document.tokens[document.start :], minlength=vocab)
+    return torch.from_numpy(np.sort(np.argsort(-occurrences, kind="stable")[:count]))
 
 
 def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> None:
-    """Take the weights of a trained speculator; its tokens are those of the recipe then.
+    """Load the weights of a trained speculator into a recipe; the tokens it drafts stay those of the recipe.
 
     Raises:
-        ValueError: it is of another kind, for another target, has other sizes, or an output matrix for other tokens.
+        ValueError: the speculator has another kind, target or size, or an output matrix for other tokens.
     """
     found = load_own(folder, setup.embedding_and_head)
     if found.kind != recipe.network.kind:
@@ -218,17 +241,17 @@ def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> No
             f"--from {folder}: it reads layers {list(before)} of the target, and {list(now)} with these settings; "
             "give the --set it was trained with"
         )
-    mine, given = recipe.network.state_dict(), recipe.network.widened(found)
+    own, given = recipe.network.state_dict(), recipe.network.widened(found)
     if found.head is None:
-        # Whatever tokens it drafts, their rows are the target's.
-        given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in mine.items() if n == "token_of"}
+        # Its output matrix is rows of the target's, whichever tokens it drafts.
+        given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in own.items() if n == "token_of"}
     elif not _equal(found.token_of, recipe.network.token_of):
         raise ValueError(
             f"--from {folder}: it has an output matrix of its own, for {len(found.head):,} tokens; leave --draft-vocab "
-            f"away to go on with these"
+            f"away to keep these"
         )
-    for name in sorted(set(mine) | set(given)):
-        shapes = [list(s[name].shape) if name in s else "missing" for s in (given, mine)]
+    for name in sorted(set(own) | set(given)):
+        shapes = [list(s[name].shape) if name in s else "missing" for s in (given, own)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"--from {folder}: its {name} is {shapes[0]}, and {shapes[1]} with these settings; give the --set it "
@@ -237,32 +260,32 @@ def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> No
     recipe.network.load_state_dict(given)
 
 
-def _equal(some: torch.Tensor | None, others: torch.Tensor | None) -> bool:
-    return some is others if some is None or others is None else torch.equal(some, others)
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def feature_source(task: TrainingJob) -> FeatureSource:
-    """Where the target's states come from: files beside the data where `--features` and `--cache-gib` have room.
+def feature_source(job: TrainingJob) -> FeatureSource:
+    """The source of the target's hidden states: cached beside the data as far as `--features` and `--cache-gib` allow.
 
     Raises:
-        ValueError: `--features cache` was asked for, and they do not fit.
+        ValueError: `--features cache` was given, and the states do not fit into `--cache-gib`.
     """
-    settings, hidden_layers = task.settings, tuple(task.recipe.hidden_layers)
-    streamed = StreamedFeatures(lambda: task.setup.decoder, hidden_layers)
+    settings, hidden_layers = job.settings, tuple(job.recipe.hidden_layers)
+    streamed = StreamedFeatures(lambda: job.setup.decoder, hidden_layers)
     if settings.features == "stream" or not hidden_layers:
         return streamed
-    hidden = task.model.config.hidden
-    need = sum(d.num_tokens for d in task.data) * hidden * 2 * len(hidden_layers)
-    room = int(settings.cache_gib * 2**30)
-    if settings.features == "cache" and need > room:
+    hidden, num_tokens = job.model.config.hidden, sum(d.num_tokens for d in job.data)
+    # Two bytes per bfloat16 number.
+    size, max_size = num_tokens * hidden * 2 * len(hidden_layers), int(settings.cache_gib * 2**30)
+    if settings.features == "cache" and size > max_size:
         raise ValueError(
-            f"--features cache: the states of this data take {need / 2**30:.1f} GiB, more than --cache-gib "
-            f"{settings.cache_gib:g}; "
-            "raise it, or leave --features away and what fits is kept"
+            f"--features cache: the states of this data take {size / 2**30:.1f} GiB, more than --cache-gib "
+            f"{settings.cache_gib:g}; raise it, or leave --features away and what fits is kept"
         )
-    shelves = []
-    for one in task.data:
-        lengths = [len(document.tokens) for document in one]
-        share = int(room * one.num_tokens / sum(d.num_tokens for d in task.data))
-        shelves.append(HiddenStateCache(one.folder / "features", task.fingerprint, hidden_layers, lengths, hidden, share))
-    return CachedFeatures(streamed, shelves, task.model.config, task.setup.embedding_and_head.embedding.dtype)
+    caches = []
+    for dataset in job.data:
+        lengths = [len(document.tokens) for document in dataset]
+        share = int(max_size * dataset.num_tokens / num_tokens)
+        folder = dataset.folder / "features"
+        caches.append(HiddenStateCache(folder, job.fingerprint, hidden_layers, lengths, hidden, share))
+    return CachedFeatures(streamed, caches, job.model.config, job.setup.embedding_and_head.embedding.dtype)

@@ -1,4 +1,4 @@
-"""Where EAGLE's layers begin: near the target's own last block, saying what the target's head said last."""
+"""Initial weights of EAGLE's layers, taken from the target's last blocks."""
 
 import torch
 from torch import nn
@@ -8,18 +8,20 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import FusingLayer, Layer
 
 OUTPUT_SCALE = 0.2
-"""What matrices that write to the residual stream are scaled by, so that the identity dominates at first."""
+"""Scale of matrices that write to the residual stream, so that the identity dominates at first."""
+NOISE_SCALE = 0.02
+"""Standard deviation of randomly initialised weights."""
 
 
 @torch.no_grad()
 def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
-    """Give a fresh network its first weights: small noise, the identity where features pass, and blocks of the target
-    where the sizes agree.
+    """Initialise a network: small noise, the identity for the last hidden state, and the target's blocks where sizes
+    agree.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if isinstance(module, nn.Linear):
-            module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
+            module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * NOISE_SCALE)
             if module.bias is not None:
                 module.bias.zero_()
     init_fc_identity(network)
@@ -33,17 +35,17 @@ def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) 
 
 
 def init_fc_identity(network: EagleNetwork) -> None:
-    """Let the last tapped state be the feature."""
+    """Add the identity for the last hidden state to the layer that fuses hidden states."""
     assert isinstance(network, Eagle1 | Eagle3)
     d = network.card.hidden
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
 def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
-    """Take over a block of the target, as far as it is dense and has the same sizes."""
+    """Copy a block of the target, as far as it is dense and sizes agree."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
-        # What reads a token's embedding (EAGLE-3's first half of the inputs) stays noise: the block knew only states.
+        # Columns for the token's embedding (EAGLE-3's first half of the inputs) stay noise: the block reads states only.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
         attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)
         norm = layer.hidden_norm if isinstance(layer, FusingLayer) else layer.input_layernorm
@@ -56,7 +58,7 @@ def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
 
 
 def init_output_norm(network: Eagle3, decoder: Decoder) -> None:
-    """Norm the output as the target does; a state that its head has seen was scaled by that norm already."""
+    """Set the output norm to the target's final norm, or to its mean scale where the last state is normed."""
     weight = decoder.norm.weight
-    seen = network.hidden_layers[-1] == network.card.layers + 1
-    network.norm.weight.copy_(weight.square().mean().sqrt() if seen else weight)
+    normed = network.hidden_layers[-1] == network.card.layers + 1
+    network.norm.weight.copy_(weight.square().mean().sqrt() if normed else weight)

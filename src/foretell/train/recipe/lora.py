@@ -1,6 +1,4 @@
-"""A target that learns together with its heads: low-rank changes to its matrices, which can be added to them
-afterwards.
-"""
+"""LoRA adapters of the target (Hu et al., arXiv 2106.09685), trained together with heads and merged afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +15,12 @@ from foretell.model.training.full_forward import full_forward
 from foretell.speculator.network.base import Candidates
 from foretell.speculator.network.heads import HeadsNetwork
 
+_SCALE = 2
+"""Scale of the low-rank product (`alpha / rank` in the paper)."""
+
 
 class LoRAUpdate(nn.Module):
-    """`weight x + 2 up down x` (LoRA, Hu et al., arXiv 2106.09685); `up` starts at zero, so nothing changes at
-    first.
-    """
+    """The low-rank update of a linear layer, `2 * up @ down`; `up` is initially zero."""
 
     def __init__(self, linear: Linear, rank: int) -> None:
         super().__init__()
@@ -31,17 +30,18 @@ class LoRAUpdate(nn.Module):
 
     @property
     def weight_delta(self) -> Float[torch.Tensor, "o i"]:
-        """What is to be added to the weight."""
-        return 2 * self.up @ self.down
+        """The update of the weight matrix."""
+        return _SCALE * self.up @ self.down
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
-        """The change's part of the output."""
-        return 2 * F.linear(F.linear(x, self.down), self.up)
+        """The update's part of the output."""
+        return _SCALE * F.linear(F.linear(x, self.down), self.up)
 
 
 class HeadsWithLoRA(nn.Module):
-    """Heads and the changes to their target, which is itself no part of the module: what is trained, averaged and
-    checkpointed stays small.
+    """Heads and LoRA adapters of their target.
+
+    The target itself is not a submodule, so that it is neither optimised nor checkpointed.
     """
 
     def __init__(self, network: HeadsNetwork, decoder: Decoder, rank: int) -> None:
@@ -55,32 +55,32 @@ class HeadsWithLoRA(nn.Module):
         token: Int[torch.Tensor, "b s"],
         h: Float[torch.Tensor, "b s d"],
         row: Int[torch.Tensor, " n"],
-        place: Int[torch.Tensor, " n"],
-        few: Int[torch.Tensor, " m"],
-        joint: bool,
-        among: Candidates | None = None,
+        position: Int[torch.Tensor, " n"],
+        subset: Int[torch.Tensor, " m"],
+        train_target: bool,
+        candidates: Candidates | None = None,
     ) -> tuple[Float[torch.Tensor, "n k w"], Float[torch.Tensor, "_ v"]]:
-        """Logits of the heads at some positions (over candidates, if these are given), and the tuned target's own at a
-        `few` of these.
+        """Logits of the heads at positions (over the draft vocabulary or candidates), and of the target at a `subset`.
 
-        Not `joint`: from `h`, the states of the target as it was, and none of its own.
+        Without `train_target`, the heads read `h`, the states of the original target, and there are no logits of the
+        target.
         """
-        if not joint:
-            # Processes that train together expect every parameter to take part.
-            idle = sum(p.sum() for p in self.adapters.parameters()) * 0
-            return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.card.vocab)
+        if not train_target:
+            # Distributed training expects every parameter to take part.
+            zero = sum(p.sum() for p in self.adapters.parameters()) * 0
+            return self.network(h[row, position], candidates) + zero, h.new_zeros(0, self.network.card.vocab)
         decoder = self._decoder[0]
         with self._apply_adapters(decoder):
             x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
-        states = decoder.final(x[row, place])
-        return self.network(states, among), decoder.logits(states[few])
+        states = decoder.final(x[row, position])
+        return self.network(states, candidates), decoder.logits(states[subset])
 
     @contextmanager
     def _apply_adapters(self, decoder: Decoder) -> Iterator[None]:
-        """The decoder computes with the changes for the length of a block; others share it."""
+        """Context in which the shared decoder computes with the adapters."""
         hooks = [
-            linear.register_forward_hook(partial(_add_adapter_output, change))
-            for linear, change in zip(_adapted_linears(decoder), self.adapters, strict=True)
+            linear.register_forward_hook(partial(_add_adapter_output, adapter))
+            for linear, adapter in zip(_adapted_linears(decoder), self.adapters, strict=True)
         ]
         try:
             yield
@@ -90,25 +90,27 @@ class HeadsWithLoRA(nn.Module):
 
     @torch.no_grad()
     def merge(self, decoder: Decoder) -> Decoder:
-        """Another decoder of the same weights, changed for good."""
-        for change, linear in zip(self.adapters, _adapted_linears(decoder), strict=True):
-            assert isinstance(change, LoRAUpdate)
-            linear.weight.data = (linear.weight.float() + change.weight_delta.to(linear.weight.device)).to(
+        """Add the adapters to the weights of a copy of the decoder."""
+        for adapter, linear in zip(self.adapters, _adapted_linears(decoder), strict=True):
+            assert isinstance(adapter, LoRAUpdate)
+            linear.weight.data = (linear.weight.float() + adapter.weight_delta.to(linear.weight.device)).to(
                 linear.weight.dtype
             )
         return decoder
 
 
-def _add_adapter_output(change: nn.Module, linear: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """A forward hook: the layer's output and its change's part."""
-    out: torch.Tensor = output + change(inputs[0])
+def _add_adapter_output(
+    adapter: nn.Module, linear: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
+) -> torch.Tensor:
+    """Forward hook: the layer's output plus that of its adapter."""
+    out: torch.Tensor = output + adapter(inputs[0])
     return out
 
 
 def _adapted_linears(decoder: Decoder) -> Iterator[Linear]:
-    """Every matrix of the blocks."""
+    """All linear layers of the blocks."""
     for block in decoder.blocks:
         assert isinstance(block, DecoderBlock)
         if not isinstance(block.mlp, FeedForward):
-            raise ValueError("a target with experts cannot be tuned here; train its heads alone")
+            raise ValueError("a mixture-of-experts target cannot be tuned; train its heads alone")
         yield from (block.qkv, block.output, block.mlp.gate_up, block.mlp.down)

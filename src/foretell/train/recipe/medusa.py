@@ -1,4 +1,4 @@
-"""Medusa's heads, on a frozen target (Medusa-1) or together with it (Medusa-2)."""
+"""Medusa's heads, on a frozen target (Medusa-1) or trained together with it (Medusa-2)."""
 
 from typing import Self
 
@@ -13,22 +13,20 @@ from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
 class MedusaOptions(HeadsOptions):
-    """What `--set` may say."""
+    """Options of `--set`."""
 
     blocks: int = Field(1, ge=1, le=MAX_COUNT)
     """Residual blocks per head."""
     own_head: bool = False
-    """Every head trains an output matrix of its own: large, and better on large models."""
+    """Every head trains its own output matrix: large, and better on large models."""
     decay: float = Field(0.8, gt=0, le=1)
-    """Weight of a head's loss relative to that of the head before."""
+    """Weight of a head's loss relative to that of the previous head."""
     heads_weight: float = Field(0.2, gt=0)
-    """Of the heads' loss beside the target's own, where that is tuned."""
+    """Weight of the heads' loss relative to the target's own, where the target is tuned."""
 
 
 class MedusaRecipe(HeadsRecipe):
-    """The sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774,
-    2.2.1).
-    """
+    """Sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774, 2.2.1)."""
 
     name = "medusa"
 
@@ -39,7 +37,7 @@ class MedusaRecipe(HeadsRecipe):
 
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
-        """Heads that say what the target's own head says."""
+        """Build heads that initially predict what the target's own head predicts."""
         o = setup.parse_options(MedusaOptions)
         config = MedusaConfig(
             target=setup.card,
@@ -56,6 +54,8 @@ class MedusaRecipe(HeadsRecipe):
         """The weighted sum."""
         return (losses * self._weights.to(losses)).sum()
 
-    def combine_with_target(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
-        """The target's loss and a part of the heads' (2.2.2)."""
-        return language + self._heads_weight * heads
+    def combine_with_target(
+        self, heads: Float[torch.Tensor, ""], target: Float[torch.Tensor, ""]
+    ) -> Float[torch.Tensor, ""]:
+        """The target's loss plus the weighted heads' loss (section 2.2.2)."""
+        return target + self._heads_weight * heads
