@@ -1,4 +1,4 @@
-"""Which pieces a step sees: all that is to be learned, once an epoch, and the same ones whenever it is asked."""
+"""Batch schedule: an epoch shows all tokens to learn once, and a step always has the same batches."""
 
 from collections import Counter
 from itertools import pairwise

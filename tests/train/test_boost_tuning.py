@@ -1,4 +1,4 @@
-"""Boost-tuning from the command line: a second draft for what the first one misses, and both drafting together."""
+"""Boost-tuning on the command line: a second draft model for the tokens that the first one misses."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Losses over candidates instead of the whole vocabulary stand for the whole on average, and cost nothing in what is
-learned.
-"""
+"""Sampled softmax: the choice of candidates, and that the sum over the vocabulary is unbiased."""
 
 import pytest
 import torch

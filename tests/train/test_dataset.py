@@ -1,4 +1,4 @@
-"""Training sets: what is made is what the model says, and a kill at any moment loses nothing that was finished."""
+"""Data sets: their generation, and that an interruption loses no finished document."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ from foretell.utils.store import HEADER, LINES
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
-"""Letters that end a turn: a random model would hardly ever write a single one."""
+"""Several letters end a turn, because a random model would rarely write a single one."""
 MANIFEST = DatasetManifest(
     model="tiny",
     fingerprint="f",
@@ -112,9 +112,7 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
 
 
 def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:
-    """What a training finds is what it would have read, also after a kill; texts without states are known to have
-    none.
-    """
+    """Recorded states are those that training would compute, also after an interruption; others are not in the cache."""
     hidden_layers, folder = (1, 3), tmp_path / "set"
     fill(model, folder, 90, steps=40, hidden_layers=hidden_layers)
     fill(model, folder, 60)  # without them
@@ -131,7 +129,7 @@ def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path)
 
 
 def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "SHARD", 3)
+    monkeypatch.setattr(dataset, "DOCUMENTS_PER_SHARD", 3)
     records = [DocumentRecord(number=n, tokens=list(range(n + 2)), start=1, greedy=n % 2 == 0) for n in range(7)]
     with DatasetWriter(tmp_path, MANIFEST) as collection:
         for record in [*records, DocumentRecord(number=50, tokens=[], start=0)]:
@@ -147,7 +145,7 @@ def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_kill_between_shard_and_journal_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "SHARD", 2)
+    monkeypatch.setattr(dataset, "DOCUMENTS_PER_SHARD", 2)
     with DatasetWriter(tmp_path, MANIFEST) as collection:
         collection.add(DocumentRecord(number=0, tokens=[1, 2], start=1))
         journal = (tmp_path / LINES).read_text()
@@ -244,7 +242,7 @@ SHARD_DAMAGES: dict[str, dict[str, np.ndarray | None]] = {
     "'end' is missing or not a list of integers": {"end": np.array([3.0, 6.0])},
     "'tokens' is missing or not a list": {"tokens": np.zeros((2, 3), np.int32)},
     "differ in length": {"number": np.array([0])},
-    "do not make up its tokens": {"end": np.array([3, 7])},
+    "do not add up to its tokens": {"end": np.array([3, 7])},
     "start is out of range": {"start": np.array([1, 4])},
     "a token or a": {"tokens": np.array([1, 2, -3, 1, 2, 3], np.int32)},
     "holds token 26, and its model has 26": {"tokens": np.array([1, 2, 26, 1, 2, 3], np.int32)},

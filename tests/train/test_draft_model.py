@@ -1,6 +1,4 @@
-"""Distilled draft models: what they are cut from, what counts in their loss, and that they can learn a tiny set by
-heart.
-"""
+"""Distilled draft models: initial weights, positions of the loss, and overfitting of a small data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

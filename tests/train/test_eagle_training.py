@@ -1,4 +1,4 @@
-"""EAGLE's layers learn: their losses, where they begin, and a tiny set to near-perfect acceptance."""
+"""Training of EAGLE's layers: losses, initial weights, and overfitting of a small data set."""
 
 from dataclasses import replace
 

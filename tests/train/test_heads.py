@@ -1,4 +1,4 @@
-"""Training heads: what each is to guess, what it is told, the tree it earns, and that all of it together works."""
+"""Training of heads: labels, losses, the tree of best paths, and overfitting of a small data set."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +23,14 @@ from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states
-from foretell.train.objective.heads import cross_entropies, head_labels, label_ranks, loss_weights, soft_cross_entropies
+from foretell.train.objective.heads import (
+    HeadLabels,
+    cross_entropies,
+    head_labels,
+    label_ranks,
+    loss_weights,
+    soft_cross_entropies,
+)
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.heads import HeadsRecipe
@@ -56,15 +63,15 @@ def test_every_head_is_told_the_token_that_it_can_first_guess() -> None:
 
 def test_a_draw_of_positions_is_a_part_of_them() -> None:
     token, answer = torch.randint(0, 9, (3, 20)), torch.rand(3, 20) < 0.6
-    everything = {(int(r), int(p)) for r, p in zip(*_places(head_labels(token, answer, 2)), strict=True)}
+    everything = {(int(r), int(p)) for r, p in zip(*_positions(head_labels(token, answer, 2)), strict=True)}
     drawn = head_labels(token, answer, 2, max_positions=7)
-    some = {(int(r), int(p)) for r, p in zip(*_places(drawn), strict=True)}
+    some = {(int(r), int(p)) for r, p in zip(*_positions(drawn), strict=True)}
     assert len(some) == len(drawn.row) == 7
     assert some < everything
 
 
-def _places(found: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return found.row, found.place  # type: ignore[attr-defined]
+def _positions(labels: HeadLabels) -> tuple[torch.Tensor, torch.Tensor]:
+    return labels.row, labels.position
 
 
 def test_losses_are_means_over_what_is_known() -> None:

@@ -1,6 +1,4 @@
-"""Look-ahead embeddings learn: what is asked of which place, who gets gradients, and that training raises
-acceptance.
-"""
+"""Training of look-ahead embeddings: labels, gradients, and acceptance after overfitting a small data set."""
 
 from dataclasses import replace
 from functools import cache
@@ -166,5 +164,5 @@ def test_training_on_the_targets_own_answers_makes_nearly_every_guess_right() ->
 
 
 def test_it_needs_the_targets_checkpoint() -> None:
-    with pytest.raises(ValueError, match="not at hand"):
+    with pytest.raises(ValueError, match="there is no checkpoint"):
         recipe_of(source=None)

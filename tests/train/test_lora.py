@@ -1,6 +1,4 @@
-"""Heads and target trained together (Medusa-2, fine-tuned blockwise): changes start as none, add up, and leave a model
-that works with its heads.
-"""
+"""LoRA training of heads and target together: adapters are zero at first, can be merged, and fit the heads."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +133,7 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
-    with pytest.raises(ValueError, match="own decoder"):
+    with pytest.raises(ValueError, match="needs the target's checkpoint"):
         recipe_of("medusa", None, tune="self")
     odd = replace(WIDE, qk_norm=True)
     with pytest.raises(ValueError, match="Llama architecture"):

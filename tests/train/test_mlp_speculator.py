@@ -1,4 +1,4 @@
-"""The multi-stage MLP speculator learns: its losses, and a tiny set to near-perfect acceptance."""
+"""Training of the MLP speculator: losses, and overfitting of a small data set."""
 
 from dataclasses import replace
 
@@ -102,7 +102,7 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
         net.zero_grad()
 
 
-def test_the_cross_entropy_is_least_for_the_law_itself() -> None:
+def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
     distribution = torch.tensor([[0.7, 0.2, 0.1]])
     entropy = -(distribution * distribution.log()).sum()
     label = torch.tensor([0])

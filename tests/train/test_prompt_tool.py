@@ -1,4 +1,4 @@
-"""The tool that makes prompts from the texts of packages: every kind, no two alike, the same from the same seed."""
+"""tools/prompts.py: prompts of all kinds, distinct, and equal for equal seeds."""
 
 import re
 import subprocess

@@ -1,6 +1,4 @@
-"""A training holds its target once: what reads the hidden states, the recipe and the copy that is measured share one
-decoder.
-"""
+"""A training holds one copy of its target, shared by feature source, recipe and measurement."""
 
 from dataclasses import replace
 from pathlib import Path

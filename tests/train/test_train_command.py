@@ -1,4 +1,4 @@
-"""`foretell train` from the command line: what it writes, what it refuses, and two processes that learn as one."""
+"""`foretell train` on the command line: output files, errors, and training with two processes."""
 
 import csv
 import os

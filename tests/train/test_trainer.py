@@ -1,6 +1,4 @@
-"""The one loop: it learns, resumes as if nothing had happened, stops by what it measures, and never loses a good
-checkpoint.
-"""
+"""The trainer: loss and tokens per pass, resuming, early stopping, and checkpoints after failures."""
 
 import csv
 import errno

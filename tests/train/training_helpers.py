@@ -1,4 +1,4 @@
-"""Shared by the tests of training: a tiny target on disk, sets of its own answers, and commands as users give them."""
+"""Helpers of the training tests: a tiny target on disk, data sets of its answers, settings and trainers."""
 
 import os
 import tempfile

@@ -164,16 +164,17 @@ def check_data(data: Dataset, model: Model) -> None:
         ValueError: its tokens are of another tokenizer, or another model wrote its answers.
     """
     manifest = data.manifest
+    remedy = f"make a set with foretell data generate --model {model.name}"
     if manifest.tokenizer != tokenizer_of(model.codec) or manifest.vocab != model.config.vocab:
         raise ValueError(
-            f"{data.folder}: its tokens are of another tokenizer ({manifest.model}, {manifest.vocab} tokens) than "
-            f"that of {model.name} ({model.config.vocab} tokens); make a set with foretell data generate --model {model.name}"
+            f"{data.folder}: its tokens are of another tokenizer ({manifest.model}, {manifest.vocab} tokens) than that "
+            f"of {model.name} ({model.config.vocab} tokens); {remedy}"
         )
-    if manifest.fingerprint and manifest.fingerprint != model.source.fingerprint():
+    fingerprint = model.source.fingerprint()
+    if manifest.fingerprint and manifest.fingerprint != fingerprint:
         raise ValueError(
-            f"{data.folder}: {manifest.model} (fingerprint {manifest.fingerprint}) wrote these answers, and "
-            f"the target is {model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model "
-            f"{model.name}"
+            f"{data.folder}: {manifest.model} (fingerprint {manifest.fingerprint}) wrote these answers, and the target "
+            f"is {model.name} (fingerprint {fingerprint}); {remedy}"
         )
 
 

@@ -45,7 +45,7 @@ def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
     """Copy a block of the target, as far as it is dense and sizes agree."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
-        # Columns for the token's embedding (EAGLE-3's first half of the inputs) stay noise: the block reads states only.
+        # Columns for the token's embedding (first half of EAGLE-3's inputs) stay noise: the block reads states only.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
         attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)
         norm = layer.hidden_norm if isinstance(layer, FusingLayer) else layer.input_layernorm

@@ -53,8 +53,8 @@ class MLPSpeculatorRecipe(Recipe):
     """Cross-entropy summed over the stages with teacher forcing (Wertheimer et al., arXiv 2404.19124).
 
     The paper trains in two phases with 5 : 2 steps: long sequences of plain text in small batches; then short answers
-    of the target in large batches, from 10 % of the learning rate. Here these are two trainings, the second with `--from`.
-    The loss against the target's distributions (`soft`) is not in the paper.
+    of the target in large batches, from 10 % of the learning rate. Here these are two trainings, the second with
+    `--from`. The loss against the target's distributions (`soft`) is not in the paper.
     """
 
     name = "mlp_speculator"
