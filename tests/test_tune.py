@@ -21,7 +21,7 @@ from foretell.model.runner import DecoderRunner
 from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share, read_skip
 from foretell.shape import Chain
 from foretell.testing import TINY, tiny_decoder
-from foretell.tune.skip import Drafting, Sample, _replay, answers, count, tune_skip
+from foretell.tune.skip import DraftingOptions, GreedyAnswer, _count_rounds, count_passes, greedy_answers, tune_skip
 from helpers import VOCAB, random_tokens
 
 pytest.importorskip("optuna")
@@ -33,13 +33,13 @@ def model(seed: int = 0) -> Decoder:
     return tiny_decoder(CONFIG, seed)
 
 
-def samples() -> list[Sample]:
-    return answers(model(), [random_tokens(n, seed=n) for n in (5, 8)], 20)
+def samples() -> list[GreedyAnswer]:
+    return greedy_answers(model(), [random_tokens(n, seed=n) for n in (5, 8)], 20)
 
 
 def test_counts_are_those_of_a_real_run_where_confidence_plays_no_part() -> None:
     skip = Skip(attention=frozenset({1}), mlp=frozenset({2}))
-    found = count(model(), skip, samples(), Drafting(3, 0.0))
+    found = count_passes(model(), skip, samples(), DraftingOptions(3, 0.0))
     method = Method(DraftModel(DecoderRunner(model().skipping(skip))), Chain(3, draw=False), Match())
     engine = Engine(DecoderRunner(model()), method, rows=1)
     completions = engine.complete([Request(sample.prompt, max_new_tokens=20) for sample in samples()])
@@ -51,14 +51,14 @@ def test_counts_are_those_of_a_real_run_where_confidence_plays_no_part() -> None
 
 def test_rounds_end_with_an_unsure_token() -> None:
     answer, sure = np.arange(8), np.array([0.9, 0.4, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
-    counts = _replay(answer, np.array([0, 1, 7, 3, 4, 5, 6, 7]), sure, Drafting(4, 0.5))
+    counts = _count_rounds(answer, np.array([0, 1, 7, 3, 4, 5, 6, 7]), sure, DraftingOptions(4, 0.5))
     # Round 1 drafts 0, 1 (unsure) and gains 3 tokens; round 2 drafts 3..6 and gains 5.
     assert (counts.passes, counts.drafted, counts.tokens) == (2, 6, 8)
 
 
 def test_nothing_skipped_is_always_right_and_everything_skipped_still_decodes() -> None:
-    assert count(model(), Skip(), samples(), Drafting(4, 0.0)).passes == 8
-    none = count(model(), EVERYTHING, samples(), Drafting(4, 0.0))
+    assert count_passes(model(), Skip(), samples(), DraftingOptions(4, 0.0)).passes == 8
+    none = count_passes(model(), EVERYTHING, samples(), DraftingOptions(4, 0.0))
     assert none.tokens == 40 and none.passes > 8
 
 
@@ -80,7 +80,7 @@ def test_a_search_is_saved_resumed_and_deterministic(tmp_path: Path) -> None:
     whole = tune_skip(model(), "m", work, tmp_path / "whole.json", trials=14)
     tune_skip(model(), "m", work, tmp_path / "parts.json", trials=5)
     assert len(SkipFile.read(tmp_path / "parts.json", "m", 3).trials) == 5
-    parts = tune_skip(model(), "m", work, tmp_path / "parts.json", trials=14, told=told.append)
+    parts = tune_skip(model(), "m", work, tmp_path / "parts.json", trials=14, on_trial=told.append)
     assert len(told) == 9 and parts.trials[:5] == whole.trials[:5]
     assert len({t.skip for t in whole.trials[:6]}) == 6
     assert tune_skip(model(), "m", work, tmp_path / "again.json", trials=14) == whole
@@ -137,7 +137,7 @@ def test_missing_and_empty_searches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="before its first trial"):
         read_skip(tmp_path / "empty.json", "m", 3)
     with pytest.raises(ValueError, match="no prompts"):
-        answers(model(), [], 4)
+        greedy_answers(model(), [], 4)
 
 
 def tuned(prompts: Path, out: Path, *more: str) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Put a trained speculator into the package of its target: weights in few bits, card, course, and what it gains on
-questions that it never saw.
+"""Copy a trained speculator into the package of its target: quantised weights, card, curve and benchmark results.
 
 .venv/bin/python tools/ship.py TRAINED_DIR --name eagle3 --results RESULTS.json --competitor eagle3/bfloat16
 """
@@ -17,19 +16,19 @@ from foretell.speculator.checkpoint import CONFIG, WEIGHTS, load_own, save
 
 HEADING = "## Questions that it never saw"
 LIMIT = 40_000_000
-"""Bytes that all weights of a package may take."""
+"""Maximum bytes of all weights in a package."""
 PACKAGES = Path(__file__).parent.parent / "packages"
 
 
 def main(
     trained: Path,
     name: Annotated[str, typer.Option(help="Folder in the package.")],
-    results: Annotated[Path | None, typer.Option(help="What `foretell bench run` wrote.")] = None,
-    competitor: Annotated[str, typer.Option(help="Of the results.")] = "",
+    results: Annotated[Path | None, typer.Option(help="Results of `foretell bench run`.")] = None,
+    competitor: Annotated[str, typer.Option(help="Competitor in the results.")] = "",
     four_bits: Annotated[bool, typer.Option(help="Four bits a weight instead of eight.")] = False,
     model: str = "smollm2-135m",
 ) -> None:
-    """Copy, pack and describe."""
+    """Copy the speculator and complete its card."""
     project = PACKAGES / f"foretell-{model}"
     if not project.is_dir():
         raise SystemExit(f"{project}: no such package; make one as docs/shipped.md says")
@@ -40,7 +39,7 @@ def main(
     for file in ("README.md", "curve.csv", "curve.png"):
         shutil.copyfile(trained / file, folder / file)
     card = folder / "README.md"
-    # Where the folders of the training stood says nothing to readers.
+    # Absolute paths of the training machine mean nothing to readers.
     text = re.sub(r"(?<=\s)/\S+/(\w+)", r"\1", card.read_text()).split(HEADING)[0].rstrip() + "\n"
     card.write_text(text if results is None else text + "\n" + table(results, competitor))
     size = sum(f.stat().st_size for f in package.rglob(WEIGHTS))
@@ -50,7 +49,7 @@ def main(
 
 
 def table(results: Path, competitor: str) -> str:
-    """Tokens per pass and speed over plain decoding, by category."""
+    """Tokens per pass and speed-up over plain decoding, by category."""
     run = json.loads(results.read_text())
     found = next(c for c in run["competitors"] if c["name"] == competitor)
     settings = run["settings"]
@@ -58,8 +57,7 @@ def table(results: Path, competitor: str) -> str:
         HEADING,
         "",
         f"Half of Spec-Bench, {found['pooled']['questions']} questions, greedy, at most {settings['max_new_tokens']} "
-        f"tokens a turn, "
-        f"`{competitor.split('/')[0]}` in {competitor.split('/')[1]}, {run['created'][:10]}; "
+        f"tokens a turn, `{competitor.split('/')[0]}` in {competitor.split('/')[1]}, {run['created'][:10]}; "
         f"{found['identical']} of {found['compared']} texts identical to plain decoding.",
         "",
         "| category | tokens per pass | over plain decoding |",

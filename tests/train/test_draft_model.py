@@ -1,6 +1,4 @@
-"""Distilled draft models: what they are cut from, what counts in their loss, and that they can learn a tiny set by
-heart.
-"""
+"""Distilled draft models: initial weights, positions of the loss, and overfitting of a small data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +20,9 @@ from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import padded, read
-from foretell.train.recipe.base import Setup
-from foretell.train.recipe.draft_model import DraftModelRecipe, missed, spaced
+from foretell.train.data.features import compute_hidden_states, pad_sequences
+from foretell.train.recipe.base import RecipeSetup
+from foretell.train.recipe.draft_model import DraftModelRecipe, evenly_spaced, missed_positions
 from helpers import all_logits, random_tokens, unchecked
 
 CONFIG = replace(TINY, vocab=24, hidden=32, layers=4, ffn=48)
@@ -52,25 +50,25 @@ class RandomCheckpoint(Checkpoint):
 SOURCE = RandomCheckpoint()
 
 
-def setup(options: Mapping[str, str] | None = None, kept: torch.Tensor | None = KEPT) -> Setup:
-    return Setup(CARD, CONFIG, SOURCE.embedding_and_head(torch.float32), SOURCE, kept, options=options or {})
+def setup(options: Mapping[str, str] | None = None, kept: torch.Tensor | None = KEPT) -> RecipeSetup:
+    return RecipeSetup(CARD, CONFIG, SOURCE.embedding_and_head(torch.float32), SOURCE, kept, options=options or {})
 
 
 def batch_of(texts: Sequence[Sequence[int]], start: int = 1) -> Batch:
     wide = max(map(len, texts)) + 2
-    token = padded([torch.tensor(t).numpy() for t in texts], wide)
+    token = pad_sequences([torch.tensor(t).numpy() for t in texts], wide)
     place, ends = torch.arange(wide), torch.tensor([len(t) for t in texts])[:, None]
-    features = read(SOURCE.decoder(torch.float32), token, (CONFIG.layers + 1,))
-    return Batch(token, (place >= start) & (place < ends), place < ends, features)
+    features = compute_hidden_states(SOURCE.decoder(torch.float32), token, (CONFIG.layers + 1,))
+    return Batch(token, (place >= start) & (place < ends), features)
 
 
 def test_the_first_and_the_last_block_are_always_kept() -> None:
-    assert spaced(1, 30) == (0,) and spaced(2, 30) == (0, 29) and spaced(3, 30) == (0, 14, 29)
-    assert spaced(5, 5) == (0, 1, 2, 3, 4)
+    assert evenly_spaced(1, 30) == (0,) and evenly_spaced(2, 30) == (0, 29) and evenly_spaced(3, 30) == (0, 14, 29)
+    assert evenly_spaced(5, 5) == (0, 1, 2, 3, 4)
 
 
 def test_a_draft_of_all_blocks_is_the_target() -> None:
-    recipe = DraftModelRecipe.of(setup({"layers": "4"}, kept=None))
+    recipe = DraftModelRecipe.build(setup({"layers": "4"}, kept=None))
     text = random_tokens(9, 24)
     ours, theirs = recipe.network.network(), SOURCE.decoder(torch.float32)
     assert abs(all_logits(ours, text) - all_logits(theirs, text)).max() < 1e-5
@@ -78,7 +76,7 @@ def test_a_draft_of_all_blocks_is_the_target() -> None:
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["whole vocabulary", "reduced vocabulary"])
 def test_training_sees_what_decoding_computes(kept: torch.Tensor | None) -> None:
-    network = DraftModelRecipe.of(setup({"blocks": "0,3"}, kept)).network
+    network = DraftModelRecipe.build(setup({"blocks": "0,3"}, kept)).network
     text = random_tokens(9, 24)
     states = network(torch.tensor([text]), torch.ones(1, 9, dtype=torch.bool))
     trained = network.spread(network.score(states)).detach().numpy()
@@ -89,7 +87,7 @@ def test_training_sees_what_decoding_computes(kept: torch.Tensor | None) -> None
 
 def test_a_grown_draft_begins_as_the_smaller_one() -> None:
     small, grown = (
-        DraftModelRecipe.of(setup({"blocks": blocks, "layers": str(len(blocks) // 2 + 1)})).network
+        DraftModelRecipe.build(setup({"blocks": blocks, "layers": str(len(blocks) // 2 + 1)})).network
         for blocks in ("0,3", "0,1,2,3")
     )
     with torch.no_grad():
@@ -100,7 +98,7 @@ def test_a_grown_draft_begins_as_the_smaller_one() -> None:
     grown.load_state_dict(given)
     token, everywhere = torch.tensor([random_tokens(9, 24)]), torch.ones(1, 9, dtype=torch.bool)
     assert torch.equal(grown(token, everywhere), small(token, everywhere))
-    other = DraftModelRecipe.of(setup({"blocks": "1,2,3"})).network
+    other = DraftModelRecipe.build(setup({"blocks": "1,2,3"})).network
     assert other.widened(small).keys() == small.state_dict().keys(), "of other blocks nothing is taken for the same"
     # What it has more than the smaller one can be learned.
     grown(token, everywhere).square().sum().backward()
@@ -111,14 +109,14 @@ def test_a_grown_draft_begins_as_the_smaller_one() -> None:
 
 
 def test_the_teacher_is_the_target_over_the_drafted_tokens() -> None:
-    network, text = DraftModelRecipe.of(setup()).network, random_tokens(9, 24)
+    network, text = DraftModelRecipe.build(setup()).network, random_tokens(9, 24)
     batch = batch_of([text])
     teacher = network.teach(batch.features[0][0, :9]).numpy()
     assert abs(teacher - all_logits(SOURCE.decoder(torch.float32), text)[:, KEPT]).max() < 1e-4
 
 
 def test_influential_blocks_keep_first_and_last() -> None:
-    blocks = DraftModelRecipe.of(setup({"blocks": "influence", "layers": "3"})).config.blocks
+    blocks = DraftModelRecipe.build(setup({"blocks": "influence", "layers": "3"})).config.blocks
     assert blocks[0] == 0 and blocks[-1] == 3 and len(blocks) == 3
 
 
@@ -134,7 +132,7 @@ def test_influential_blocks_keep_first_and_last() -> None:
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        DraftModelRecipe.of(setup(options))
+        DraftModelRecipe.build(setup(options))
 
 
 def greedy_texts(count: int, length: int) -> list[list[int]]:
@@ -173,7 +171,7 @@ def tokens_per_pass(method: AnyMethod, texts: Sequence[Sequence[int]]) -> float:
 
 def test_a_draft_learns_a_tiny_set_by_heart_and_is_accepted_almost_always(tmp_path: Path) -> None:
     texts = greedy_texts(6, 30)
-    recipe = DraftModelRecipe.of(setup({"layers": "2"}, kept=None))
+    recipe = DraftModelRecipe.build(setup({"layers": "2"}, kept=None))
     before = tokens_per_pass(recipe.method(recipe.network), texts)
     losses = train(recipe, batch_of(texts, 4), 150)
     assert losses[-1] < 0.1 * losses[0]
@@ -187,9 +185,9 @@ def test_a_draft_learns_a_tiny_set_by_heart_and_is_accepted_almost_always(tmp_pa
 
 
 def test_only_answers_that_can_be_drafted_count() -> None:
-    recipe = DraftModelRecipe.of(setup())
+    recipe = DraftModelRecipe.build(setup())
     inside, outside = [1, 2, 3, 4, 6, 7], [1, 2, 5, 4, 11, 7]
-    where = recipe._where(batch_of([inside, outside], start=2))
+    where = recipe._loss_positions(batch_of([inside, outside], start=2))
     assert where.nonzero()[:, 1].tolist() == [1, 2, 3, 4, 2, 4]
     empty = recipe.loss(recipe.network, batch_of([[1, 5, 5]], start=1))
     assert float(empty.total.detach()) == 0
@@ -203,22 +201,22 @@ def test_every_divergence_raises_acceptance_on_texts_that_were_not_trained_on(lo
         batch_of([random_tokens(40, 24, seed=i) for i in range(24)]),
         batch_of([random_tokens(40, 24, seed=100 + i) for i in range(8)]),
     )
-    recipe = DraftModelRecipe.of(setup({"loss": loss, "blocks": "0,3", "candidates": candidates}))
-    judge = DraftModelRecipe.of(setup({"loss": loss, "blocks": "0,3"}))
-    before = judge.loss(recipe.network, held_out).figures["acceptance"]
+    recipe = DraftModelRecipe.build(setup({"loss": loss, "blocks": "0,3", "candidates": candidates}))
+    judge = DraftModelRecipe.build(setup({"loss": loss, "blocks": "0,3"}))
+    before = judge.loss(recipe.network, held_out).metrics["acceptance"]
     train(recipe, train_set, 40, 2e-3)
-    after = judge.loss(recipe.network, held_out).figures["acceptance"]
+    after = judge.loss(recipe.network, held_out).metrics["acceptance"]
     assert after > before + 0.05, (before, after)
 
 
 def test_boosting_leaves_out_what_an_earlier_draft_finds(tmp_path: Path) -> None:
     texts = greedy_texts(4, 20)
-    first = DraftModelRecipe.of(setup({"blocks": "0,3"}))
+    first = DraftModelRecipe.build(setup({"blocks": "0,3"}))
     train(first, batch_of(texts[:2], 4), 60)
     first.save(tmp_path)
-    second = DraftModelRecipe.of(setup({"blocks": "0,3", "earlier": str(tmp_path)}))
+    second = DraftModelRecipe.build(setup({"blocks": "0,3", "earlier": str(tmp_path)}))
     batch = batch_of(texts, 4)
-    every, left = first._where(batch), second._where(batch)
+    every, left = first._loss_positions(batch), second._loss_positions(batch)
     assert (left <= every).all() and left[:2].sum() < 3 and left[2:].sum() > 8
     target, found = (
         SOURCE.decoder(torch.float32),
@@ -233,43 +231,45 @@ def test_boosting_leaves_out_what_an_earlier_draft_finds(tmp_path: Path) -> None
     # The union of both finds what the first one lacked.
     train(second, batch, 150)
     both = torch.nn.ModuleList([first.network, second.network])
-    assert missed(both, first.network, batch, every, "position").sum() < 0.1 * every.sum()
+    assert missed_positions(both, first.network, batch, every, "position").sum() < 0.1 * every.sum()
 
 
 def test_boosting_by_text_keeps_a_text_whole_unless_it_is_mastered(tmp_path: Path) -> None:
     texts = greedy_texts(4, 20)
-    first = DraftModelRecipe.of(setup({"blocks": "0,3"}))
+    first = DraftModelRecipe.build(setup({"blocks": "0,3"}))
     train(first, batch_of(texts[:1], 4), 100)
     first.save(tmp_path)
     batch = batch_of(texts, 4)
-    left = DraftModelRecipe.of(setup({"blocks": "0,3", "earlier": str(tmp_path), "unit": "text"}))._where(batch)
-    every = first._where(batch)
+    left = DraftModelRecipe.build(setup({"blocks": "0,3", "earlier": str(tmp_path), "unit": "text"}))._loss_positions(
+        batch
+    )
+    every = first._loss_positions(batch)
     assert not left[0].any() and (left[1:] == every[1:]).all()
 
 
 @pytest.mark.parametrize("writer", ["draft", "target"])
 def test_answers_are_written_anew_by_whom_was_asked(writer: str) -> None:
-    recipe = DraftModelRecipe.of(setup({"writer": writer, "share": "1", "written": "6", "blocks": "0,3"}))
-    assert recipe._rewriter is not None
+    recipe = DraftModelRecipe.build(setup({"writer": writer, "share": "1", "written": "6", "blocks": "0,3"}))
+    assert recipe._regenerator is not None
     texts = [random_tokens(12, 24, seed=i) for i in range(3)]
     old = batch_of(texts, start=4)
     torch.manual_seed(7)
-    new = recipe._rewriter.batch(old)
+    new = recipe._regenerator.regenerate(old)
     torch.manual_seed(7)
-    again = recipe._rewriter.batch(old)
+    again = recipe._regenerator.regenerate(old)
     assert torch.equal(new.token, again.token)
     for i, text in enumerate(texts):
-        answer = new.answer[i].nonzero()[:, 0].tolist()
+        answer = new.loss_mask[i].nonzero()[:, 0].tolist()
         assert 4 <= answer[0] < 12 and answer == list(range(answer[0], answer[0] + 6))
         assert new.token[i, : answer[0]].tolist() == text[: answer[0]]
         if writer == "draft":
             assert set(new.token[i, answer].tolist()) <= set(KEPT.tolist())
-    expected = read(SOURCE.decoder(torch.float32), new.token, recipe.hidden_layers)
+    expected = compute_hidden_states(SOURCE.decoder(torch.float32), new.token, recipe.hidden_layers)
     torch.testing.assert_close(new.features[0], expected[0])
     assert recipe.loss(recipe.network, old).total.isfinite()
 
 
 def test_no_batch_is_rewritten_at_a_share_of_nothing() -> None:
-    recipe = DraftModelRecipe.of(setup({"writer": "draft", "share": "0"}))
+    recipe = DraftModelRecipe.build(setup({"writer": "draft", "share": "0"}))
     batch = batch_of([random_tokens(9, 24)])
-    assert recipe._rewriter is not None and recipe._rewriter.batch(batch) is batch
+    assert recipe._regenerator is not None and recipe._regenerator.regenerate(batch) is batch

@@ -1,4 +1,4 @@
-"""EAGLE's layers learn: their losses, where they begin, and a tiny set to near-perfect acceptance."""
+"""Training of EAGLE's layers: losses, initial weights, and overfitting of a small data set."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3
 from foretell.speculator.network.layer import FusingLayer, Layer
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
-from foretell.train.objective.regression import feature_distance, noisy
-from foretell.train.objective.unrolled import agreement, labels, soft_cross_entropy, unrolled
-from foretell.train.recipe.base import Setup
-from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, some
-from foretell.train.recipe.start import start
+from foretell.train.objective.regression import add_uniform_noise, feature_loss
+from foretell.train.objective.unrolled import soft_cross_entropy, target_labels, top1_agreement, unrolled_loss
+from foretell.train.recipe.base import RecipeSetup
+from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, sample_positions
+from foretell.train.recipe.init_from_target import init_from_target
 from helpers import chain_tree, random_tokens, run, statistics_of, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64, layers=3)
@@ -42,7 +42,9 @@ def embedding_and_head(network: Decoder) -> EmbeddingAndHead:
 
 
 def recipe_of(kind: str, network: Decoder, kept: torch.Tensor | None = None, **options: str) -> EagleRecipe:
-    return RECIPES[kind].of(Setup(CARD, network.config, embedding_and_head(network), kept=kept, options=options))
+    return RECIPES[kind].build(
+        RecipeSetup(CARD, network.config, embedding_and_head(network), draft_tokens=kept, options=options)
+    )
 
 
 def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers: tuple[int, ...]) -> Batch:
@@ -53,7 +55,7 @@ def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
     features = tuple(torch.stack([o.hidden_states[k] for o in outputs]).clone() for k in range(len(hidden_layers)))
-    return Batch(token, answer, torch.ones_like(answer), features)
+    return Batch(token, answer, features)
 
 
 def test_cross_entropies_are_those_of_the_definition() -> None:
@@ -66,26 +68,26 @@ def test_cross_entropies_are_those_of_the_definition() -> None:
     torch.testing.assert_close(soft_cross_entropy(guess, target, 0.25), 0.75 * soft + 0.25 * hard)
     steps = [(guess, target), (target, guess), (guess[:0], target[:0])]
     expected = soft + 0.5 * soft_cross_entropy(target, guess)
-    torch.testing.assert_close(unrolled(steps, 0.5), expected)
-    assert agreement(guess, guess) == 1.0
-    assert agreement(guess, -guess) < 1
-    assert agreement(guess[:0], guess[:0]) == 0
+    torch.testing.assert_close(unrolled_loss(steps, 0.5), expected)
+    assert top1_agreement(guess, guess) == 1.0
+    assert top1_agreement(guess, -guess) < 1
+    assert top1_agreement(guess[:0], guess[:0]) == 0
 
 
 def test_regression_is_smooth_and_noise_is_bounded() -> None:
     guess, feature = torch.tensor([[0.5, 3.0]]), torch.tensor([[0.0, 0.0]])
-    assert float(feature_distance(guess, feature)) == pytest.approx((0.5 * 0.25 + 2.5) / 2)
-    assert float(feature_distance(guess[:0], feature[:0])) == 0
-    noise = noisy(torch.zeros(1000), 0.1)
+    assert float(feature_loss(guess, feature)) == pytest.approx((0.5 * 0.25 + 2.5) / 2)
+    assert float(feature_loss(guess[:0], feature[:0])) == 0
+    noise = add_uniform_noise(torch.zeros(1000), 0.1)
     assert noise.abs().max() <= 0.1 < noise.abs().max() + 0.01
-    assert noisy(feature, 0.0) is feature
+    assert add_uniform_noise(feature, 0.0) is feature
 
 
 def test_labels_are_the_targets_opinion_where_the_text_can_be_drafted() -> None:
     network, kept = made_target(), torch.arange(0, 64, 2)
     texts = [random_tokens(9, 64, seed=i) for i in range(3)]
     batch = batch_of(network, texts, 4, (4,))
-    found = labels(batch.features[0], batch.token, batch.answer, embedding_and_head(network), kept)
+    found = target_labels(batch.features[0], batch.token, batch.loss_mask, embedding_and_head(network), kept)
     full = F.linear(batch.features[0], network.head.weight)
     good = 0
     for b in range(3):
@@ -96,11 +98,11 @@ def test_labels_are_the_targets_opinion_where_the_text_can_be_drafted() -> None:
                 torch.testing.assert_close(found.logits[found.row[b, p]], full[b, p, kept])
                 good += 1
     assert found.covered == pytest.approx(good / 15)
-    where, target = found.after(3)
+    where, target = found.shifted(3)
     expected = [full[b, j + 3, kept] for b in range(3) for j in range(8) if j + 3 < 8 and found.row[b, j + 3] >= 0]
     assert where.sum() == len(expected)
     torch.testing.assert_close(target, torch.stack(expected))
-    assert not found.after(8)[0].any()
+    assert not found.shifted(8)[0].any()
 
 
 @every_kind
@@ -135,17 +137,17 @@ def test_the_loss_is_that_of_every_position_on_its_own(kind: str) -> None:
 
 def test_no_more_positions_than_asked_for_count() -> None:
     answer = torch.rand(4, 50) < 0.7
-    drawn = some(answer, 20)
+    drawn = sample_positions(answer, 20)
     assert drawn.sum() == 20
     assert not (drawn & ~answer).any()
-    assert some(answer, 500) is answer
+    assert sample_positions(answer, 500) is answer
 
 
 @every_kind
 def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
     network = made_target()
     recipe = recipe_of(kind, network)
-    start(recipe.network, network, 0)
+    init_from_target(recipe.network, network, 0)
     text = random_tokens(8, 64)
     batch = batch_of(network, [text], 0, recipe.network.hidden_layers)
     fused = recipe.network.fuse(torch.cat(batch.features, -1))
@@ -186,7 +188,7 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: 
     kept = torch.tensor(sorted({t for text in texts for t in text[6:]}))
     options = {"noise": "0", "steps": "3", "classify": "1"} if kind == "eagle" else {"steps": "4", "hard": "0.5"}
     recipe = recipe_of(kind, network, kept, ffn="64", candidates=candidates, **options)
-    start(recipe.network, network, 0)
+    init_from_target(recipe.network, network, 0)
     batch = batch_of(network, texts, 6, recipe.hidden_layers)
     optimizer = torch.optim.AdamW(recipe.network.parameters(), lr=6e-3)
     with unchecked():

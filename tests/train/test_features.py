@@ -1,6 +1,4 @@
-"""The target's states: those of a pass with a cache, however batches are padded; kept on disk without ever being
-wrong.
-"""
+"""Hidden states for training: equal to those of a Runner, and valid on disk after any interruption."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,52 +9,60 @@ import torch
 
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
-from foretell.train.data.features import Cached, Features, Piece, Shelf, Streamed, padded, read
+from foretell.train.data.features import (
+    CachedFeatures,
+    DocumentChunk,
+    FeatureSource,
+    StreamedFeatures,
+    compute_hidden_states,
+    pad_sequences,
+)
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 from helpers import chain_tree, random_tokens
 
-TAPS = (0, 1, 2, 3)
+LAYERS = (0, 1, 2, 3)
 
 
-def pieces(lengths: Sequence[int], seed: int = 0) -> list[Piece]:
+def pieces(lengths: Sequence[int], seed: int = 0) -> list[DocumentChunk]:
     made = [np.array(random_tokens(n, 7, seed=seed + i), np.int32) for i, n in enumerate(lengths)]
-    return [Piece(0, i, t, 0, len(t)) for i, t in enumerate(made)]
+    return [DocumentChunk(0, i, t, 0, len(t)) for i, t in enumerate(made)]
 
 
-class Counting(Streamed):
+class Counting(StreamedFeatures):
     """Counts the texts that it reads."""
 
     texts = 0
 
-    def read(self, texts: Sequence[np.ndarray], wide: int) -> tuple[torch.Tensor, ...]:
-        self.texts += len(texts)
-        return super().read(texts, wide)
+    def compute(self, sequences: Sequence[np.ndarray], width: int) -> tuple[torch.Tensor, ...]:
+        self.texts += len(sequences)
+        return super().compute(sequences, width)
 
 
-def streamed(hidden_layers: tuple[int, ...] = TAPS) -> Counting:
+def streamed(hidden_layers: tuple[int, ...] = LAYERS) -> Counting:
     decoder = tiny_decoder(dtype=torch.bfloat16)
     return Counting(lambda: decoder, hidden_layers)
 
 
 def cached(
-    folder: Path, chosen: Sequence[Piece], hidden_layers: tuple[int, ...] = TAPS, room: int = 1 << 20
-) -> tuple[Cached, Counting]:
+    folder: Path, chosen: Sequence[DocumentChunk], hidden_layers: tuple[int, ...] = LAYERS, room: int = 1 << 20
+) -> tuple[CachedFeatures, Counting]:
     source = streamed(hidden_layers)
-    lengths = [len(p.text) for p in chosen]
-    shelf = Shelf(folder, "abc", hidden_layers, lengths, TINY.hidden, room)
-    return Cached(source, [shelf], TINY, torch.bfloat16), source
+    lengths = [len(p.tokens) for p in chosen]
+    cache = HiddenStateCache(folder, "abc", hidden_layers, lengths, TINY.hidden, room)
+    return CachedFeatures(source, [cache], TINY, torch.bfloat16), source
 
 
-def same(a: Features, b: Features, chosen: Sequence[Piece], wide: int = 32) -> None:
-    for ours, theirs in zip(a.of(chosen, wide), b.of(chosen, wide), strict=True):
-        for i, p in enumerate(chosen):
-            length = p.end - p.begin
-            torch.testing.assert_close(ours[i, :length], theirs[i, :length], atol=0.03, rtol=0.03)
+def same(a: FeatureSource, b: FeatureSource, chosen: Sequence[DocumentChunk], wide: int = 32) -> None:
+    for ours, theirs in zip(a.get(chosen, wide), b.get(chosen, wide), strict=True):
+        for i, chunk in enumerate(chosen):
+            length = len(chunk)
+            torch.testing.assert_close(ours[i, :length].float(), theirs[i, :length].float(), atol=0.03, rtol=0.03)
 
 
-@pytest.mark.parametrize("hidden_layers", [(0,), (1, 3), (3, 0, 2), TAPS])
+@pytest.mark.parametrize("hidden_layers", [(0,), (1, 3), (3, 0, 2), LAYERS])
 def test_states_are_those_of_a_runner(hidden_layers: tuple[int, ...]) -> None:
     decoder, texts = tiny_decoder(), [random_tokens(9, 7), random_tokens(5, 7, seed=1)]
-    found = read(decoder, padded([np.array(t) for t in texts], 16), hidden_layers)
+    found = compute_hidden_states(decoder, pad_sequences([np.array(t) for t in texts], 16), hidden_layers)
     for i, text in enumerate(texts):
         expected = DecoderRunner(decoder).forward([0], chain_tree(text), hidden_layers=hidden_layers).hidden_states
         for ours, theirs in zip(found, expected, strict=True):
@@ -77,15 +83,15 @@ def test_a_document_is_read_once_and_then_looked_up(tmp_path: Path) -> None:
 def test_a_piece_has_the_states_of_its_document(tmp_path: Path) -> None:
     whole = pieces([20])[0]
     store, _ = cached(tmp_path, [whole])
-    part = Piece(0, 0, whole.text, 6, 15)
-    states, all_states = store.of([part], 16), streamed().of([whole], 32)
+    part = DocumentChunk(0, 0, whole.tokens, 6, 15)
+    states, all_states = store.get([part], 16), streamed().get([whole], 32)
     for ours, theirs in zip(states, all_states, strict=True):
-        torch.testing.assert_close(ours[0, :9], theirs[0, 6:15], atol=0.03, rtol=0.03)
+        torch.testing.assert_close(ours[0, :9].float(), theirs[0, 6:15].float(), atol=0.03, rtol=0.03)
 
 
 def test_what_does_not_fit_is_read_every_time(tmp_path: Path) -> None:
     chosen = pieces([9, 20, 14])
-    store, source = cached(tmp_path, chosen, room=30 * TINY.hidden * 2 * len(TAPS))
+    store, source = cached(tmp_path, chosen, room=30 * TINY.hidden * 2 * len(LAYERS))
     same(store, streamed(), chosen)
     same(store, streamed(), chosen)
     assert source.texts == 4
@@ -96,14 +102,14 @@ def test_new_texts_under_old_numbers_are_read_anew(tmp_path: Path) -> None:
     old, new = pieces([9, 20, 14]), pieces([9, 20, 14], seed=50)
     same(cached(tmp_path, old)[0], streamed(), old)
     same(cached(tmp_path, new)[0], streamed(), new)
-    grown = [*new, Piece(0, 3, new[0].text[::-1].copy(), 0, 9)]
+    grown = [*new, DocumentChunk(0, 3, new[0].tokens[::-1].copy(), 0, 9)]
     store, source = cached(tmp_path, grown)
     same(store, streamed(), grown)
     assert source.texts == 1
 
 
-def test_rows_without_their_mark_do_not_count(tmp_path: Path) -> None:
-    """A kill between rows and mark."""
+def test_rows_without_a_checksum_are_computed_again(tmp_path: Path) -> None:
+    """An interruption between rows and checksum."""
     chosen = pieces([9, 20])
     same(cached(tmp_path, chosen)[0], streamed(), chosen)
     marks = tmp_path / "abc-2.done"

@@ -1,4 +1,4 @@
-"""Training heads: what each is to guess, what it is told, the tree it earns, and that all of it together works."""
+"""Training of heads: labels, losses, the tree of best paths, and overfitting of a small data set."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,10 +22,17 @@ from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import read
-from foretell.train.objective.heads import cross_entropies, ranks, soft_cross_entropies, targets, weights
+from foretell.train.data.features import compute_hidden_states
+from foretell.train.objective.heads import (
+    HeadLabels,
+    cross_entropies,
+    head_labels,
+    label_ranks,
+    loss_weights,
+    soft_cross_entropies,
+)
 from foretell.train.recipe import RECIPES
-from foretell.train.recipe.base import Setup
+from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.heads import HeadsRecipe
 from helpers import random_tokens
 
@@ -38,7 +45,7 @@ def test_every_head_is_told_the_token_that_it_can_first_guess() -> None:
     answer = torch.tensor([[False, False, False, True, True, True], [True, True, True, True, False, False]])
     number = torch.full((10,), -1)
     number[[1, 2, 7, 8]] = torch.arange(4)
-    found = targets(token, answer, 3, number)
+    found = head_labels(token, answer, 3, number)
     naive = []
     for row in range(2):
         for place in range(6):
@@ -49,22 +56,22 @@ def test_every_head_is_told_the_token_that_it_can_first_guess() -> None:
                 naive.append((row, place, guess, known))
     assert [
         (int(r), int(p), t.tolist(), k.tolist())
-        for r, p, t, k in zip(found.row, found.place, found.token, found.known, strict=True)
+        for r, p, t, k in zip(found.row, found.position, found.token, found.known, strict=True)
     ] == naive
     assert (found.token[found.known] == -1).any()
 
 
 def test_a_draw_of_positions_is_a_part_of_them() -> None:
     token, answer = torch.randint(0, 9, (3, 20)), torch.rand(3, 20) < 0.6
-    everything = {(int(r), int(p)) for r, p in zip(*_places(targets(token, answer, 2)), strict=True)}
-    drawn = targets(token, answer, 2, most=7)
-    some = {(int(r), int(p)) for r, p in zip(*_places(drawn), strict=True)}
+    everything = {(int(r), int(p)) for r, p in zip(*_positions(head_labels(token, answer, 2)), strict=True)}
+    drawn = head_labels(token, answer, 2, max_positions=7)
+    some = {(int(r), int(p)) for r, p in zip(*_positions(drawn), strict=True)}
     assert len(some) == len(drawn.row) == 7
     assert some < everything
 
 
-def _places(found: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return found.row, found.place  # type: ignore[attr-defined]
+def _positions(labels: HeadLabels) -> tuple[torch.Tensor, torch.Tensor]:
+    return labels.row, labels.position
 
 
 def test_losses_are_means_over_what_is_known() -> None:
@@ -82,7 +89,7 @@ def test_losses_are_means_over_what_is_known() -> None:
     own = soft_cross_entropies(logits, logits.softmax(-1), token >= 0)
     entropy = entropies(logits)
     assert float(own[0]) == pytest.approx(float(entropy[token[:, 0] >= 0, 0].mean()), rel=1e-5)
-    assert weights(3, 0.8) == pytest.approx([0.8, 0.64, 0.512])
+    assert loss_weights(3, 0.8) == pytest.approx([0.8, 0.64, 0.512])
 
 
 def entropies(logits: torch.Tensor) -> torch.Tensor:
@@ -91,7 +98,7 @@ def entropies(logits: torch.Tensor) -> torch.Tensor:
 
 def test_ranks_count_what_is_preferred() -> None:
     logits = torch.tensor([[[0.1, 3.0, 2.0]], [[0.1, 3.0, 2.0]], [[0.1, 3.0, 2.0]]])
-    assert ranks(logits, torch.tensor([[1], [0], [-1]])).tolist() == [[0], [2], [1 << 30]]
+    assert label_ranks(logits, torch.tensor([[1], [0], [-1]])).tolist() == [[0], [2], [1 << 30]]
 
 
 def test_the_noted_paths_make_the_tree_that_accepts_most() -> None:
@@ -132,11 +139,11 @@ def test_old_observations_fade() -> None:
     assert chances[0] > 0.95
 
 
-def setup_for(decoder: Decoder, kept: torch.Tensor | None, **options: str) -> Setup:
+def setup_for(decoder: Decoder, kept: torch.Tensor | None, **options: str) -> RecipeSetup:
     ends = EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach())
     c = decoder.config
     card = TargetCard(name="tiny", hidden=c.hidden, vocab=c.vocab, layers=c.layers)
-    return Setup(card, c, ends, None, kept, 0, options)
+    return RecipeSetup(card, c, ends, None, kept, 0, options)
 
 
 def answers(decoder: Decoder, method: AnyMethod) -> tuple[list[list[int]], float]:
@@ -155,8 +162,8 @@ def batch_of(decoder: Decoder, texts: list[list[int]]) -> Batch:
     token = torch.tensor([[*t, *[0] * (wide - len(t))] for t in texts])
     length = torch.tensor([[len(t)] for t in texts])
     place = torch.arange(wide)
-    real = place < length
-    return Batch(token, real & (place >= length - 41), real, read(decoder, token, (decoder.config.layers + 1,)))
+    loss_mask = (place < length) & (place >= length - 41)
+    return Batch(token, loss_mask, compute_hidden_states(decoder, token, (decoder.config.layers + 1,)))
 
 
 OVERFIT = {
@@ -173,7 +180,9 @@ def test_heads_learn_a_small_set_by_heart(name: str) -> None:
     texts, one = answers(decoder, PLAIN)
     assert one == 1
     batch = batch_of(decoder, texts)
-    recipe = RECIPES[name.split()[0]].of(setup_for(decoder, torch.unique(batch.token[batch.answer]), **OVERFIT[name]))
+    recipe = RECIPES[name.split()[0]].build(
+        setup_for(decoder, torch.unique(batch.token[batch.loss_mask]), **OVERFIT[name])
+    )
     assert isinstance(recipe, HeadsRecipe)
     assert answers(decoder, recipe.method(recipe.network))[1] < 1.7
     learn(recipe, batch, 250 if name.endswith("one") else 80)
@@ -198,18 +207,18 @@ def test_heads_taught_by_distributions_come_to_give_them(candidates: str) -> Non
     texts, _ = answers(decoder, PLAIN)
     batch = batch_of(decoder, texts)
     options = {"heads": "2", "inner": "256", "learn": "soft"}
-    recipe = RECIPES["blockwise"].of(setup_for(decoder, None, **options, candidates=candidates))
-    judge = RECIPES["blockwise"].of(setup_for(decoder, None, **options))
+    recipe = RECIPES["blockwise"].build(setup_for(decoder, None, **options, candidates=candidates))
+    judge = RECIPES["blockwise"].build(setup_for(decoder, None, **options))
     assert isinstance(recipe, HeadsRecipe)
-    told = recipe.told(recipe.wanted(batch), batch.features[0])
-    assert told is not None and (told.among is None) == (candidates == "0")
-    first = judge.loss(recipe.network, batch).figures
+    told = recipe.target_distributions(recipe.labels(batch), batch.features[0])
+    assert told is not None and (told.candidates is None) == (candidates == "0")
+    first = judge.loss(recipe.network, batch).metrics
     learn(recipe, batch, 100)
-    last = judge.loss(recipe.network, batch).figures
-    wanted = recipe.wanted(batch)
+    last = judge.loss(recipe.network, batch).metrics
+    wanted = recipe.labels(batch)
     for head in range(2):
         keep = wanted.token[:, head] >= 0
-        before = batch.features[0][wanted.row[keep], wanted.place[keep] + 1 + head]
+        before = batch.features[0][wanted.row[keep], wanted.position[keep] + 1 + head]
         entropy = float(entropies(decoder.logits(before)).mean())
         assert first[f"head {head + 1} loss"] > entropy + 0.2
         assert entropy <= last[f"head {head + 1} loss"] < entropy + 0.05
@@ -217,11 +226,11 @@ def test_heads_taught_by_distributions_come_to_give_them(candidates: str) -> Non
 
 def test_the_loss_of_a_drawn_head_is_the_mean_on_average() -> None:
     decoder = tiny_decoder(WIDE, dtype=torch.float32)
-    recipe = RECIPES["blockwise"].of(setup_for(decoder, None, heads="3", draw="one"))
+    recipe = RECIPES["blockwise"].build(setup_for(decoder, None, heads="3", draw="one"))
     assert isinstance(recipe, HeadsRecipe)
     losses, gradient = torch.tensor([1.0, 10.0, 100.0], requires_grad=True), torch.zeros(3)
     torch.manual_seed(0)
-    drawn = [recipe.total(losses) for _ in range(900)]
+    drawn = [recipe.combine(losses) for _ in range(900)]
     for one in drawn:
         gradient += torch.autograd.grad(one, losses)[0]
     assert {float(d.detach()) for d in drawn} == {1.0, 10.0, 100.0}
@@ -231,11 +240,11 @@ def test_the_loss_of_a_drawn_head_is_the_mean_on_average() -> None:
 def test_tokens_that_are_not_drafted_teach_nothing_and_count_as_missed() -> None:
     decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
     batch = batch_of(decoder, answers(decoder, PLAIN)[0])
-    never = torch.tensor([t for t in range(29) if not (batch.token[batch.answer] == t).any()])
-    recipe = RECIPES["medusa"].of(setup_for(decoder, never, heads="2"))
+    never = torch.tensor([t for t in range(29) if not (batch.token[batch.loss_mask] == t).any()])
+    recipe = RECIPES["medusa"].build(setup_for(decoder, never, heads="2"))
     loss = recipe.loss(recipe.network, batch)
     assert float(loss.total.detach()) == 0
-    assert loss.figures["head 1 top 3"] == 0
+    assert loss.metrics["head 1 top 3"] == 0
     loss.total.backward()
     assert all(not p.grad.any() for p in recipe.network.parameters() if p.grad is not None)
 
@@ -244,11 +253,11 @@ def test_what_a_training_wrote_is_read_back_with_its_tree(tmp_path: Path) -> Non
     decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
     batch = batch_of(decoder, answers(decoder, PLAIN)[0])
     setup = setup_for(decoder, torch.arange(0, 29, 2), heads="3", own_head="true")
-    recipe = RECIPES["medusa"].of(setup)
+    recipe = RECIPES["medusa"].build(setup)
     assert isinstance(recipe, HeadsRecipe)
     learn(recipe, batch, 9)
     recipe.save(tmp_path)
-    read_back = load_own(tmp_path, setup.ends)
+    read_back = load_own(tmp_path, setup.embedding_and_head)
     assert isinstance(read_back, HeadsNetwork)
     assert read_back.paths == recipe.network.paths
     assert len(read_back.paths) > 10
@@ -258,4 +267,4 @@ def test_what_a_training_wrote_is_read_back_with_its_tree(tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", [{"heads": "0"}, {"inner": "9"}, {"learn": "softly"}])
 def test_options_are_checked(options: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="--set"):
-        RECIPES["medusa"].of(setup_for(tiny_decoder(WIDE), None, **options))
+        RECIPES["medusa"].build(setup_for(tiny_decoder(WIDE), None, **options))

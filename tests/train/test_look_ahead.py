@@ -1,6 +1,4 @@
-"""Look-ahead embeddings learn: what is asked of which place, who gets gradients, and that training raises
-acceptance.
-"""
+"""Training of look-ahead embeddings: labels, gradients, and acceptance after overfitting a small data set."""
 
 from dataclasses import replace
 from functools import cache
@@ -22,8 +20,8 @@ from foretell.shape import RootOnly
 from foretell.speculator.network.base import TargetCard
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
-from foretell.train.objective.look_ahead import answers_ahead, cut_points
-from foretell.train.recipe.base import Setup
+from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_points
+from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.look_ahead import LookAheadRecipe
 from helpers import random_tokens, run, tokens_of, unchecked
 
@@ -50,14 +48,14 @@ def recipe_of(kept: int | None = None, source: Checkpoint | None = Tiny(), **opt
     decoder = Tiny().decoder(torch.float32)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
     ends = EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach())
-    return LookAheadRecipe.of(Setup(card, CONFIG, ends, source, chosen, options=options))
+    return LookAheadRecipe.build(RecipeSetup(card, CONFIG, ends, source, chosen, options=options))
 
 
 def batch_of(texts: list[list[int]], start: int) -> Batch:
     token = torch.tensor(texts)
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
-    return Batch(token, answer, torch.ones_like(answer), ())
+    return Batch(token, answer, ())
 
 
 def test_cuts_are_different_places_before_answers() -> None:
@@ -66,7 +64,7 @@ def test_cuts_are_different_places_before_answers() -> None:
     answer[1, 10:] = True
     drawn = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
     for count in (1, 3, 4):
-        cut = cut_points(answer, count, drawn)
+        cut = sample_cut_points(answer, count, drawn)
         assert cut.shape == (2, count) and set(cut[0].tolist()) <= {3, 4, 5, 6}
         assert len(set(cut[0].tolist())) == count
         assert {8, 9} >= set(cut[1, :2].tolist())
@@ -76,11 +74,11 @@ def test_a_vector_is_asked_for_the_token_one_after_the_one_it_stands_for() -> No
     token = torch.arange(100, 110)[None]
     answer = torch.ones_like(token, dtype=torch.bool)
     answer[0, 8] = False
-    wanted = answers_ahead(token, answer, torch.tensor([[0, 4, 6, 7, 9]]), 3)
+    wanted = look_ahead_labels(token, answer, torch.tensor([[0, 4, 6, 7, 9]]), 3)
     assert wanted[0].tolist() == [[102, 103, 104], [106, 107, -1], [-1, -1, -1], [109, -1, -1], [-1, -1, -1]]
     number = torch.full((110,), -1)
     number[103] = 5
-    assert answers_ahead(token, answer, torch.tensor([[0]]), 3, number)[0].tolist() == [[-1, 5, -1]]
+    assert look_ahead_labels(token, answer, torch.tensor([[0]]), 3, number)[0].tolist() == [[-1, 5, -1]]
 
 
 @pytest.mark.parametrize("kept", [None, 20])
@@ -90,7 +88,7 @@ def test_the_loss_is_the_weighted_cross_entropy_at_drawn_places(kept: int | None
     torch.manual_seed(5)
     found = recipe.loss(recipe.network, batch)
     torch.manual_seed(5)
-    cut = cut_points(batch.answer, 4, torch.rand(2, 14))
+    cut = sample_cut_points(batch.loss_mask, 4, torch.rand(2, 14))
     decoder, sums, counts = Tiny().decoder(torch.float32), [0.0] * 3, [0] * 3
     tokens = list(range(CONFIG.vocab)) if kept is None else list(range(0, 2 * kept, 2))
     for row in range(2):
@@ -102,7 +100,7 @@ def test_the_loss_is_the_weighted_cross_entropy_at_drawn_places(kept: int | None
                     sums[i] -= float(log[tokens.index(int(batch.token[row, at + 2 + i]))])
                     counts[i] += 1
     means = [s / max(c, 1) for s, c in zip(sums, counts, strict=True)]
-    assert [found.figures[f"ahead {i} loss"] for i in (1, 2, 3)] == pytest.approx(means, rel=1e-4)
+    assert [found.metrics[f"ahead {i} loss"] for i in (1, 2, 3)] == pytest.approx(means, rel=1e-4)
     assert float(found.total.detach()) == pytest.approx(
         sum(m * w for m, w in zip(means, (4, 2, 1), strict=True)) / 7, rel=1e-4
     )
@@ -166,5 +164,5 @@ def test_training_on_the_targets_own_answers_makes_nearly_every_guess_right() ->
 
 
 def test_it_needs_the_targets_checkpoint() -> None:
-    with pytest.raises(ValueError, match="not at hand"):
+    with pytest.raises(ValueError, match="there is no checkpoint"):
         recipe_of(source=None)

@@ -1,4 +1,4 @@
-"""The multi-stage MLP speculator learns: its losses, and a tiny set to near-perfect acceptance."""
+"""Training of the MLP speculator: losses, and overfitting of a small data set."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ from foretell.shape import RootOnly
 from foretell.speculator.network.base import TargetCard
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
-from foretell.train.objective.stages import Teacher, cross_entropy, lesson, stage_losses
-from foretell.train.recipe.base import Setup
+from foretell.train.objective.stages import SoftLabels, cross_entropy, stage_labels, stage_losses
+from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
 
@@ -34,7 +34,7 @@ def recipe_of(network: Decoder, options: dict[str, str], kept: int | None = None
     ends = EmbeddingAndHead(network.embedding.detach(), network.head.weight.detach())
     card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
-    return MLPSpeculatorRecipe.of(Setup(card, network.config, ends, kept=chosen, options=options))
+    return MLPSpeculatorRecipe.build(RecipeSetup(card, network.config, ends, draft_tokens=chosen, options=options))
 
 
 def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers: tuple[int, ...]) -> Batch:
@@ -45,7 +45,7 @@ def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers
     answer = torch.zeros_like(token, dtype=torch.bool)
     answer[:, start:] = True
     features = tuple(torch.stack([o.hidden_states[k] for o in outputs]).clone() for k in range(len(hidden_layers)))
-    return Batch(token, answer, torch.ones_like(answer), features)
+    return Batch(token, answer, features)
 
 
 def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
@@ -55,7 +55,7 @@ def random_batch(recipe: MLPSpeculatorRecipe) -> Batch:
     answer[2, 9:] = False
     generator = torch.Generator().manual_seed(0)
     features = tuple(torch.randn(3, 11, CONFIG.hidden, generator=generator) for _ in recipe.hidden_layers)
-    return Batch(token, answer, answer, features)
+    return Batch(token, answer, features)
 
 
 @pytest.mark.parametrize("soft", [0.0, 0.6, 1.0])
@@ -75,7 +75,7 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
                     break
                 s = net.step(s, batch.token[row, t + stage + 1], stage)
                 after = int(batch.token[row, t + stage + 2])
-                if not batch.answer[row, t + stage + 2] or after not in kept:
+                if not batch.loss_mask[row, t + stage + 2] or after not in kept:
                     continue
                 log = F.log_softmax(net.score_stage(s, stage), -1)
                 distribution = torch.softmax((network.head.weight[kept] @ state[row, t + stage + 1]) / 2, -1)
@@ -86,13 +86,13 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
     (wanted * torch.tensor([1, 0.5, 0.25, 0.125])).sum().backward()  # type: ignore[no-untyped-call]
     slopes = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    place = recipe._place
-    learn = lesson(batch.token, batch.answer, place, 4)
-    teacher = Teacher(recipe._said, state.flatten(0, 1), soft, 2.0) if soft else None
+    place = recipe._draft_index
+    learn = stage_labels(batch.token, batch.loss_mask, place, 4)
+    teacher = SoftLabels(recipe._target_head, state.flatten(0, 1), soft, 2.0) if soft else None
     for frozen in (True, False):
         found = net(
-            [state.flatten(0, 1)[learn.at]],
-            learn.given,
+            [state.flatten(0, 1)[learn.cell]],
+            learn.input_token,
             lambda r, frozen=frozen: stage_losses(net.judge, r, learn, teacher, frozen, chunk),
         )
         torch.testing.assert_close(torch.stack(found.loss), wanted.detach(), rtol=1e-4, atol=1e-5)
@@ -102,7 +102,7 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
         net.zero_grad()
 
 
-def test_the_cross_entropy_is_least_for_the_law_itself() -> None:
+def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
     distribution = torch.tensor([[0.7, 0.2, 0.1]])
     entropy = -(distribution * distribution.log()).sum()
     label = torch.tensor([0])
@@ -142,7 +142,7 @@ def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str
     found = engine.complete(requests(prompts))
     assert [[*p, *done.tokens] for p, done in zip(prompts, found, strict=True)] == texts
     passes = [done.statistics.tokens_per_pass for done in found]
-    assert min(passes) > 4.2, (passes, loss.figures)
+    assert min(passes) > 4.2, (passes, loss.metrics)
 
 
 def requests(prompts: list[list[int]]) -> list[Request]:

@@ -1,4 +1,4 @@
-"""The tool that makes prompts from the texts of packages: every kind, no two alike, the same from the same seed."""
+"""tools/prompts.py: prompts of all kinds, distinct, and equal for equal seeds."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from foretell.cli.prompts import parse
 from foretell.load import EMBEDDED, load
 from foretell.retrieval.datastore import fingerprint
-from foretell.train.data.dataset import Collection, Manifest, Record
+from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 
 TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"
 FILES = (
@@ -29,13 +29,13 @@ def wordnet(path: Path) -> Path:
 
 def talks(folder: Path) -> Path:
     model = load(EMBEDDED)
-    known = Manifest(
+    known = DatasetManifest(
         model=model.name, fingerprint="", tokenizer=fingerprint(model.codec), vocab=model.config.vocab, kind="self"
     )
     prompt = model.codec.chat([{"role": "user", "content": "Why is the sky blue?"}])
     answer = [*model.codec.encode("It scatters light.", special=False), model.eos[0]]
-    with Collection(folder, known) as collection:
-        collection.add(Record(number=0, tokens=[*prompt, *answer], start=len(prompt)))
+    with DatasetWriter(folder, known) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[*prompt, *answer], start=len(prompt)))
     return folder
 
 

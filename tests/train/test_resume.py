@@ -1,6 +1,4 @@
-"""Every recipe resumes exactly: stopped after some steps and started again, a training ends with the weights of one
-that never stopped.
-"""
+"""Resuming is exact for all recipes: a resumed training ends with the weights of an uninterrupted one."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner import settings, trained, trainer
 from safetensors.torch import load_file, save_file
+from training_helpers import settings, trained, trainer
 
-from foretell.train.loop.settings import Settings
+from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe import RECIPES
 from helpers import unchecked
 
@@ -41,7 +39,7 @@ def test_every_recipe_is_tried() -> None:
 def test_a_resumed_training_ends_with_the_same_weights(case: str, tmp_path: Path) -> None:
     recipe, options = CASES[case]
 
-    def wanted(name: str) -> Settings:
+    def wanted(name: str) -> TrainingSettings:
         return settings(
             tmp_path / name, recipe=recipe, options=options, steps=STEPS, batch_tokens=128, measure_every=0,
             measure_prompts=2, measure_tokens=6, features="stream",
@@ -52,8 +50,8 @@ def test_a_resumed_training_ends_with_the_same_weights(case: str, tmp_path: Path
     with unchecked(), pytest.raises(KeyboardInterrupt):
         part.run(lambda: part.step == STOP)
     rest = trained(wanted("part"))
-    assert [row.loss for row in rest.rows] == [row.loss for row in whole.rows]
-    ours, theirs = (done.task.recipe.trained.state_dict() for done in (rest, whole))
+    assert [row.loss for row in rest.curve] == [row.loss for row in whole.curve]
+    ours, theirs = (done.job.recipe.module.state_dict() for done in (rest, whole))
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
@@ -79,9 +77,9 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_in_a_sentence(lost: str, tm
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("curve", [], "the curve is not that of 1 steps"),
+        ("curve", [], "the curve does not have 1 steps"),
         ("best", "high", "best: Input should be a valid number"),
-        ("step", 10**9, "the curve is not that of"),
+        ("step", 10**9, "the curve does not have"),
     ],
 )
 def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words: str, tmp_path: Path) -> None:
@@ -93,3 +91,15 @@ def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=f"state.json: damaged .*{words}.* delete"):
         trained(wanted)
+
+
+def test_a_checkpoint_with_earlier_names_is_read(tmp_path: Path) -> None:
+    job = settings(tmp_path, steps=2, measure_every=0)
+    started = trainer(job)
+    with unchecked(), pytest.raises(KeyboardInterrupt):
+        started.run(lambda: True)
+    file = next(tmp_path.glob("checkpoint/step-*/state.json"))
+    text = file.read_text().replace('"init_from":', '"begin":').replace('"metrics":', '"figures":')
+    assert '"begin":' in text and '"figures":' in text
+    file.write_text(text)
+    assert trained(job).step == 2

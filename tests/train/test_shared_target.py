@@ -1,21 +1,19 @@
-"""A training holds its target once: what reads the hidden states, the recipe and the copy that is measured share one
-decoder.
-"""
+"""A training holds one copy of its target, shared by feature source, recipe and measurement."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from learner import settings, task, trained, trainer
 from test_resume import CASES
+from training_helpers import settings, task, trained, trainer
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load import checkpoint as source
 from foretell.model.load.weights import Weights, build
-from foretell.train.loop import task as tasks
-from foretell.train.loop.task import Task
+from foretell.train.loop import job as jobs
+from foretell.train.loop.job import TrainingJob
 from helpers import unchecked
 
 
@@ -32,7 +30,7 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     return found
 
 
-def ready(folder: Path, case: str) -> Task:
+def ready(folder: Path, case: str) -> TrainingJob:
     recipe, options = CASES[case]
     return task(settings(folder, recipe=recipe, options=options, steps=1, measure_every=0, features="stream"))
 
@@ -51,11 +49,11 @@ def test_a_target_that_runs_in_plain_torch_is_not_read_again(
 def test_beside_a_target_on_kernels_there_is_at_most_one_decoder(
     case: str, tmp_path: Path, decoders: list[Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "plain_decoder", lambda network, dtype: None)
-    real = tasks._setup
-    monkeypatch.setattr(tasks, "_setup", lambda *values: replace(real(*values), network=None))
+    monkeypatch.setattr(jobs, "plain_decoder", lambda network, dtype: None)
+    real = jobs._setup
+    monkeypatch.setattr(jobs, "_setup", lambda *values: replace(real(*values), network=None))
     one = ready(tmp_path, case)
     with unchecked():
         out = trainer(one)
-        out._learn(0)
+        out._train_step(0)
     assert decoders == [one.setup.decoder]

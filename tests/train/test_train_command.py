@@ -1,4 +1,4 @@
-"""`foretell train` from the command line: what it writes, what it refuses, and two processes that learn as one."""
+"""`foretell train` on the command line: output files, errors, and training with two processes."""
 
 import csv
 import os
@@ -12,15 +12,15 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from learner import answers, shared, target
 from rich.console import Console
+from training_helpers import answers, shared, target
 
 from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
-from foretell.cli.train import Bar, Lines
+from foretell.cli.train import LogCallback, ProgressBarCallback
 from foretell.speculator.checkpoint import read_config
-from foretell.train.loop import task
-from foretell.train.loop.curve import Row
-from foretell.train.loop.measure import Measured
+from foretell.train.loop import job
+from foretell.train.loop.curve import StepMetrics
+from foretell.train.loop.measure import Measurement
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
 SMALL = (
@@ -55,7 +55,7 @@ def test_everything_is_written(made: Path) -> None:
     assert read_config(made)["target"]["fingerprint"]
     assert (made / "curve.png").read_bytes().startswith(b"\x89PNG")
     text = (made / "README.md").read_text()
-    assert "texts, " in text and "tokens to learn" in text and "Seed | 0" in text
+    assert "documents, " in text and "tokens to learn" in text and "Seed | 0" in text
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_data_of_another_model(tmp_path: Path) -> None:
 
 def test_too_little_data(tmp_path: Path) -> None:
     few = answers(tmp_path / "few", target(str(tiny())), texts=7)
-    assert "too little data: 4 texts" in asked(tmp_path / "out", data=few)
-    assert "too few to hold back 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
+    assert "too little data: 4 chunks" in asked(tmp_path / "out", data=few)
+    assert "too few to hold out 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
 
 
 def test_an_installed_one_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
+    monkeypatch.setattr(job, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
     assert foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
-    assert f"## Begun from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
+    assert f"## Started from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
@@ -159,15 +159,15 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
-    row = Row(step=3, tokens=3000, loss=1.25, lr=1e-3, seconds=2.0, tokens_per_pass=2.5)
-    for terminal, watcher in ((True, Bar), (False, Lines)):
+    row = StepMetrics(step=3, tokens=3000, loss=1.25, lr=1e-3, seconds=2.0, tokens_per_pass=2.5)
+    for terminal, watcher in ((True, ProgressBarCallback), (False, LogCallback)):
         text = StringIO()
         shown = watcher(Console(file=text, force_terminal=terminal, width=120))
-        with shown if isinstance(shown, Bar) else nullcontext():
-            shown.begun(2, 3, processes=1)
-            shown.measured(Measured(2.5, (0.5,), 3, 24), 2.75)
-            shown.stepped(row.model_copy(update={"step": 2}))
-            shown.stepped(row)
+        with shown if isinstance(shown, ProgressBarCallback) else nullcontext():
+            shown.on_train_begin(2, 3, processes=1)
+            shown.on_measure(Measurement(2.5, (0.5,), 3, 24), 2.75)
+            shown.on_step_end(row.model_copy(update={"step": 2}))
+            shown.on_step_end(row)
         assert "loss 1.2500" in text.getvalue() and "2.500 tokens/pass (best 2.750)" in text.getvalue()
 
 

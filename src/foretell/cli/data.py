@@ -1,4 +1,4 @@
-"""`foretell data`: training sets for speculators, from the model itself."""
+"""`foretell data`: data sets for training speculators."""
 
 import sys
 import time
@@ -19,67 +19,65 @@ from foretell.cli.show import LINE_SECONDS
 from foretell.load import EMBEDDED, load
 from foretell.retrieval.corpus import files_of, texts_of
 from foretell.retrieval.datastore import fingerprint
-from foretell.train.data.dataset import Collection, Dataset, Manifest
-from foretell.train.data.features import Shelf, hidden_layers_of
-from foretell.train.data.generate import Prompts, answers, pieces
+from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
+from foretell.train.data.features import parse_hidden_layers
+from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Make training sets for speculators, from the model itself.",
+    help="Make data sets for training speculators.",
     pretty_exceptions_enable=False,
 )
 
 
 @app.callback()
 def main() -> None:
-    """Make training sets for speculators, from the model itself."""
+    """Make data sets for training speculators."""
 
 
 @app.command()
 def generate(
-    out: Annotated[Path, typer.Option(help="Folder to fill; one that was interrupted goes on where it was.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to be learned that the set shall have in the end.")],
+    out: Annotated[Path, typer.Option(help="Folder of the data set; an interrupted or smaller one is continued.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to learn (answers, plain text) of the finished data set.")],
     model: ModelReference = EMBEDDED,
-    own: Annotated[bool, typer.Option("--self", help="The model writes its own prompts, then answers them.")] = False,
+    own: Annotated[bool, typer.Option("--self", help="The model writes prompts and answers them.")] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts to answer: JSON lines with `prompt`, `messages` or `turns`.")
     ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Plain text to learn as it is: files or directories; repeatable.")
+        list[Path] | None, typer.Option(help="Plain text instead of answers: files or directories; repeatable.")
     ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
-    rows: Annotated[int, typer.Option(min=1, help="Texts written together.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="Batch size: sequences that are generated together.")] = 32,
     greedy_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Answers that are greedy; the others are sampled.")
+        float, typer.Option(min=0, max=1, help="Share of answers that are greedy; the others are sampled.")
     ] = 0.8,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampled answers.")] = 0.8,
-    max_question: Annotated[int, typer.Option(min=8, help="Longest prompt of its own, in tokens.")] = 320,
-    max_answer: Annotated[int, typer.Option(min=1, help="Longest answer, or piece of plain text, in tokens.")] = 384,
-    seed: Annotated[int, typer.Option(min=0, help="Text n depends on the seed and n alone.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampled answers.")] = 0.8,
+    max_question: Annotated[int, typer.Option(min=8, help="Longest prompt that the model writes, in tokens.")] = 320,
+    max_answer: Annotated[int, typer.Option(min=1, help="Longest answer, or chunk of plain text, in tokens.")] = 384,
+    seed: Annotated[int, typer.Option(min=0, help="Document n depends on the seed and n alone.")] = 0,
     states: Annotated[
         str,
-        typer.Option(
-            help="Layers whose states are kept beside the answers, as 2,15,27,31: trainings then need not read them."
-        ),
+        typer.Option(help="Layers whose hidden states are stored for training, as 2,15,27,31."),
     ] = "",
 ) -> None:
-    """Write a training set: prompts answered by the model that is to be drafted for, or plain text.
+    """Write a data set: prompts answered by the target, or plain text.
 
-    Shards of safetensors and a journal: whatever is finished survives a kill. Repeat the command to go on, with more
-    --tokens to enlarge a set.
+    Repeat the command to continue an interrupted run, with more --tokens to enlarge a data set.
     """
     if [own, prompts is not None, bool(text)].count(True) != 1:
-        raise ValueError("say where the texts come from: one of --self, --prompts FILE and --text FILE")
+        raise ValueError("give one source of documents: --self, --prompts FILE or --text FILE")
     if states and text:
         raise ValueError(
             "--states: plain text is not read by the model; the states of --self and --prompts can be kept"
         )
     console = Console(file=sys.stderr)
     target = load(model, dtype, device)
-    hidden_layers = hidden_layers_of(states, target.config.layers + 1, "--states")
+    hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else files_of(text or ())
-    manifest = Manifest(
+    manifest = DatasetManifest(
         model=target.name,
         fingerprint="" if text else target.source.fingerprint(),
         tokenizer=fingerprint(target.codec),
@@ -93,33 +91,37 @@ def generate(
         max_answer=max_answer,
         sources=tuple(f"{p.name} {_digest(p)}" for p in sources),
     )
-    with Collection(out, manifest) as collection:
+    with DatasetWriter(out, manifest) as writer:
         if text:
-            work = pieces(target, (t for f in sources for t in texts_of(f)), collection, max_answer, tokens)
+            work = write_text_chunks(target, (t for f in sources for t in texts_of(f)), writer, max_answer, tokens)
         else:
             given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_all_prompts(prompts)]
-            asked = Prompts(target, manifest, given)
-            if given is None and collection.numbers:
-                asked.recall(d.tokens[: d.start].tolist() for d in Dataset.open(out))
-            shelf = _shelf(out, collection, target, hidden_layers) if hidden_layers else None
-            work = answers(target, asked, manifest, collection, rows, tokens, shelf)
-        _watch(work, collection, tokens, console)
-        collection.seal()
+            source = PromptSource(target, manifest, given)
+            if given is None and writer.known_numbers:
+                source.mark_seen(d.tokens[: d.start].tolist() for d in Dataset.open(out))
+            cache = _hidden_state_cache(out, writer, target, hidden_layers) if hidden_layers else None
+            work = generate_answers(target, source, manifest, writer, rows, tokens, cache)
+        _show_progress(work, writer, tokens, console)
+        writer.seal()
     made = Dataset.open(out)
     (out / "README.md").write_text(_card(made, sys.argv[1:]))
-    typer.echo(_sentence(made))
+    typer.echo(_summary(made))
 
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> None:
-    """Say what a training set holds."""
-    typer.echo(_sentence(Dataset.open(path)))
+    """Show the contents of a data set."""
+    typer.echo(_summary(Dataset.open(path)))
 
 
-def _shelf(out: Path, collection: Collection, target: Model, hidden_layers: Sequence[int]) -> Shelf:
-    """Room for the states of texts to come, behind that for those which are there."""
-    lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.learnable else []
-    return Shelf(out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None)
+def _hidden_state_cache(
+    out: Path, writer: DatasetWriter, target: Model, hidden_layers: Sequence[int]
+) -> HiddenStateCache:
+    """The cache for the states of new documents, after the documents of the data set."""
+    lengths = [len(d.tokens) for d in Dataset.open(out)] if writer.num_learned_tokens else []
+    return HiddenStateCache(
+        out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None
+    )
 
 
 def _digest(path: Path) -> str:
@@ -127,41 +129,42 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:12]
 
 
-def _watch(work: Iterator[int], collection: Collection, wanted: int, console: Console) -> None:
-    """Run to the end, showing tokens and speed: on a bar, or for logs in a line now and then."""
+def _show_progress(work: Iterator[int], writer: DatasetWriter, num_tokens: int, console: Console) -> None:
+    """Run the generator to its end; show tokens and speed on a progress bar, or in regular lines for logs."""
     columns = TextColumn("{task.completed:,} of {task.total:,} tokens"), BarColumn(), TextColumn("{task.fields[speed]}")
     watched, new = console.is_terminal, 0
-    started = told = time.perf_counter()
+    started = last_line = time.perf_counter()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not watched) as progress:
-        task = progress.add_task("", total=wanted, completed=min(collection.learnable, wanted), speed="")
+        task = progress.add_task("", total=num_tokens, completed=min(writer.num_learned_tokens, num_tokens), speed="")
         for decoded in work:
             new, now = new + decoded, time.perf_counter()
-            done, speed = min(collection.learnable, wanted), f"{new / (now - started):,.0f} tokens/s"
+            done, speed = min(writer.num_learned_tokens, num_tokens), f"{new / (now - started):,.0f} tokens/s"
             progress.update(task, completed=done, speed=speed)
-            if not watched and now - told >= LINE_SECONDS:
-                told = now
-                console.print(f"{done:,} of {wanted:,} tokens  {speed}", highlight=False, soft_wrap=True)
+            if not watched and now - last_line >= LINE_SECONDS:
+                last_line = now
+                console.print(f"{done:,} of {num_tokens:,} tokens  {speed}", highlight=False, soft_wrap=True)
 
 
-def _sentence(data: Dataset) -> str:
+def _summary(data: Dataset) -> str:
     m, greedy = data.manifest, sum(d.greedy for d in data) / len(data)
-    what = "pieces of plain text" if m.kind == "text" else f"answers of {m.model} ({greedy:.0%} greedy)"
-    return f"{data.folder}: {len(data):,} {what}, {data.tokens:,} tokens, {data.learnable:,} of them to be learned"
+    what = "chunks of plain text" if m.kind == "text" else f"answers of {m.model} ({greedy:.0%} greedy)"
+    learned = f"{data.num_learned_tokens:,} of them to learn"
+    return f"{data.folder}: {len(data):,} {what}, {data.num_tokens:,} tokens, {learned}"
 
 
 def _card(data: Dataset, arguments: Sequence[str]) -> str:
-    """The set's README."""
+    """The README of the data set."""
     m = data.manifest
     origin = {
         "self": f"Prompts sampled from the model's own chat template (temperature 1), up to {m.max_question} tokens; "
-        f"junk and duplicates left out.",
+        f"unusable ones and duplicates left out.",
         "prompts": f"Prompts from {', '.join(m.sources)}.",
         "text": f"Plain text from {len(m.sources)} files.",
     }[m.kind]
     lines = [
-        f"# Training set from {m.model}",
+        f"# Data set from {m.model}",
         "",
-        _sentence(data).split(": ", 1)[1] + ".",
+        _summary(data).split(": ", 1)[1] + ".",
         "",
         origin,
         "",

@@ -1,4 +1,4 @@
-"""`foretell tune`: searches whose results are saved and used again."""
+"""`foretell tune`: search for settings of a method."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +11,8 @@ from foretell.cli.prompts import read_all_prompts
 from foretell.cli.setup import read_text
 from foretell.load import EMBEDDED, load
 from foretell.model.skip import SkipTrial, kept_share
-from foretell.tune.skip import Drafting, Objective, answers, tune_skip
+from foretell.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
 
-_EXAMPLE = 'write for example {"prompt": "Why is the sky blue?"}'
 app = typer.Typer(
     no_args_is_help=True, help="Search for settings of a method on your prompts.", pretty_exceptions_enable=False
 )
@@ -32,9 +31,9 @@ def skip(
             help="Prompts: JSON lines (.jsonl) with `prompt`, `messages` or `turns`, or one prompt per line of text."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Skip set to write, or to go on with.")],
+    out: Annotated[Path, typer.Option(help="Skip set to write, or to continue.")],
     model: options.Model = EMBEDDED,
-    trials: Annotated[int, typer.Option(min=1, help="Trials that the file shall hold in the end.")] = 100,
+    trials: Annotated[int, typer.Option(min=1, help="Total number of trials in the file.")] = 100,
     objective: Annotated[
         Objective,
         typer.Option(
@@ -42,38 +41,41 @@ def skip(
         ),
     ] = "counts",
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    draft_length: Annotated[int, typer.Option(min=1, help="Most tokens of a draft.")] = Drafting.length,
+    draft_length: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens of a draft.")
+    ] = DraftingOptions.length,
     confidence: Annotated[
         float, typer.Option(min=0, max=1, help="A draft ends after a token less probable than this.")
-    ] = Drafting.confidence,
+    ] = DraftingOptions.confidence,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
 ) -> None:
-    """Find the sub-layers that self-speculation leaves out; use the result with `--method self_speculative` and
+    """Find the sub-layers that self-speculation skips; use the result with `--method self_speculative` and
     `skip_set`.
     """
     if prompts.suffix == ".jsonl":
-        texts = [(task.prompt, task.raw) for task in read_all_prompts(prompts)]
+        prompt_list = [(task.prompt, task.raw) for task in read_all_prompts(prompts)]
     else:
-        texts = [(line, False) for line in read_text(prompts).splitlines() if line.strip()]
-    if not texts:
+        prompt_list = [(line, False) for line in read_text(prompts).splitlines() if line.strip()]
+    if not prompt_list:
         raise ValueError(f"{prompts}: no prompts here; write one per line")
     console = Console()
     target = load(model, dtype, device)
-    samples = answers(target.network, [target.tokens(text, raw) for text, raw in texts], new_tokens, target.eos)
+    samples = greedy_answers(
+        target.network, [target.tokens(text, raw) for text, raw in prompt_list], new_tokens, target.eos
+    )
 
-    def told(trial: SkipTrial) -> None:
+    def print_trial(trial: SkipTrial) -> None:
         share = kept_share(target.config, trial.skip)
         console.print(
             f"{trial.value:8.3f}  without {len(trial.attention):2} attention and {len(trial.mlp):2} feed-forward "
-            f"parts, "
-            f"{share:.0%} of the weights"
+            f"parts, {share:.0%} of the weights"
         )
 
-    drafting = Drafting(draft_length, confidence)
+    drafting = DraftingOptions(draft_length, confidence)
     found = tune_skip(
-        target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, told
+        target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, print_trial
     )
     unit = "times plain decoding, by weights read" if objective == "counts" else "tokens per second"
     console.print(f"best of {len(found.trials)}: {found.best.value:.3f} {unit}, saved in {out}")

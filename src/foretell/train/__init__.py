@@ -1,3 +1,3 @@
-"""Training of speculators: `data` (texts and the target's hidden states), `objective` (losses), `recipe` (one per
-kind), `loop` (the trainer).
+"""Training of speculators: `data` (data sets, batches, hidden states), `objective` (losses), `recipe` (one per kind of
+speculator), `loop` (the trainer).
 """

@@ -1,4 +1,4 @@
-"""The search for the sub-layers that a self-drafting target leaves out (Draft & Verify, arXiv 2309.08168)."""
+"""Search for the sub-layers that self-speculative decoding skips (Draft & Verify, arXiv 2309.08168)."""
 
 import hashlib
 import time
@@ -29,15 +29,15 @@ Objective = Literal["counts", "time"]
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """How far a draft goes: `length` tokens, or up to one that the drafter gives less than `confidence`."""
+class DraftingOptions:
+    """When a draft ends: after `length` tokens, or after a token with a probability below `confidence`."""
 
     length: int = SelfSpeculativeOptions().num_speculative_tokens
     confidence: float = SelfSpeculativeOptions().confidence_threshold
 
 
 @dataclass(frozen=True)
-class Sample:
+class GreedyAnswer:
     """A prompt and the target's own greedy answer."""
 
     prompt: tuple[int, ...]
@@ -45,21 +45,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What decoding a workload would take: passes of the target and of the draft, tokens decided."""
+class PassCounts:
+    """Passes of the target, draft tokens and new tokens of decoding a workload."""
 
     passes: int
     drafted: int
     tokens: int
 
     def speedup(self, share: float) -> float:
-        """Gain over plain decoding where a pass costs the weights it reads and the draft reads `share` of them."""
+        """Speed-up over plain decoding if a pass costs the weights it reads, and the draft reads a `share` of them."""
         return self.tokens / (self.passes + self.drafted * share)
 
 
-def answers(
+def greedy_answers(
     network: Network, prompts: Sequence[Sequence[int]], new_tokens: int, eos: tuple[int, ...] = ()
-) -> list[Sample]:
+) -> list[GreedyAnswer]:
     """The target's greedy answers.
 
     Raises:
@@ -67,8 +67,8 @@ def answers(
     """
     if not prompts:
         raise ValueError("there are no prompts to tune on: give at least one")
-    written, _ = _decode(network, Method(NoDrafter(), RootOnly(), Match()), prompts, new_tokens, eos)
-    return [Sample(tuple(p), tuple(a)) for p, a in zip(prompts, written, strict=True)]
+    answers, _ = _decode(network, Method(NoDrafter(), RootOnly(), Match()), prompts, new_tokens, eos)
+    return [GreedyAnswer(tuple(p), tuple(a)) for p, a in zip(prompts, answers, strict=True)]
 
 
 def _decode(
@@ -81,25 +81,27 @@ def _decode(
     return [list(c.tokens) for c in found], time.perf_counter() - start
 
 
-def count(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> Counts:
-    """Passes that drafting with `skip` would take, from one pass of the draft over each known answer.
+def count_passes(
+    network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
+) -> PassCounts:
+    """Passes of decoding with `skip`, from one pass of the draft over each known answer.
 
-    Deterministic and much quicker than decoding: where the draft is right it has read the very text that it would read.
-    Only how far it goes on after a mistake is estimated, by its confidence on the true text.
+    Deterministic and faster than decoding. Exact as long as the draft is right; the length of a draft after a wrong
+    token is estimated from the confidences on the true answer.
     """
     draft = network.skipping(skip)
-    total = Counts(0, 0, 0)
+    total = PassCounts(0, 0, 0)
     for sample in samples:
-        best, sure = _guesses(draft, sample)
-        one = _replay(np.array(sample.answer), best, sure, drafting)
-        total = Counts(total.passes + one.passes, total.drafted + one.drafted, total.tokens + one.tokens)
+        predicted, probability = _draft_predictions(draft, sample)
+        one = _count_rounds(np.array(sample.answer), predicted, probability, drafting)
+        total = PassCounts(total.passes + one.passes, total.drafted + one.drafted, total.tokens + one.tokens)
     return total
 
 
 @torch.inference_mode()
-def _guesses(draft: Network, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """The draft's best token for every place of the answer, given the true text before it, and the probability it gives
-    it.
+def _draft_predictions(draft: Network, sample: GreedyAnswer) -> tuple[np.ndarray, np.ndarray]:
+    """The draft's most probable token at every position of the answer, given the true tokens before it, and its
+    probability.
     """
     text = [*sample.prompt, *sample.answer[:-1]]
     tree = root_tree(text[-1:]).with_prefix([text])
@@ -110,70 +112,73 @@ def _guesses(draft: Network, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     return top.indices.cpu().numpy(), top.values.double().cpu().numpy()
 
 
-def _replay(answer: np.ndarray, best: np.ndarray, sure: np.ndarray, drafting: Drafting) -> Counts:
-    """Count the rounds; the pass that reads the prompt's end verifies drafts like any other."""
+def _count_rounds(
+    answer: np.ndarray, predicted: np.ndarray, probability: np.ndarray, drafting: DraftingOptions
+) -> PassCounts:
+    """Simulate the steps of decoding an answer; the first step reads the prompt and verifies drafts like any other."""
     done, passes, drafted = 0, 0, 0
     while done < len(answer):
-        most = min(drafting.length, len(answer) - done - 1)
-        unsure = np.flatnonzero(sure[done : done + most] < drafting.confidence)
-        asked = int(unsure[0]) + 1 if len(unsure) else most
-        wrong = np.flatnonzero(best[done : done + asked] != answer[done : done + asked])
-        done += (int(wrong[0]) if len(wrong) else asked) + 1
-        passes, drafted = passes + 1, drafted + asked
-    return Counts(passes, drafted, len(answer))
+        length = min(drafting.length, len(answer) - done - 1)
+        unsure = np.flatnonzero(probability[done : done + length] < drafting.confidence)
+        num_drafted = int(unsure[0]) + 1 if len(unsure) else length
+        wrong = np.flatnonzero(predicted[done : done + num_drafted] != answer[done : done + num_drafted])
+        done += (int(wrong[0]) if len(wrong) else num_drafted) + 1
+        passes, drafted = passes + 1, drafted + num_drafted
+    return PassCounts(passes, drafted, len(answer))
 
 
-def tokens_per_second(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> float:
-    """Measured speed of decoding the samples: noisy, so trust differences of several percent only."""
+def tokens_per_second(
+    network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
+) -> float:
+    """Measured speed of decoding the samples; differences of a few percent are noise."""
     shape = Chain(drafting.length, draw=False, confidence=drafting.confidence)
     method = Method(DraftModel(DecoderRunner(network.skipping(skip))), shape, Match())
-    most = max(len(s.answer) for s in samples)
-    written, seconds = _decode(network, method, [s.prompt for s in samples], most, ())
-    return sum(map(len, written)) / seconds
+    new_tokens = max(len(s.answer) for s in samples)
+    answers, seconds = _decode(network, method, [s.prompt for s in samples], new_tokens, ())
+    return sum(map(len, answers)) / seconds
 
 
 def tune_skip(
     network: Network,
     model: str,
-    samples: Sequence[Sample],
+    samples: Sequence[GreedyAnswer],
     out: Path,
     trials: int = 100,
     objective: Objective = "counts",
-    drafting: Drafting = Drafting(),
+    drafting: DraftingOptions = DraftingOptions(),
     seed: int = 0,
-    told: Callable[[SkipTrial], None] = lambda trial: None,
+    on_trial: Callable[[SkipTrial], None] = lambda trial: None,
 ) -> SkipFile:
-    """Search until `out` holds `trials` trials, going on where an earlier search stopped; every trial is saved at once.
+    """Search until `out` holds `trials` trials; an earlier search is continued, and every trial is saved.
 
-    `model` is the fingerprint of the network (`Checkpoint.fingerprint`).
-
-    Starts from the default and the least influential sub-layers, then follows a tree-structured Parzen estimator.
+    `model`: fingerprint of the network (`Checkpoint.fingerprint`). The first trials are the default skip set and the
+    least influential sub-layers; later ones come from a tree-structured Parzen estimator.
 
     Raises:
         ValueError: optuna is missing, or `out` holds a search on another model, other prompts or another objective.
     """
     layers = network.config.layers
-    found = _resume(model, layers, samples, out, objective, drafting)
-    study = _study(found, layers, seed)
-    for skip in _starts(network, samples):
+    found = _load_or_create(model, layers, samples, out, objective, drafting)
+    study = _create_study(found, layers, seed)
+    for skip in _initial_skips(network, samples):
         if skip not in [t.skip for t in found.trials]:
             study.enqueue_trial(_params(skip, layers))
     while len(found.trials) < trials:
-        trial = study.ask(_space(layers))
-        skip = _skip(trial.params, layers)
+        trial = study.ask(_search_space(layers))
+        skip = _skip_from_params(trial.params, layers)
         if objective == "counts":
-            value = count(network, skip, samples, drafting).speedup(kept_share(network.config, skip))
+            value = count_passes(network, skip, samples, drafting).speedup(kept_share(network.config, skip))
         else:
             value = tokens_per_second(network, skip, samples, drafting)
         study.tell(trial, value)
         found = found.add(SkipTrial.of(skip, value))
         found.save(out)
-        told(found.trials[-1])
+        on_trial(found.trials[-1])
     return found
 
 
-def _resume(
-    model: str, layers: int, samples: Sequence[Sample], out: Path, objective: Objective, drafting: Drafting
+def _load_or_create(
+    model: str, layers: int, samples: Sequence[GreedyAnswer], out: Path, objective: Objective, drafting: DraftingOptions
 ) -> SkipFile:
     workload = hashlib.sha256(repr((tuple(samples), drafting)).encode()).hexdigest()[:16]
     fresh = SkipFile(model, layers, objective, workload)
@@ -183,22 +188,21 @@ def _resume(
     if (found.objective, found.workload) != (objective, workload):
         raise ValueError(
             f"{out}: holds a search for {found.objective} on other prompts or settings, whose values do not compare "
-            f"with this one "
-            f"({objective}); name another --out, or delete the file"
+            f"with this one ({objective}); name another --out, or delete the file"
         )
     return found
 
 
-def _starts(network: Network, samples: Sequence[Sample]) -> list[Skip]:
-    """Points worth probing first."""
+def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[Skip]:
+    """Skip sets of the first trials."""
     layers = network.config.layers
     measured = influence(network, [*samples[0].prompt, *samples[0].answer])
     counts = sorted({max(1, 2 * layers * part // 20) for part in range(1, 11)})
     return [default_skip(layers), *(measured.skip(n) for n in counts)]
 
 
-def _study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
-    """A study that knows the trials made so far."""
+def _create_study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
+    """A study with the finished trials."""
     try:
         import optuna
     except ImportError as error:
@@ -208,13 +212,13 @@ def _study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
     for trial in found.trials:
         study.add_trial(
             optuna.trial.create_trial(
-                params=_params(trial.skip, layers), distributions=_space(layers), value=trial.value
+                params=_params(trial.skip, layers), distributions=_search_space(layers), value=trial.value
             )
         )
     return study
 
 
-def _space(layers: int) -> "dict[str, optuna.distributions.BaseDistribution]":
+def _search_space(layers: int) -> "dict[str, optuna.distributions.BaseDistribution]":
     import optuna
 
     yes_no = optuna.distributions.CategoricalDistribution((False, True))
@@ -227,6 +231,6 @@ def _params(skip: Skip, layers: int) -> dict[str, bool]:
     }
 
 
-def _skip(params: Mapping[str, bool], layers: int) -> Skip:
+def _skip_from_params(params: Mapping[str, bool], layers: int) -> Skip:
     chosen = (frozenset(i for i in range(layers) if params[f"{part}.{i}"]) for part in ("attention", "mlp"))
     return Skip(*chosen)

@@ -1,1 +1,1 @@
-"""What speculators learn from: texts, their order, batches, and the hidden states of the target."""
+"""Training data: data sets of tokens, their generation, batches, and the target's hidden states."""

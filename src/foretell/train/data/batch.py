@@ -1,4 +1,4 @@
-"""What a step of training sees."""
+"""The input of a recipe's loss."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,18 @@ from jaxtyping import Bool, Float, Int
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts of the target, padded at the end, with the target's hidden states.
+    """Token sequences, padded at the end, with the target's hidden states.
 
-    Worked example of the indices: a state at position `t` produced token `t + 1`, so the base head scores `token[:, t +
-    1]` from `features[...][:, t]`, and the first Medusa head `token[:, t + 2]`.
+    Worked example of the indices: the state at position `t` produced token `t + 1`, so the target's own head scores
+    `token[:, t + 1]` from `features[...][:, t]`, and the first Medusa head scores `token[:, t + 2]`.
     """
 
     token: Int[torch.Tensor, "b s"]
-    answer: Bool[torch.Tensor, "b s"]
-    """The token at this position is to be learned: it belongs to an answer (or to plain text), and is no padding."""
-    real: Bool[torch.Tensor, "b s"]
-    """No padding."""
+    loss_mask: Bool[torch.Tensor, "b s"]
+    """Tokens to learn: those of an answer, or of plain text, and no padding."""
     features: tuple[Float[torch.Tensor, "b s d"], ...]
-    """One tensor per recorded layer of the recipe, in its order."""
+    """One tensor per hidden layer of the recipe, in the recipe's order."""
 
-    def wanted(self, ahead: int) -> Bool[torch.Tensor, "b t"]:
-        """For positions `0 .. s-ahead-1`: whether the token `ahead` positions later is to be learned."""
-        return self.answer[:, ahead:]
+    def shifted_loss_mask(self, offset: int) -> Bool[torch.Tensor, "b t"]:
+        """For positions `0 .. s-offset-1`: whether the token `offset` positions later is to be learned."""
+        return self.loss_mask[:, offset:]

@@ -1,8 +1,8 @@
-"""Self-distillation: the model answers prompts, its own or given ones, with the project's batched engine."""
+"""Self-distillation data: the target answers prompts, its own or given ones."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from foretell.accept import Match
@@ -12,53 +12,55 @@ from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.retrieval.corpus import tokenized
 from foretell.shape import RootOnly
-from foretell.train.data.dataset import Collection, Manifest, Record
-from foretell.train.data.features import Shelf
-from foretell.train.data.listen import Listener
-from foretell.train.data.openings import OPENINGS
+from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
+from foretell.train.data.hidden_state_cache import HiddenStateCache
+from foretell.train.data.hidden_state_recorder import HiddenStateRecorder
+from foretell.train.data.question_prefixes import QUESTION_PREFIXES
 
 MIN_P = 0.05
-"""Of sampled questions and answers: at temperature 1 a small model's tail is mostly noise."""
-_SHORTEST = 5
-"""A question of fewer tokens asks nothing."""
-_PATIENCE = 64
-"""Prompts after which one should have been usable."""
+"""`min_p` of sampled questions and answers: at temperature 1 a small model often samples noise from the tail."""
+_MIN_QUESTION_TOKENS = 5
+_MIN_DISTINCT_TOKENS = 0.3
+"""Smallest share of distinct tokens in a usable question; below it the model repeats itself."""
+_MAX_UNUSABLE_PROMPTS = 64
+"""Generation fails if none of the first so many prompts was usable."""
 
 
-class Prompts:
-    """Numbered prompts: from the model itself where `given` is None, else the given ones in turn."""
+class PromptSource:
+    """Numbered prompts: the given ones, or prompts that the model writes (`given` is None)."""
 
-    def __init__(self, model: Model, manifest: Manifest, given: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, model: Model, manifest: DatasetManifest, given: Sequence[Sequence[int]] | None) -> None:
         self._model, self._manifest, self._given = model, manifest, given
-        self._turn = model.codec.users_turn() if given is None else []
+        self._user_turn = model.codec.users_turn() if given is None else []
         self._seen: set[bytes] = set()
 
     @property
     def count(self) -> int | None:
-        """How many there are; None: no end."""
+        """Number of prompts; None: no limit."""
         return None if self._given is None else len(self._given)
 
-    def ready(self, number: int) -> Sequence[int] | None:
-        """The prompt of this number; None where the model has to write it first."""
+    def given_prompt(self, number: int) -> Sequence[int] | None:
+        """The prompt with this number; None where the model has to write it."""
         return None if self._given is None else self._given[number]
 
-    def asking(self, number: int) -> Request:
-        """What has the model write question `number`."""
+    def question_request(self, number: int) -> Request:
+        """The request that makes the model write question `number`."""
         sampling = SamplingParams(temperature=1.0, min_p=MIN_P, seed=_seed(self._manifest.seed, number, 0))
-        begun = self._turn + self._model.codec.encode(self.opening(number), special=False)
-        return Request(begun, sampling, self._manifest.max_question, (), self._model.eos)
+        prompt = self._user_turn + self._model.codec.encode(self.question_prefix(number), special=False)
+        return Request(prompt, sampling, self._manifest.max_question, (), self._model.eos)
 
-    def opening(self, number: int) -> str:
-        """How question `number` begins: freely every third time."""
-        return "" if number % 3 == 0 else OPENINGS[(number - number // 3 - 1) % len(OPENINGS)]
+    def question_prefix(self, number: int) -> str:
+        """First words of question `number`; empty for every third question."""
+        return "" if number % 3 == 0 else QUESTION_PREFIXES[(number - number // 3 - 1) % len(QUESTION_PREFIXES)]
 
-    def asked(self, number: int, tokens: Sequence[int], finished: bool) -> Sequence[int] | None:
-        """The prompt that a written question makes; None for junk: cut off, too short, no words, repeating itself, or
-        asked before.
+    def prompt_from_question(self, number: int, tokens: Sequence[int], finished: bool) -> Sequence[int] | None:
+        """The prompt with a generated question; None if the question is truncated, short, repetitive, wordless or a
+        duplicate.
         """
-        if not finished or len(tokens) < _SHORTEST or len(set(tokens)) < 0.3 * len(tokens):
+        repetitive = len(set(tokens)) < _MIN_DISTINCT_TOKENS * len(tokens)
+        if not finished or repetitive or len(tokens) < _MIN_QUESTION_TOKENS:
             return None
-        text = (self.opening(number) + self._model.codec.decode(tokens)).strip()
+        text = (self.question_prefix(number) + self._model.codec.decode(tokens)).strip()
         if not re.search(r"[^\W\d_]{2}", text):
             return None
         prompt = self._model.codec.chat([{"role": "user", "content": text}])
@@ -68,8 +70,8 @@ class Prompts:
         self._seen.add(key)
         return prompt
 
-    def recall(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Prompts that an earlier run has answered already."""
+    def mark_seen(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Treat these prompts as duplicates: an earlier run has answered them."""
         self._seen |= {self._key(p) for p in prompts}
 
     def _key(self, prompt: Sequence[int]) -> bytes:
@@ -79,33 +81,34 @@ class Prompts:
 
 
 def _seed(seed: int, number: int, use: int) -> int:
+    """A sampling seed per document, for its question (`use` 0) and its answer (1)."""
     return (seed << 40) + (number << 1) + use
 
 
-def answers(
+def generate_answers(
     model: Model,
-    prompts: Prompts,
-    manifest: Manifest,
-    collection: Collection,
+    prompts: PromptSource,
+    manifest: DatasetManifest,
+    writer: DatasetWriter,
     rows: int,
-    wanted: int,
-    shelf: Shelf | None = None,
+    num_tokens: int,
+    cache: HiddenStateCache | None = None,
 ) -> Iterator[int]:
-    """Fill `collection` until it has `wanted` tokens to be learned, or no prompt is left; yields new tokens decoded,
-    step by step.
+    """Generate answers until the data set has `num_tokens` tokens to learn, or no prompt is left.
 
-    Text `n` depends on the seed and `n` alone, so an interrupted run goes on where it was. The model's states at the
-    answers go to `shelf`, which holds what the collection has.
+    Yields the number of new tokens after each decoding step. Document `n` depends on the seed and `n` alone, so an
+    interrupted run can continue. With a `cache`, which covers the documents so far, the model's hidden states at the
+    new documents are appended to it.
 
     Raises:
-        ValueError: the model writes nothing that can be asked.
+        ValueError: the model writes no usable questions.
     """
-    listener = None if shelf is None else Listener(shelf)
-    method = model.method() if listener is None else Method(listener, RootOnly(), Match())
+    recorder = None if cache is None else HiddenStateRecorder(cache)
+    method = model.method() if recorder is None else Method(recorder, RootOnly(), Match())
     engine = Engine(model.runner(), method, rows=rows)
-    work = _Work(model, prompts, manifest, collection, engine, listener)
+    queue = _GenerationQueue(model, prompts, manifest, writer, engine, recorder)
     while True:
-        while work.waiting < 2 * rows and collection.learnable < wanted and work.begin():
+        while queue.num_pending < 2 * rows and writer.num_learned_tokens < num_tokens and queue.submit_next():
             pass
         if not engine.busy:
             return
@@ -114,110 +117,117 @@ def answers(
             if update.error is not None:
                 raise update.error
             new += len(update.tokens)
-            work.hear(update.request, update.tokens, update.finish_reason)
-        if len(collection.numbers) >= _PATIENCE and not collection.learnable:
+            queue.on_update(update.request, update.tokens, update.finish_reason)
+        if len(writer.known_numbers) >= _MAX_UNUSABLE_PROMPTS and not writer.num_learned_tokens:
             raise ValueError(
-                f"{model.name} wrote {len(collection.numbers)} prompts and no usable question; give prompts with "
+                f"{model.name} wrote {len(writer.known_numbers)} prompts and no usable question; give prompts with "
                 f"--prompts FILE"
             )
         yield new
-        if collection.learnable >= wanted:
+        if writer.num_learned_tokens >= num_tokens:
             return
 
 
 @dataclass
-class _Text:
-    """A text being written: its number, its prompt once there is one, what has come of the present request."""
+class _PendingDocument:
+    """A document whose question or answer is being generated."""
 
     number: int
     prompt: Sequence[int] | None
-    new: list[int]
+    """None while the question is being generated."""
     greedy: bool
+    new: list[int] = field(default_factory=list)
+    """Tokens generated so far by the current request."""
 
 
-class _Work:
-    """Requests under way, and what becomes of them."""
+class _GenerationQueue:
+    """Submits requests for questions and answers, and writes finished documents."""
 
     def __init__(
         self,
         model: Model,
-        prompts: Prompts,
-        manifest: Manifest,
-        collection: Collection,
+        prompts: PromptSource,
+        manifest: DatasetManifest,
+        writer: DatasetWriter,
         engine: Engine,
-        listener: Listener | None,
+        recorder: HiddenStateRecorder | None,
     ) -> None:
         self._model, self._prompts, self._manifest = model, prompts, manifest
-        self._collection, self._engine, self._listener = collection, engine, listener
-        self._texts: dict[int, _Text] = {}
+        self._writer, self._engine, self._recorder = writer, engine, recorder
+        self._pending: dict[int, _PendingDocument] = {}
         self._next = 0
 
     @property
-    def waiting(self) -> int:
-        """Texts under way."""
-        return len(self._texts)
+    def num_pending(self) -> int:
+        """Documents in progress."""
+        return len(self._pending)
 
-    def begin(self) -> bool:
-        """Start the next text that is neither finished nor under way; False: there is none."""
-        while self._next in self._collection.numbers:
+    def submit_next(self) -> bool:
+        """Submit the next document that is neither finished nor in progress; False: there is none."""
+        while self._next in self._writer.known_numbers:
             self._next += 1
         if self._next == self._prompts.count:
             return False
         number, self._next = self._next, self._next + 1
-        prompt = self._prompts.ready(number)
-        # A draw per text, so that the share holds whatever the numbers are.
+        prompt = self._prompts.given_prompt(number)
+        # Drawn per document, so that the share holds for any set of numbers.
         greedy = CounterRNG(self._manifest.seed).uniform(number) < self._manifest.greedy_share
-        text = _Text(number, prompt, [], greedy)
-        self._submit(text, self._prompts.asking(number) if prompt is None else self._answering(text))
+        document = _PendingDocument(number, prompt, greedy)
+        request = self._prompts.question_request(number) if prompt is None else self._answer_request(document)
+        self._submit(document, request)
         return True
 
-    def _answering(self, text: _Text) -> Request:
+    def _answer_request(self, document: _PendingDocument) -> Request:
         m = self._manifest
-        sampled = SamplingParams(temperature=m.temperature, min_p=MIN_P, seed=_seed(m.seed, text.number, 1))
-        return Request(
-            text.prompt or (), SamplingParams() if text.greedy else sampled, m.max_answer, (), self._model.eos
-        )
+        sampled = SamplingParams(temperature=m.temperature, min_p=MIN_P, seed=_seed(m.seed, document.number, 1))
+        sampling = SamplingParams() if document.greedy else sampled
+        return Request(document.prompt or (), sampling, m.max_answer, (), self._model.eos)
 
-    def _submit(self, text: _Text, request: Request) -> None:
+    def _submit(self, document: _PendingDocument, request: Request) -> None:
         if len(request.prompt) + 1 < self._model.config.context:
-            self._texts[self._engine.submit(request)] = text
+            self._pending[self._engine.submit(request)] = document
         else:
-            self._collection.add(Record(number=text.number, tokens=[], start=0))
+            self._discard(document)
 
-    def hear(self, request: int, tokens: Sequence[int], reason: str | None) -> None:
-        """Note new tokens; a finished question becomes a request for its answer, a finished answer a record."""
-        text = self._texts[request]
-        text.new += tokens
-        if reason is None:
+    def _discard(self, document: _PendingDocument) -> None:
+        self._writer.add(DocumentRecord(number=document.number, tokens=[], start=0))
+
+    def on_update(self, request: int, tokens: Sequence[int], finish_reason: str | None) -> None:
+        """Add new tokens; after a finished question request its answer, and write a finished answer."""
+        document = self._pending[request]
+        document.new += tokens
+        if finish_reason is None:
             return
-        del self._texts[request]
-        if text.prompt is not None:
-            tokens = [*text.prompt, *text.new]
-            self._collection.add(Record(number=text.number, tokens=tokens, start=len(text.prompt), greedy=text.greedy))
-            if self._listener is not None:
-                self._listener.store(tokens)
+        del self._pending[request]
+        if document.prompt is not None:
+            tokens, start = [*document.prompt, *document.new], len(document.prompt)
+            self._writer.add(DocumentRecord(number=document.number, tokens=tokens, start=start, greedy=document.greedy))
+            if self._recorder is not None:
+                self._recorder.store(tokens)
             return
-        ended = text.new[-1] in self._model.eos
-        text.prompt = self._prompts.asked(text.number, text.new[:-1] if ended else text.new, ended)
-        if text.prompt is None:
-            self._collection.add(Record(number=text.number, tokens=[], start=0))
+        ended = document.new[-1] in self._model.eos
+        question = document.new[:-1] if ended else document.new
+        document.prompt, document.new = self._prompts.prompt_from_question(document.number, question, ended), []
+        if document.prompt is None:
+            self._discard(document)
         else:
-            text.new = []
-            self._submit(text, self._answering(text))
+            self._submit(document, self._answer_request(document))
 
 
-def pieces(model: Model, texts: Iterator[str], collection: Collection, length: int, wanted: int) -> Iterator[int]:
-    """Fill `collection` with plain text in pieces of `length` tokens until it has `wanted`; yields the tokens of each
-    document.
+def write_text_chunks(
+    model: Model, texts: Iterator[str], writer: DatasetWriter, length: int, num_tokens: int
+) -> Iterator[int]:
+    """Write plain text in chunks of `length` tokens until the data set has `num_tokens`; yields the tokens of each
+    text.
     """
     number = 0
     for document in tokenized(texts, model.codec):
         for begin in range(0, len(document), length):
-            piece = document[begin : begin + length]
-            if len(piece) > 1:
-                if number not in collection.numbers:
-                    collection.add(Record(number=number, tokens=piece.tolist(), start=0))
+            chunk = document[begin : begin + length]
+            if len(chunk) > 1:
+                if number not in writer.known_numbers:
+                    writer.add(DocumentRecord(number=number, tokens=chunk.tolist(), start=0))
                 number += 1
         yield len(document)
-        if collection.learnable >= wanted:
+        if writer.num_learned_tokens >= num_tokens:
             return

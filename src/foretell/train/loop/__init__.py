@@ -1,1 +1,1 @@
-"""The training loop and what it needs: settings, checkpoints, measurements, the curve and the model card."""
+"""The training loop: settings, job, trainer, checkpoints, measurements, curve and model card."""

@@ -1,68 +1,68 @@
-"""Where a training stands, on disk: written beside the last one and moved into its place whole, so that a kill at any
-moment leaves a good one.
+"""Checkpoints of a training.
+
+A checkpoint is written to a temporary folder and then renamed, so that an interruption leaves a complete one.
 """
 
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Shaped
 from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from foretell.train.loop.curve import Row
-from foretell.train.loop.settings import Settings, flag
+from foretell.train.loop.curve import StepMetrics
+from foretell.train.loop.settings import TrainingSettings, option_name
+from foretell.train.recipe.base import TensorDict
 from foretell.utils.store import write_through
 from foretell.utils.validation import read_model
 
 FOLDER = "checkpoint"
 _STATE = "state.json"
 
-Tensors = dict[str, Shaped[torch.Tensor, "*shape"]]
 
-
-class Stand(BaseModel):
-    """Everything about where a training stands that is not a tensor.
-
-    Random draws are seeded by step, so the step stands for them.
-    """
+class TrainState(BaseModel):
+    """The state of a training except its tensors. Random numbers need no state: they are seeded by step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    settings: Settings
+    settings: TrainingSettings
     target: str
-    """Its fingerprint."""
+    """Fingerprint of the target."""
     documents: int
-    """That are trained on: a data set that has grown makes other batches."""
+    """Documents that are trained on; more documents would make other batches."""
     processes: int
-    """Whose tensors these are: one unless weights are sharded."""
+    """Processes that hold the tensors; 1 unless weights are sharded."""
     step: int
-    """Steps done."""
+    """Finished steps."""
     seconds: float
     best: float
     """Most tokens per pass measured."""
     best_step: int
     stale: int
-    """Measurements since then."""
+    """Measurements since the best one."""
     stopped: bool
-    """It is over, whatever the settings say of steps."""
-    curve: tuple[Row, ...]
+    """Early stopping has ended the training."""
+    curve: tuple[StepMetrics, ...]
 
     @model_validator(mode="after")
-    def _whole(self) -> "Stand":
+    def _check_curve(self) -> "TrainState":
         if len(self.curve) != self.step or any(row.step != i for i, row in enumerate(self.curve, 1)):
-            raise ValueError(f"the curve is not that of {self.step} steps")
+            raise ValueError(f"the curve does not have {self.step} steps")
         return self
 
 
 @dataclass(frozen=True)
-class Store:
-    """The checkpoints of one training, of which the newest complete one counts. `rank` 0 moves them into place."""
+class CheckpointStore:
+    """Reads and writes the checkpoints of one training; the latest complete one counts.
+
+    `rank`: of the process whose tensors are read and written. Only rank 0 calls `commit`.
+    """
 
     out: Path
     rank: int = 0
@@ -71,29 +71,29 @@ class Store:
     def _folder(self) -> Path:
         return self.out / FOLDER
 
-    def newest(self) -> Path | None:
-        """Folder of the newest complete checkpoint."""
-        found = sorted(f for f in self._folder.glob("step-*") if f.name[5:].isdecimal())
+    def latest(self) -> Path | None:
+        """Folder of the latest complete checkpoint."""
+        found = sorted(f for f in self._folder.glob("step-*") if f.name.removeprefix("step-").isdecimal())
         return found[-1] if found else None
 
-    def stand(self) -> Stand | None:
-        """Where the training stands; None where it has not begun.
+    def load_state(self) -> TrainState | None:
+        """The state of the latest checkpoint; None: there is none.
 
         Raises:
             ValueError: the checkpoint is damaged.
         """
-        folder = self.newest()
+        folder = self.latest()
         if folder is None:
             return None
-        return read_model(Stand, folder / _STATE, f"delete {folder}")
+        return read_model(TrainState, folder / _STATE, f"delete {folder}")
 
-    def tensors(self) -> Tensors:
-        """Weights, optimizer and average of this process.
+    def load_tensors(self) -> TensorDict:
+        """Tensors of this process in the latest checkpoint: weights, optimizer, moving average.
 
         Raises:
             ValueError: the checkpoint is damaged.
         """
-        folder = self.newest()
+        folder = self.latest()
         assert folder is not None
         path = folder / f"tensors-{self.rank}.safetensors"
         try:
@@ -101,34 +101,34 @@ class Store:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete {folder}") from error
 
-    def damaged(self, tensor: str) -> ValueError:
-        """The error of a checkpoint that lacks a tensor, or holds another one under its name."""
+    def missing_tensor_error(self, tensor: str) -> ValueError:
+        """The error for a tensor that is missing or has the wrong shape."""
         return ValueError(
-            f"{self.newest()}: damaged, or written by another version ({tensor} is missing or does not fit); "
-            "delete it, and the training begins anew"
+            f"{self.latest()}: damaged, or written by another version ({tensor} is missing or does not fit); "
+            "delete it, and training starts from the beginning"
         )
 
-    def write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lay down the tensors of this process for the checkpoint of `step`; it does not count before `finish`.
+    def write_tensors(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors of this process for the checkpoint of `step`, which `commit` completes.
 
         Raises:
-            ValueError: no space is left; the last checkpoint stays as it was.
+            ValueError: the disk is full; the previous checkpoint stays.
         """
         part = self._part(step)
-        with _room(part, self.newest()):
+        with _report_full_disk(part, self.latest()):
             part.mkdir(parents=True, exist_ok=True)
             packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
             write_through(part / f"tensors-{self.rank}.safetensors", save(packed))
 
-    def finish(self, stand: Stand) -> None:
-        """Move the checkpoint into place, and delete those before it.
+    def commit(self, state: TrainState) -> None:
+        """Complete the checkpoint, and delete earlier ones.
 
         Raises:
-            ValueError: no space is left; the last checkpoint stays as it was.
+            ValueError: the disk is full; the previous checkpoint stays.
         """
-        part = self._part(stand.step)
-        with _room(part, self.newest()):
-            write_through(part / _STATE, stand.model_dump_json().encode())
+        part = self._part(state.step)
+        with _report_full_disk(part, self.latest()):
+            write_through(part / _STATE, state.model_dump_json().encode())
             _sync(part)
         final = part.with_suffix("")
         if final.exists():
@@ -143,56 +143,57 @@ class Store:
         return self._folder / f"step-{step:09d}.part"
 
 
-def belongs(stand: Stand, settings: Settings, target: str, documents: int, processes: int) -> None:
-    """Check that a checkpoint is of this training.
+def check_resumable(state: TrainState, settings: TrainingSettings, target: str, documents: int, processes: int) -> None:
+    """Check that training can resume from a checkpoint.
 
     Raises:
-        ValueError: it is of another.
+        ValueError: settings, target, data or number of processes differ.
     """
     where = f"{settings.out} holds a checkpoint of another training"
-    cure = "train with the same settings, or give another --out"
-    name = stand.settings.changed(settings)
+    remedy = "train with the same settings, or give another --out"
+    name = state.settings.first_difference(settings)
     if name is not None:
-        then, now = (_shown(getattr(s, name)) for s in (stand.settings, settings))
-        raise ValueError(f"{where}: {flag(name)} was {then} there and is {now} here; {cure}")
-    if stand.target != target:
+        then, now = (_as_argument(getattr(s, name)) for s in (state.settings, settings))
+        raise ValueError(f"{where}: {option_name(name)} was {then} there and is {now} here; {remedy}")
+    if state.target != target:
         raise ValueError(
-            f"{where}: its target has the fingerprint {stand.target}, this one {target}; give another --out"
+            f"{where}: its target has the fingerprint {state.target}, this one {target}; give another --out"
         )
-    if stand.documents != documents:
+    if state.documents != documents:
         raise ValueError(
-            f"{where}: it was trained on {stand.documents} texts, and the data has {documents} now; "
-            "give another --out, and --from to begin with its weights"
+            f"{where}: it was trained on {state.documents} documents, and the data has {documents} now; "
+            "give another --out, and --from to start with its weights"
         )
-    if stand.processes != processes:
-        raise ValueError(f"{where}: it is sharded for {stand.processes} processes, and these are {processes}")
+    if state.processes != processes:
+        raise ValueError(f"{where}: it is sharded for {state.processes} processes, and these are {processes}")
 
 
-def _shown(value: object) -> str:
-    """As the command line would say it."""
+def _as_argument(value: object) -> str:
+    """A setting as a command-line argument."""
     if isinstance(value, dict):
-        value = tuple(f"{key}={said}" for key, said in value.items())
+        value = tuple(f"{key}={item}" for key, item in value.items())
     parts = value if isinstance(value, tuple) else () if value is None else (value,)
     return " ".join(map(str, parts)) or "not given"
 
 
-class _room:  # noqa: N801 (a context manager, named as one)
-    """Turns a full disk into a sentence, and clears what could not be finished."""
-
-    def __init__(self, part: Path, good: Path | None) -> None:
-        self._part, self._good = part, good
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return
-        shutil.rmtree(self._part, ignore_errors=True)
-        last = "there is none yet" if self._good is None else f"that of step {int(self._good.name[5:])} stays"
+@contextmanager
+def _report_full_disk(part: Path, latest: Path | None) -> Iterator[None]:
+    """Delete the incomplete checkpoint `part` and raise a ValueError when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        last = "there is none yet" if latest is None else f"that of step {step_of(latest)} stays"
         raise ValueError(
-            f"no space left for a checkpoint in {self._part.parent}: {last}; free some and run the same command again"
+            f"no space left for a checkpoint in {part.parent}: {last}; free some and run the same command again"
         ) from error
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _sync(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The course of a training: a row per step, as CSV and as a picture."""
+"""The training curve: metrics of every step, as CSV and as a plot."""
 
 import csv
 import os
@@ -7,86 +7,95 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
-_INK, _GRID, _LOSS, _GAIN = "#333333", "#dddddd", "#0b6e99", "#d9730d"
+from foretell.train.loop.settings import rename_key
+
+_AXES_COLOR, _GRID_COLOR, _LOSS_COLOR, _TOKENS_COLOR = "#333333", "#dddddd", "#0b6e99", "#d9730d"
 
 
-class Row(BaseModel):
-    """One step."""
+class StepMetrics(BaseModel):
+    """Metrics of one optimizer step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     """Counted from 1."""
     tokens: int
-    """Seen so far, padding apart."""
+    """Tokens trained on so far, without padding."""
     loss: float
     lr: float
     seconds: float
-    """Of training so far, measuring included."""
-    figures: dict[str, float] = {}
+    """Training time so far, measurements included."""
+    metrics: dict[str, float] = {}
+    """Further metrics of the recipe."""
     tokens_per_pass: float | None = None
-    """Measured after this step."""
+    """Measured after this step; None: not measured."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_names(cls, values: Any) -> Any:
+        """Read checkpoints in which `metrics` is called `figures`."""
+        return rename_key(values, "figures", "metrics")
 
 
-def write(out: Path, rows: Sequence[Row], picture: bool) -> None:
-    """Write `curve.csv` and, where matplotlib is there, `curve.png`."""
-    _replace(out / "curve.csv", table(rows).encode())
-    if picture:
-        drawn = draw(rows)
-        if drawn is not None:
-            _replace(out / "curve.png", drawn)
+def write_curve(out: Path, rows: Sequence[StepMetrics], with_plot: bool) -> None:
+    """Write `curve.csv` and, if matplotlib is installed, `curve.png`."""
+    _replace(out / "curve.csv", to_csv(rows).encode())
+    if with_plot:
+        png = plot(rows)
+        if png is not None:
+            _replace(out / "curve.png", png)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows as CSV; a figure that a step lacks is left empty."""
-    names = list(dict.fromkeys(n for r in rows for n in r.figures))
+def to_csv(rows: Sequence[StepMetrics]) -> str:
+    """Steps as CSV; a metric that a step lacks is left empty."""
+    names = list(dict.fromkeys(n for r in rows for n in r.metrics))
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["step", "tokens", "loss", "lr", "seconds", "tokens_per_pass", *names])
     for r in rows:
         measured = "" if r.tokens_per_pass is None else f"{r.tokens_per_pass:.4f}"
-        figures = [f"{r.figures[n]:.6g}" if n in r.figures else "" for n in names]
+        figures = [f"{r.metrics[n]:.6g}" if n in r.metrics else "" for n in names]
         writer.writerow([r.step, r.tokens, f"{r.loss:.6g}", f"{r.lr:.4g}", f"{r.seconds:.1f}", measured, *figures])
     return text.getvalue()
 
 
-def draw(rows: Sequence[Row]) -> bytes | None:
-    """The loss, and below it tokens per pass, against the tokens trained on; None where matplotlib is missing."""
+def plot(rows: Sequence[StepMetrics]) -> bytes | None:
+    """A PNG of loss and tokens per pass over the tokens trained on; None: matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot([r.tokens for r in rows], [r.loss for r in rows], color=_LOSS, alpha=0.25, linewidth=0.8)
-    above.plot([r.tokens for r in rows], smooth([r.loss for r in rows]), color=_LOSS)
+    above.plot([r.tokens for r in rows], [r.loss for r in rows], color=_LOSS_COLOR, alpha=0.25, linewidth=0.8)
+    above.plot([r.tokens for r in rows], smooth([r.loss for r in rows]), color=_LOSS_COLOR)
     above.set_ylabel("loss")
     measured = [(r.tokens, r.tokens_per_pass) for r in rows if r.tokens_per_pass is not None]
-    below.plot([t for t, _ in measured], [m for _, m in measured], color=_GAIN, marker="o", markersize=4)
+    below.plot([t for t, _ in measured], [m for _, m in measured], color=_TOKENS_COLOR, marker="o", markersize=4)
     below.set_ylabel("tokens per pass, held-out prompts")
     below.set_xlabel("tokens trained on")
     for axes in (above, below):
-        _dress(axes)
+        _style_axes(axes)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
-def smooth(values: Sequence[float], share: float = 0.95) -> list[float]:
-    """A moving average without a bias towards its beginning."""
+def smooth(values: Sequence[float], decay: float = 0.95) -> list[float]:
+    """A bias-corrected exponential moving average."""
     out, mean, weight = list[float](), 0.0, 0.0
     for value in values:
-        mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
         out.append(mean / weight)
     return out
 
 
-def _dress(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.tick_params(colors=_AXES_COLOR)
+    axes.grid(axis="y", color=_GRID_COLOR, linewidth=0.8)
     axes.set_axisbelow(True)
 
 

@@ -1,4 +1,4 @@
-"""The one loop that trains every speculator."""
+"""The training loop of all recipes."""
 
 import math
 import time
@@ -6,349 +6,348 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import nn
 
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import Features, Piece, padded, width
-from foretell.train.loop import curve
-from foretell.train.loop.average import Average
-from foretell.train.loop.checkpoint import Stand, Store, Tensors, belongs
-from foretell.train.loop.curve import Row
-from foretell.train.loop.measure import Measured, measure
-from foretell.train.loop.settings import Settings
-from foretell.train.loop.spread import local, spread
-from foretell.train.loop.task import Task, dtype_of
-from foretell.train.recipe.base import Loss
+from foretell.train.data.features import DocumentChunk, FeatureSource, pad_sequences, padded_width
+from foretell.train.loop.checkpoint import CheckpointStore, TrainState, check_resumable, step_of
+from foretell.train.loop.curve import StepMetrics, write_curve
+from foretell.train.loop.distributed import create_strategy, local_shard
+from foretell.train.loop.ema import ExponentialMovingAverage
+from foretell.train.loop.job import TrainingJob, dtype_of
+from foretell.train.loop.measure import Measurement, measure
+from foretell.train.loop.settings import TrainingSettings
+from foretell.train.recipe.base import Loss, TensorDict
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
 
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW remembers of every parameter that ever had a gradient."""
-_FLOOR = 0.1
-"""Of the learning rate, at the end of a cosine."""
+_ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+"""State of AdamW for every parameter that has had a gradient."""
+_MIN_LR_FACTOR = 0.1
+"""Share of the learning rate that is left at the end of the cosine schedule."""
+_SEED_FACTOR = 1_000_003
+"""Distance between the seeds of two trainings: more than a training has steps."""
+_SHOWN_DOCUMENTS = 12
+"""Document numbers in an error message."""
 
 
-class Watcher:
-    """Is told how a training goes; does nothing with it."""
+class TrainingCallback:
+    """Observer of a training; this base class ignores all events."""
 
-    def begun(self, step: int, steps: int, processes: int) -> None:
-        """Training starts, or goes on, after `step` of `steps` steps."""
+    def on_train_begin(self, step: int, steps: int, processes: int) -> None:
+        """Training starts, or resumes, after `step` of `steps` steps."""
 
-    def stepped(self, row: Row) -> None:
-        """A step is done."""
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """A step is finished."""
 
-    def measured(self, found: Measured, best: float) -> None:
-        """Tokens per pass were measured; `best` is the most so far."""
+    def on_measure(self, measurement: Measurement, best: float) -> None:
+        """Tokens per pass were measured; `best` is the highest value so far."""
 
-    def saved(self, step: int) -> None:
+    def on_save(self, step: int) -> None:
         """A checkpoint was written."""
 
 
 class Trainer:
-    """A training: the task, and where it stands.
+    """Runs a training job from its latest checkpoint to its end.
 
-    Everything about a step follows from settings and its number, so that it can be resumed.
-
-    `accelerator` carries it over the processes it runs in; each sees its part of every batch, weighted by the tokens to
-    be learned in it.
+    A step depends only on the settings, its number and the tensors, so a resumed training repeats an uninterrupted one.
+    Each process of `accelerator` sees a part of every batch, weighted by its tokens to learn.
     """
 
-    def __init__(self, task: Task, accelerator: "Accelerator", features: Features, watcher: Watcher) -> None:
-        self.task, self._on, self._features, self._watcher = task, accelerator, features, watcher
-        self._spread = spread(accelerator, task.recipe.trained, partial(_optimizer, task))
-        self._module, self._optimizer = self._spread.module, self._spread.optimizer
-        task.shadow.trained.to(accelerator.device).eval()
-        decay = task.settings.ema
-        self._average = Average(self._module, decay) if decay else None
-        self._sharded = self._spread.sharded
-        self.out = Path(task.settings.out)
-        self._store = Store(self.out, accelerator.process_index if self._sharded else 0)
+    def __init__(
+        self, job: TrainingJob, accelerator: "Accelerator", features: FeatureSource, callback: TrainingCallback
+    ) -> None:
+        self.job, self._accelerator, self._features, self._callback = job, accelerator, features, callback
+        self._strategy = create_strategy(accelerator, job.recipe.module, partial(_optimizer, job))
+        self._module, self._optimizer = self._strategy.module, self._strategy.optimizer
+        job.measured_recipe.module.to(accelerator.device).eval()
+        decay = job.settings.ema
+        self._ema = ExponentialMovingAverage(self._module, decay) if decay else None
+        self._sharded = self._strategy.sharded
+        self.out = Path(job.settings.out)
+        self._store = CheckpointStore(self.out, accelerator.process_index if self._sharded else 0)
         self.step, self.stopped = 0, False
-        self.rows: list[Row] = []
+        self.curve: list[StepMetrics] = []
         self.best, self.best_step, self._stale = 0.0, 0, 0
-        self.last: Measured | None = None
+        self.last_measurement: Measurement | None = None
         self._seconds = 0.0
 
-    def run(self, asked_to_stop: Callable[[], bool] = lambda: False) -> None:
-        """Train to the end, from the checkpoint if there is one.
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Train to the end, from the latest checkpoint if there is one.
 
         Raises:
-            ValueError: the checkpoint is of another training or damaged, the loss is no number, or no space is left for
-                a checkpoint. KeyboardInterrupt: it was asked to stop, and has written a checkpoint.
+            ValueError: the checkpoint is damaged or of another training, the loss is not finite, or the disk is full.
+            KeyboardInterrupt: `should_stop` returned True; a checkpoint was written.
         """
         self._resume()
-        self._watcher.begun(self.step, self.task.steps, self._on.num_processes)
+        self._callback.on_train_begin(self.step, self.job.num_steps, self._accelerator.num_processes)
         started, saved = time.monotonic() - self._seconds, time.monotonic()
-        while self.step < self.task.steps and not self.stopped:
-            self._one(started)
-            interrupted = asked_to_stop()
-            over = self.step == self.task.steps or self.stopped
-            late = time.monotonic() - saved > 60 * self.task.settings.save_minutes
-            if self._agreed(interrupted or late) or over:
+        while self.step < self.job.num_steps and not self.stopped:
+            self._run_step(started)
+            interrupted = should_stop()
+            finished = self.step == self.job.num_steps or self.stopped
+            due = time.monotonic() - saved > 60 * self.job.settings.save_minutes
+            if self._any_process(interrupted or due) or finished:
                 self._seconds = time.monotonic() - started
                 self.save()
                 saved = time.monotonic()
-            if interrupted and not over:
+            if interrupted and not finished:
                 raise KeyboardInterrupt
 
-    def _one(self, started: float) -> None:
-        loss, rate = self._learn(self.step)
+    def _run_step(self, started: float) -> None:
+        loss, lr = self._train_step(self.step)
         self.step += 1
-        tokens = (self.rows[-1].tokens if self.rows else 0) + self._tokens(self.step - 1)
-        found = self._measure() if self._due() else None
-        row = Row(
+        tokens = (self.curve[-1].tokens if self.curve else 0) + self._num_tokens(self.step - 1)
+        metrics = StepMetrics(
             step=self.step,
             tokens=tokens,
             loss=float(loss.total),
-            lr=rate,
+            lr=lr,
+            tokens_per_pass=self._measure() if self._should_measure() else None,
             seconds=time.monotonic() - started,
-            figures=loss.figures,
-            tokens_per_pass=found,
+            metrics=loss.metrics,
         )
-        self.rows.append(row)
-        self._watcher.stepped(row)
+        self.curve.append(metrics)
+        self._callback.on_step_end(metrics)
 
-    def _learn(self, step: int) -> tuple[Loss, float]:
-        """One step of the optimizer; its loss and learning rate."""
-        s, on = self.task.settings, self._on
-        torch.manual_seed((s.seed * 1_000_003 + step) * on.num_processes + on.process_index)
-        self.task.recipe.stage(step / self.task.steps)
+    def _train_step(self, step: int) -> tuple[Loss, float]:
+        """One optimizer step; returns its loss and learning rate."""
+        s, index, processes = self.job.settings, self._accelerator.process_index, self._accelerator.num_processes
+        torch.manual_seed((s.seed * _SEED_FACTOR + step) * processes + index)
+        self.job.recipe.set_progress(step / self.job.num_steps)
         self._module.train()
-        rate = s.lr * _factor(s, step, self.task.steps)
+        lr = s.lr * _lr_factor(s, step, self.job.num_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate * group["lr_scale"]
-        batches = self.task.schedule.at(step)
-        learned = self.task.schedule.pieces.learned
-        whole = sum(int(learned[rows].sum()) for rows in batches)
+            group["lr"] = lr * group["lr_scale"]
+        batches = self.job.schedule.batches(step)
+        num_learned = self.job.schedule.chunks.num_learned_tokens
+        total_learned = sum(int(num_learned[rows].sum()) for rows in batches)
         sums = dict[str, float]()
         for i, rows in enumerate(batches):
-            mine = rows[on.process_index :: on.num_processes]
-            share = float(learned[mine].sum()) / whole
-            # A batch of fewer texts than processes: whoever has none repeats one without weight, because all take part
-            # in every exchange.
-            batch = self._batch(mine if len(mine) else rows[:1])
-            with nullcontext() if i == len(batches) - 1 else self._spread.apart():
+            local_rows = rows[index::processes]
+            share = float(num_learned[local_rows].sum()) / total_learned
+            # In a batch with fewer chunks than processes, a process without a chunk takes the first one with weight 0,
+            # because all processes take part in every exchange of gradients.
+            batch = self._make_batch(local_rows if len(local_rows) else rows[:1])
+            with nullcontext() if i == len(batches) - 1 else self._strategy.no_sync():
                 loss = self._backward(batch, share)
-            for name, value in {"": float(loss.total.detach()), **loss.figures}.items():
+            for name, value in {"": float(loss.total.detach()), **loss.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + share * value
-        sums = self._summed(sums)
-        norm = self._spread.clip(s.clip)
+        sums = self._all_reduce(sums)
+        norm = self._strategy.clip_grad_norm(s.clip)
         if not (math.isfinite(sums[""]) and math.isfinite(norm)):
-            raise ValueError(self._lost(step, sums[""]))
+            raise ValueError(self._non_finite_message(step, sums[""]))
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._average:
-            self._average.update(step + 1)
+        if self._ema:
+            self._ema.update(step + 1)
         total = torch.tensor(sums.pop(""))
-        return Loss(total, sums), rate
+        return Loss(total, sums), lr
 
     def _backward(self, batch: Batch, share: float) -> Loss:
-        # Autocast here and not in the wrapper, which would turn all outputs into float32 copies.
-        dtype = dtype_of(self.task.settings)
-        with torch.autocast(self._on.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = self.task.recipe.loss(self._module, batch)
+        # Autocast here and not in accelerate's wrapper, which would copy all outputs to float32.
+        dtype = dtype_of(self.job.settings)
+        with torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = self.job.recipe.loss(self._module, batch)
         # Gradients are averaged over the processes; shares add up to one.
-        self._on.backward(loss.total * (share * self._on.num_processes))
+        self._accelerator.backward(loss.total * (share * self._accelerator.num_processes))
         return loss
 
-    def _batch(self, rows: Any) -> Batch:
-        table, device = self.task.schedule.pieces, self._on.device
-        chosen, starts = [], []
+    def _make_batch(self, rows: Int[np.ndarray, " b"]) -> Batch:
+        table, device = self.job.schedule.chunks, self._accelerator.device
+        chunks, starts = list[DocumentChunk](), list[int]()
         for r in rows.tolist():
-            text = self.task.data[table.source[r]][int(table.document[r])]
+            dataset, index = int(table.dataset[r]), int(table.document[r])
+            document = self.job.data[dataset][index]
             begin, end = int(table.begin[r]), int(table.end[r])
-            chosen.append(Piece(int(table.source[r]), int(table.document[r]), text.tokens, begin, end))
-            starts.append(max(text.start - begin, 0))
-        wide = width(max(p.end - p.begin for p in chosen))
-        token = padded([p.text[p.begin : p.end] for p in chosen], wide)
-        place = torch.arange(wide)
-        real = place < torch.tensor([p.end - p.begin for p in chosen])[:, None]
-        answer = real & (place >= torch.tensor(starts)[:, None])
-        features = self._features.of(chosen, wide)
-        return Batch(token.to(device), answer.to(device), real.to(device), tuple(f.to(device) for f in features))
+            chunks.append(DocumentChunk(dataset, index, document.tokens, begin, end))
+            starts.append(max(document.start - begin, 0))
+        lengths = [len(c) for c in chunks]
+        width = padded_width(max(lengths))
+        token = pad_sequences([c.tokens[c.begin : c.end] for c in chunks], width)
+        position = torch.arange(width)
+        loss_mask = (position < torch.tensor(lengths)[:, None]) & (position >= torch.tensor(starts)[:, None])
+        features = self._features.get(chunks, width)
+        return Batch(token.to(device), loss_mask.to(device), tuple(f.to(device) for f in features))
 
-    def _tokens(self, step: int) -> int:
-        length = self.task.schedule.pieces.length
-        return sum(int(length[rows].sum()) for rows in self.task.schedule.at(step))
+    def _num_tokens(self, step: int) -> int:
+        length = self.job.schedule.chunks.length
+        return sum(int(length[rows].sum()) for rows in self.job.schedule.batches(step))
 
-    def _summed(self, values: dict[str, float]) -> dict[str, float]:
+    def _all_reduce(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over the processes."""
-        if self._on.num_processes == 1:
+        if self._accelerator.num_processes == 1:
             return values
-        names = list(values)
-        found = torch.tensor([values[n] for n in names], dtype=torch.float64, device=self._on.device)
-        return dict(zip(names, self._on.reduce(found, "sum").tolist(), strict=True))
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self._accelerator.device)
+        return dict(zip(values, self._accelerator.reduce(tensor, "sum").tolist(), strict=True))
 
-    def _agreed(self, wish: bool) -> bool:
-        """Whether any process wishes it."""
-        return self._summed({"": float(wish)})[""] > 0
+    def _any_process(self, value: bool) -> bool:
+        """Whether the value is True in any process."""
+        return self._all_reduce({"": float(value)})[""] > 0
 
-    def _lost(self, step: int, loss: float) -> str:
-        table, places = self.task.schedule.pieces, list[str]()
-        rows = [r for batch in self.task.schedule.at(step) for r in batch.tolist()]
-        for source in sorted({int(table.source[r]) for r in rows}):
-            texts = sorted({int(table.document[r]) for r in rows if table.source[r] == source})
-            more = f" and {len(texts) - 12} more" if len(texts) > 12 else ""
-            places.append(f"texts {', '.join(map(str, texts[:12]))}{more} of {self.task.data[source].folder}")
-        good = self._store.newest()
-        kept = "there is no checkpoint yet" if good is None else f"the checkpoint of step {int(good.name[5:])} stays"
+    def _non_finite_message(self, step: int, loss: float) -> str:
+        table, places = self.job.schedule.chunks, list[str]()
+        rows = [r for batch in self.job.schedule.batches(step) for r in batch.tolist()]
+        for dataset in sorted({int(table.dataset[r]) for r in rows}):
+            documents = sorted({int(table.document[r]) for r in rows if table.dataset[r] == dataset})
+            shown, hidden = documents[:_SHOWN_DOCUMENTS], len(documents[_SHOWN_DOCUMENTS:])
+            more = f" and {hidden} more" if hidden else ""
+            places.append(f"documents {', '.join(map(str, shown))}{more} of {self.job.data[dataset].folder}")
+        latest = self._store.latest()
+        kept = "there is no checkpoint yet" if latest is None else f"the checkpoint of step {step_of(latest)} stays"
         what = "gradient is not finite" if math.isfinite(loss) else f"loss is {loss}"
-        return f"the {what} at step {step + 1} ({'; '.join(places)}): {kept}; try a lower --lr, a longer --warmup or --precision no"
+        remedy = "try a lower --lr, a longer --warmup or --precision no"
+        return f"the {what} at step {step + 1} ({'; '.join(places)}): {kept}; {remedy}"
 
-    def _due(self) -> bool:
-        every = self.task.settings.measure_every
-        return self.step == self.task.steps or (every > 0 and self.step % every == 0)
+    def _should_measure(self) -> bool:
+        every = self.job.settings.measure_every
+        return self.step == self.job.num_steps or (every > 0 and self.step % every == 0)
 
     def _measure(self) -> float:
-        """Tokens per pass of the weights as they are now (their average, where there is one); the best ones become the
-        result.
-        """
-        task = self.task
-        with self._averaged():
-            state = self._spread.whole()
+        """Measure tokens per pass of the current weights (of their average if `ema` is set); save the best weights."""
+        job, recipe = self.job, self.job.measured_recipe
+        with self._ema_weights():
+            state = self._strategy.full_state_dict()
         value = 0.0
-        if self._on.is_main_process:
-            task.shadow.trained.load_state_dict(state)
-            method = task.shadow.method(task.shadow.network)
+        if self._accelerator.is_main_process:
+            recipe.module.load_state_dict(state)
+            method, runner = recipe.method(recipe.network), recipe.target_runner() or job.model.runner()
             with torch.inference_mode():
-                found = measure(
-                    task.shadow.runner() or task.model.runner(),
-                    method,
-                    task.prompts,
-                    task.settings.measure_tokens,
-                    task.model.eos,
-                )
-            self.last, value = found, found.tokens_per_pass
+                measurement = measure(runner, method, job.prompts, job.settings.measure_tokens, job.model.eos)
+            self.last_measurement, value = measurement, measurement.tokens_per_pass
             if value > self.best:
-                task.shadow.save(self.out)
-        value = self._summed({"": value})[""]
+                recipe.save(self.out)
+        value = self._all_reduce({"": value})[""]
         if value > self.best:
             self.best, self.best_step, self._stale = value, self.step, 0
         else:
             self._stale += 1
-        patience = task.settings.patience
-        self.stopped = 0 < patience <= self._stale
-        if self.last is not None:
-            self._watcher.measured(self.last, self.best)
+        self.stopped = 0 < job.settings.patience <= self._stale
+        if self.last_measurement is not None:
+            self._callback.on_measure(self.last_measurement, self.best)
         return value
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        if self._average:
-            self._average.swap()
+    def _ema_weights(self) -> Iterator[None]:
+        if self._ema:
+            self._ema.swap()
         yield
-        if self._average:
-            self._average.swap()
+        if self._ema:
+            self._ema.swap()
 
     def save(self) -> None:
         """Write a checkpoint and the curve."""
-        main, on = self._on.is_main_process, self._on
+        main = self._accelerator.is_main_process
         if main or self._sharded:
-            self._store.write(self.step, self._tensors())
-        on.wait_for_everyone()
+            self._store.write_tensors(self.step, self._tensors())
+        self._accelerator.wait_for_everyone()
         if main:
-            self._store.finish(self._stand())
-            curve.write(self.out, self.rows, picture=False)
-        on.wait_for_everyone()
-        self._watcher.saved(self.step)
+            self._store.commit(self._train_state())
+            write_curve(self.out, self.curve, with_plot=False)
+        self._accelerator.wait_for_everyone()
+        self._callback.on_save(self.step)
 
-    def _stand(self) -> Stand:
-        return Stand(
-            settings=self.task.settings,
-            target=self.task.fingerprint,
-            documents=self.task.documents,
-            processes=self._on.num_processes if self._sharded else 1,
+    @property
+    def _tensor_processes(self) -> int:
+        """Processes that write tensors into a checkpoint."""
+        return self._accelerator.num_processes if self._sharded else 1
+
+    def _train_state(self) -> TrainState:
+        return TrainState(
+            settings=self.job.settings,
+            target=self.job.fingerprint,
+            documents=self.job.num_documents,
+            processes=self._tensor_processes,
             step=self.step,
             seconds=self._seconds,
             best=self.best,
             best_step=self.best_step,
             stale=self._stale,
             stopped=self.stopped,
-            curve=tuple(self.rows),
+            curve=tuple(self.curve),
         )
 
     def _resume(self) -> None:
-        stand = self._store.stand()
-        if stand is None:
+        state = self._store.load_state()
+        if state is None:
             return
-        processes = self._on.num_processes if self._sharded else 1
-        belongs(stand, self.task.settings, self.task.fingerprint, self.task.documents, processes)
-        self._load(self._store.tensors())
-        self.step, self.stopped, self._seconds = stand.step, stand.stopped, stand.seconds
-        self.best, self.best_step, self._stale = stand.best, stand.best_step, stand.stale
-        self.rows = list(stand.curve)
+        check_resumable(state, self.job.settings, self.job.fingerprint, self.job.num_documents, self._tensor_processes)
+        self._load(self._store.load_tensors())
+        self.step, self.stopped, self._seconds = state.step, state.stopped, state.seconds
+        self.best, self.best_step, self._stale = state.best, state.best_step, state.stale
+        self.curve = list(state.curve)
 
-    def _tensors(self) -> Tensors:
-        out = {f"recipe/{name}": value for name, value in self.task.recipe.state().items()}
+    def _tensors(self) -> TensorDict:
+        out = {f"recipe/{name}": value for name, value in self.job.recipe.state().items()}
         for name, parameter in self._parameters().items():
-            for part, value in self._state(parameter).items():
-                out[f"optimizer/{part}/{name}"] = local(value)
-        return out | self._held()
+            for key, value in self._optimizer_state(parameter).items():
+                out[f"optimizer/{key}/{name}"] = local_shard(value)
+        return out | self._module_tensors()
 
     @torch.no_grad()
-    def _load(self, tensors: Tensors) -> None:
-        for key, held in self._held().items():
-            held.copy_(self._found(tensors, key, held.shape))
+    def _load(self, tensors: TensorDict) -> None:
+        for key, tensor in self._module_tensors().items():
+            tensor.copy_(self._require_tensor(tensors, key, tensor.shape))
         for name, parameter in self._parameters().items():
-            state = self._state(parameter)
-            keys = {part: f"optimizer/{part}/{name}" for part in _ADAM}
+            state = self._optimizer_state(parameter)
+            keys = {part: f"optimizer/{part}/{name}" for part in _ADAM_STATE}
             for part, key in keys.items() if any(key in tensors for key in keys.values()) else ():
                 state[part] = (
                     torch.zeros((), device=parameter.device) if part == "step" else torch.zeros_like(parameter)
                 )
-                local(state[part]).copy_(self._found(tensors, key, local(state[part]).shape))
+                local_shard(state[part]).copy_(self._require_tensor(tensors, key, local_shard(state[part]).shape))
         try:
-            self.task.recipe.load_state({k[7:]: v for k, v in tensors.items() if k.startswith("recipe/")})
+            self.job.recipe.load_state(
+                {k.removeprefix("recipe/"): v for k, v in tensors.items() if k.startswith("recipe/")}
+            )
         except (KeyError, ValueError, RuntimeError) as error:
-            raise self._store.damaged(f"recipe/{error}") from error
+            raise self._store.missing_tensor_error(f"recipe/{error}") from error
 
-    def _held(self) -> Tensors:
-        """What a checkpoint keeps of the module, as it lies in memory: weights, buffers that are saved with them, and
-        the moving average.
-        """
-        kept = self.task.shadow.trained.state_dict()
-        out: Tensors = {"weight/" + n: local(p.detach()) for n, p in self._parameters().items()}
-        out |= {"buffer/" + n: b for n, b in _plain(self._module.named_buffers()).items() if n in kept}
-        if self._average:
-            out |= {"average/" + n: local(v) for n, v in _plain(self._average.values.items()).items()}
+    def _module_tensors(self) -> TensorDict:
+        """The module's tensors in a checkpoint, not copied: weights, persistent buffers and the moving average."""
+        persistent = self.job.measured_recipe.module.state_dict()
+        out: TensorDict = {"weight/" + n: local_shard(p.detach()) for n, p in self._parameters().items()}
+        out |= {"buffer/" + n: b for n, b in _strip_ddp_prefix(self._module.named_buffers()).items() if n in persistent}
+        if self._ema:
+            out |= {"average/" + n: local_shard(v) for n, v in _strip_ddp_prefix(self._ema.values.items()).items()}
         return out
 
-    def _found(self, tensors: Tensors, key: str, shape: torch.Size) -> torch.Tensor:
+    def _require_tensor(self, tensors: TensorDict, key: str, shape: torch.Size) -> torch.Tensor:
         found: torch.Tensor | None = tensors.get(key)
         if found is None or found.shape != shape:
-            raise self._store.damaged(key)
+            raise self._store.missing_tensor_error(key)
         return found
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in _plain(self._module.named_parameters()).items() if p.requires_grad}
+        return {n: p for n, p in _strip_ddp_prefix(self._module.named_parameters()).items() if p.requires_grad}
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._optimizer.optimizer.state[parameter]
         return state
 
 
-def _plain(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Without the wrapper of copies that exchange gradients, so that one process reads what several wrote."""
+def _strip_ddp_prefix(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Names without the prefix of DistributedDataParallel, so that one process reads what several wrote."""
     return {name.removeprefix("module."): value for name, value in named}
 
 
-def _optimizer(task: Task) -> torch.optim.Optimizer:
-    groups = [dict(g) for g in task.recipe.groups()]
-    return torch.optim.AdamW(groups, lr=task.settings.lr, weight_decay=task.settings.weight_decay, fused=True)
+def _optimizer(job: TrainingJob) -> torch.optim.Optimizer:
+    groups = [dict(g) for g in job.recipe.parameter_groups()]
+    return torch.optim.AdamW(groups, lr=job.settings.lr, weight_decay=job.settings.weight_decay, fused=True)
 
 
-def _factor(settings: Settings, step: int, steps: int) -> float:
-    """Share of the learning rate that a step takes: a linear warm-up, then half a cosine down to a tenth (or no
-    change).
-    """
+def _lr_factor(settings: TrainingSettings, step: int, steps: int) -> float:
+    """Share of the learning rate at a step: linear warm-up, then a cosine down to `_MIN_LR_FACTOR` or a constant."""
     warm = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
     if settings.schedule == "constant":
         return warm
     done = max(step - settings.warmup, 0) / max(steps - settings.warmup, 1)
-    return warm * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+    return warm * (_MIN_LR_FACTOR + (1 - _MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))

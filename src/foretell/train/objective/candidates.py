@@ -1,7 +1,6 @@
-"""Sampled softmax: a loss over the tokens that matter in a batch and a few of the others, instead of all that can be
-drafted.
+"""Sampled softmax: a loss over some tokens of the draft vocabulary instead of all.
 
-The output matrix and its softmax are most of what training a small speculator costs (Jean et al., arXiv 1412.2007).
+The output matrix and its softmax are most of the cost of training a small speculator (Jean et al., arXiv 1412.2007).
 """
 
 import math
@@ -11,33 +10,33 @@ from jaxtyping import Float, Int
 
 from foretell.speculator.network.base import Candidates
 
-_RANDOM = 4
-"""One candidate in so many is drawn at random."""
+_RANDOM_FRACTION = 4
+"""One in so many candidates is drawn at random."""
 
 
-def candidates(
-    distribution: Float[torch.Tensor, "k w"], count: int, certain: Int[torch.Tensor, " m"] | None = None
+def sample_candidates(
+    distribution: Float[torch.Tensor, "k w"], count: int, required: Int[torch.Tensor, " m"] | None = None
 ) -> Candidates | None:
-    """`count` of the drafted tokens: those with the most mass under the target's distributions `distribution`, the rest
-    drawn from torch's own generator.
+    """`count` tokens of the draft vocabulary: the likeliest under the target's distributions, and random others.
 
-    `certain`: tokens, by their number among the drafted ones, that must be there; the count grows to twice as many
-    where it is less. Tokens drawn stand for all that are left out: their logits are raised by the logarithm of how many
-    each stands for, which keeps the sum over the vocabulary right on average. None: `count` is 0, or leaves nothing
-    out.
+    The random ones come from torch's global generator and represent all tokens that are left out: their logits are
+    raised by the logarithm of the number of tokens each represents, so the sum over the vocabulary is unbiased.
+
+    `required`: draft indices of tokens that must be among the candidates; `count` is raised to twice their number where
+    it is lower. Returns None where `count` is 0 or no token would be left out.
     """
     if count == 0:
         return None
     mass = distribution.sum(0)
-    if certain is not None:
-        mass[certain] = torch.inf
-        count = max(count, 2 * len(certain))
+    if required is not None:
+        mass[required] = torch.inf
+        count = max(count, 2 * len(required))
     if count >= len(mass):
         return None
-    drawn = count // _RANDOM
+    num_random = count // _RANDOM_FRACTION
     order = mass.argsort(descending=True)
-    likely, rest = order[: count - drawn], order[count - drawn :]
-    some = rest[torch.randperm(len(rest), device=rest.device)[:drawn]]
-    raised = math.log(len(rest) / drawn) if drawn else 0.0
-    column, place = torch.cat([likely, some]).sort()
-    return Candidates(column, torch.where(place < len(likely), 0.0, raised))
+    likely, rest = order[: count - num_random], order[count - num_random :]
+    random = rest[torch.randperm(len(rest), device=rest.device)[:num_random]]
+    raised = math.log(len(rest) / num_random) if num_random else 0.0
+    column, position = torch.cat([likely, random]).sort()
+    return Candidates(column, torch.where(position < len(likely), 0.0, raised))

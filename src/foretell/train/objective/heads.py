@@ -1,4 +1,4 @@
-"""What heads learn: every head its own token, later heads with less weight."""
+"""Labels and losses of Medusa's and blockwise heads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,116 +7,113 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
-from foretell.train.objective.candidates import candidates
+from foretell.train.objective.candidates import sample_candidates
 
-_MISSED = 1 << 30
+_NOT_DRAFTED_RANK = 1 << 30
+"""Rank of a label that is not in the draft vocabulary."""
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Positions whose state the heads see, and the token that each head is to guess there."""
+class HeadLabels:
+    """Positions whose hidden state the heads read, and the label of each head there."""
 
     row: Int[torch.Tensor, " n"]
-    place: Int[torch.Tensor, " n"]
+    position: Int[torch.Tensor, " n"]
     token: Int[torch.Tensor, "n k"]
-    """Number among the drafted tokens; -1: not to be learned (no part of an answer, past the end, or not drafted)."""
+    """Draft index; -1: not to be learned (outside the answer, past the end, or not in the draft vocabulary)."""
     known: Bool[torch.Tensor, "n k"]
-    """The head is to be judged here: the token belongs to an answer, be it drafted or not."""
+    """The head is evaluated here: the token belongs to an answer, in the draft vocabulary or not."""
 
 
-def targets(
+def head_labels(
     token: Int[torch.Tensor, "b s"],
-    answer: Bool[torch.Tensor, "b s"],
+    loss_mask: Bool[torch.Tensor, "b s"],
     heads: int,
-    number: Int[torch.Tensor, " v"] | None = None,
-    most: int | None = None,
-) -> Targets:
-    """Positions at which at least one head has something to learn, and what.
+    draft_index: Int[torch.Tensor, " v"] | None = None,
+    max_positions: int | None = None,
+) -> HeadLabels:
+    """Positions at which at least one head has something to learn, with the heads' labels.
 
-    The state at position `t` produced token `t + 1`, so head `i` (from 0) guesses token `t + 2 + i`. `number`: every
-    token's place among the drafted ones, -1 for the others (None: all are drafted). `most`: as many of the positions,
-    drawn at random, are enough.
+    The state at position `t` produced token `t + 1`, so head `i` (from 0) predicts token `t + 2 + i`. `draft_index`:
+    index of every token in the draft vocabulary, -1 for tokens that are not in it; None: all are. `max_positions`:
+    draw at most so many of the positions.
     """
     s = token.shape[1]
-    padded = F.pad(token, (0, heads + 1))
-    wanted = F.pad(answer, (0, heads + 1))
+    padded_token = F.pad(token, (0, heads + 1))
+    padded_mask = F.pad(loss_mask, (0, heads + 1))
     ahead = torch.arange(2, heads + 2, device=token.device)
-    places = torch.arange(s, device=token.device)[:, None] + ahead
-    known, guess = wanted[:, places], padded[:, places]
-    row, place = known.any(-1).nonzero(as_tuple=True)
-    if most is not None and len(row) > most:
-        drawn = torch.randperm(len(row))[:most].sort().values.to(row.device)
-        row, place = row[drawn], place[drawn]
-    known, guess = known[row, place], guess[row, place]
-    guess = guess if number is None else number[guess]
-    return Targets(row, place, torch.where(known, guess, -1), known)
+    positions = torch.arange(s, device=token.device)[:, None] + ahead
+    known, label = padded_mask[:, positions], padded_token[:, positions]
+    row, position = known.any(-1).nonzero(as_tuple=True)
+    if max_positions is not None and len(row) > max_positions:
+        drawn = torch.randperm(len(row))[:max_positions].sort().values.to(row.device)
+        row, position = row[drawn], position[drawn]
+    known, label = known[row, position], label[row, position]
+    label = label if draft_index is None else draft_index[label]
+    return HeadLabels(row, position, torch.where(known, label, -1), known)
 
 
-def weights(heads: int, decay: float = 0.8) -> list[float]:
-    """Medusa's weight of every head's loss: decay to the power of the head's number, from 1 on (arXiv 2401.10774,
-    2.2.1).
-    """
+def loss_weights(heads: int, decay: float = 0.8) -> list[float]:
+    """Medusa's weight of each head's loss: `decay ** i` for head `i`, from 1 (arXiv 2401.10774, section 2.2.1)."""
     return [decay ** (i + 1) for i in range(heads)]
 
 
 def cross_entropies(
     logits: Float[torch.Tensor, "n k w"],
-    token: Int[torch.Tensor, "n k"],
+    label: Int[torch.Tensor, "n k"],
 ) -> Float[torch.Tensor, " k"]:
-    """Mean cross-entropy of each head in nats, over the positions where its token is known (0 where none is)."""
-    n = torch.clamp_min((token >= 0).sum(0), 1)
-    losses = F.cross_entropy(logits.float().flatten(0, 1), token.flatten(), ignore_index=-1, reduction="none")
-    return losses.view(token.shape).sum(0) / n
+    """Mean cross-entropy of each head in nats, over the positions whose label is not -1 (0 where there is none)."""
+    n = torch.clamp_min((label >= 0).sum(0), 1)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), label.flatten(), ignore_index=-1, reduction="none")
+    return losses.view(label.shape).sum(0) / n
 
 
 def soft_cross_entropies(
-    logits: Float[torch.Tensor, "n k w"], distribution: Float[torch.Tensor, "n k w"], learned: Bool[torch.Tensor, "n k"]
+    logits: Float[torch.Tensor, "n k w"], distribution: Float[torch.Tensor, "n k w"], mask: Bool[torch.Tensor, "n k"]
 ) -> Float[torch.Tensor, " k"]:
-    """Mean cross-entropy of each head against the distribution that the target had at its position, over the positions
-    to be learned.
-    """
+    """Mean cross-entropy of each head against the target's distributions, over the positions in `mask`."""
     losses = -(distribution * F.log_softmax(logits.float(), -1)).sum(-1)
-    return (losses * learned).sum(0) / learned.sum(0).clamp_min(1)
+    return (losses * mask).sum(0) / mask.sum(0).clamp_min(1)
 
 
-class Told:
-    """What the target said of the tokens that heads are to guess: a distribution per place, computed once for all heads
-    that look there.
+class TargetDistributions:
+    """The target's distributions of the tokens that heads predict; each is computed once for all heads.
 
-    `head`: scores the drafted tokens. `count`: candidates to look at, with all tokens to be guessed among them; 0: all
-    drafted tokens.
+    `head`: scores the draft vocabulary. `count`: number of candidates, with all labels among them; 0: the whole draft
+    vocabulary.
     """
 
     @torch.no_grad()
     def __init__(
         self,
-        wanted: Targets,
+        labels: HeadLabels,
         state: Float[torch.Tensor, "b s d"],
         head: Callable[[Float[torch.Tensor, "u d"]], Float[torch.Tensor, "u w"]],
         count: int = 0,
     ) -> None:
-        s, heads = state.shape[1], wanted.token.shape[1]
-        # The state one position before a token gave the target's distribution over it.
-        ahead = wanted.place[:, None] + torch.arange(1, heads + 1, device=state.device)
-        cell, self._which = torch.unique(wanted.row[:, None] * s + ahead.clamp_max(s - 1), return_inverse=True)
+        s, heads = state.shape[1], labels.token.shape[1]
+        # The state one position before a token gives the target's distribution of that token.
+        ahead = labels.position[:, None] + torch.arange(1, heads + 1, device=state.device)
+        cell, self._cell_index = torch.unique(labels.row[:, None] * s + ahead.clamp_max(s - 1), return_inverse=True)
         logits = head(state.flatten(0, 1)[cell])
-        self.among = candidates(torch.softmax(logits, -1), count, torch.unique(wanted.token.clamp_min(0)))
-        self._laws = torch.softmax(logits if self.among is None else self.among.of(logits), -1)
+        required = torch.unique(labels.token.clamp_min(0))
+        self.candidates = sample_candidates(torch.softmax(logits, -1), count, required)
+        self._probabilities = torch.softmax(logits if self.candidates is None else self.candidates.of(logits), -1)
 
     @property
     def distributions(self) -> Float[torch.Tensor, "n k c"]:
-        """Its distribution for every head."""
-        return self._laws[self._which]
+        """The distribution for every head at every position."""
+        return self._probabilities[self._cell_index]
 
-    def token(self, number: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
-        """Drafted tokens by their number among those looked at; -1 stays."""
-        if self.among is None:
-            return number
-        return torch.where(number >= 0, torch.searchsorted(self.among.column, number.clamp_min(0)), -1)
+    def candidate_index(self, label: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
+        """Index of labels among the candidates; -1 stays -1."""
+        if self.candidates is None:
+            return label
+        return torch.where(label >= 0, torch.searchsorted(self.candidates.column, label.clamp_min(0)), -1)
 
 
 @torch.no_grad()
-def ranks(logits: Float[torch.Tensor, "n k w"], token: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
-    """How many tokens each head prefers to the right one; more than there are where the right one is not drafted."""
-    right = logits.gather(-1, token.clamp_min(0)[..., None])
-    return torch.where(token >= 0, (logits > right).sum(-1), _MISSED)
+def label_ranks(logits: Float[torch.Tensor, "n k w"], label: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
+    """Number of tokens with a higher logit than the label; `_NOT_DRAFTED_RANK` where the label is -1."""
+    label_logit = logits.gather(-1, label.clamp_min(0)[..., None])
+    return torch.where(label >= 0, (logits > label_logit).sum(-1), _NOT_DRAFTED_RANK)

@@ -1,38 +1,37 @@
-"""What look-ahead embeddings learn from: places of a text after which to look ahead, and what is to be said there."""
+"""Labels of look-ahead embeddings (PaSS, arXiv 2311.13581)."""
 
 import torch
 from jaxtyping import Bool, Float, Int
 
 
-def cut_points(
-    answer: Bool[torch.Tensor, "b s"], count: int, drawn: Float[torch.Tensor, "b s"]
+def sample_cut_points(
+    loss_mask: Bool[torch.Tensor, "b s"], count: int, score: Float[torch.Tensor, "b s"]
 ) -> Int[torch.Tensor, "b g"]:
-    """Per text up to `count` different places after which to look ahead, the highest of `drawn` among those whose token
-    two places on is an answer's.
+    """Per sequence up to `count` distinct positions after which to look ahead.
 
-    Where a text has fewer, the others are places that teach nothing: what follows two places on is not to be learned.
+    A position can be chosen if the token two positions later is to be learned; those of the highest `score` are. Where
+    a sequence has fewer, the remaining positions have no labels.
     """
-    able = torch.zeros_like(answer)
-    able[:, :-2] = answer[:, 2:]
-    return torch.where(able, drawn, -1.0).topk(min(count, answer.shape[1]), dim=1).indices
+    allowed = torch.zeros_like(loss_mask)
+    allowed[:, :-2] = loss_mask[:, 2:]
+    return torch.where(allowed, score, -1.0).topk(min(count, loss_mask.shape[1]), dim=1).indices
 
 
-def answers_ahead(
+def look_ahead_labels(
     token: Int[torch.Tensor, "b s"],
-    answer: Bool[torch.Tensor, "b s"],
+    loss_mask: Bool[torch.Tensor, "b s"],
     cut: Int[torch.Tensor, "b g"],
     ahead: int,
-    number: Int[torch.Tensor, " v"] | None = None,
+    draft_index: Int[torch.Tensor, " v"] | None = None,
 ) -> Int[torch.Tensor, "b g l"]:
-    """What vector `i` (from 0) of each group is to say: the token at `cut + 2 + i` (PaSS, arXiv 2311.13581); -1:
-    nothing.
+    """Label of vector `i` (from 0) after each cut point: the token at `cut + 2 + i`; -1: none.
 
-    A group learns nothing where its first token is no answer's. `number`: each token's place among the drafted ones, -1
-    for the others (None: all are drafted).
+    A cut point has no labels if its first one is not to be learned. `draft_index`: index of every token in the draft
+    vocabulary, -1 for tokens that are not in it; None: all are.
     """
     s = token.shape[1]
-    place = cut[:, :, None] + 2 + torch.arange(ahead, device=cut.device)
-    flat = place.clamp(max=s - 1).flatten(1)
-    known = answer.gather(1, flat).view(place.shape) & (place < s)
-    guess = token.gather(1, flat).view(place.shape)
-    return torch.where(known & known[:, :, :1], guess if number is None else number[guess], -1)
+    position = cut[:, :, None] + 2 + torch.arange(ahead, device=cut.device)
+    flat = position.clamp(max=s - 1).flatten(1)
+    learned = loss_mask.gather(1, flat).view(position.shape) & (position < s)
+    label = token.gather(1, flat).view(position.shape)
+    return torch.where(learned & learned[:, :, :1], label if draft_index is None else draft_index[label], -1)

@@ -1,9 +1,8 @@
-"""Cross-entropy summed over the stages of a speculator, against the tokens that came, the target's distributions, or
-both.
-"""
+"""Loss of the MLP speculator: cross-entropy of its stages against tokens, the target's distributions, or both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,182 +10,211 @@ from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
 from foretell.speculator.network.base import Candidates
-from foretell.train.objective.candidates import candidates
+from foretell.train.objective.candidates import sample_candidates
 
-Judge = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
-"""Logits over the drafted tokens, or over candidates, from what a stage's last matrix sees, and the stage."""
+StageScorer = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
+"""Logits over the draft vocabulary, or over candidates, from the input of a stage's output matrix and the stage."""
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What the stages learn at the `k` chosen positions of a batch of `b` texts of `s` tokens.
+class StageLabels:
+    """Inputs and labels of the stages at `k` positions of a batch of `b` sequences of `s` tokens.
 
-    Worked example, 4 stages, position t: the state is that of t, which produced token t+1; stage 0 reads token t+1 and
-    is to say token t+2, which the target says from its state at t+1; stage 3 reads t+4 and is to say t+5.
+    Worked example, 4 stages, position t: the hidden state is that of t, which produced token t+1. Stage 0 reads token
+    t+1 and predicts token t+2, whose target distribution comes from the state at t+1; stage 3 reads t+4 and predicts
+    t+5.
     """
 
-    at: Int[torch.Tensor, " k"]
-    """Cell of every position in the grid of `b * s`, ascending."""
-    given: Int[torch.Tensor, "k n"]
+    cell: Int[torch.Tensor, " k"]
+    """Index of every position in the flattened `b * s` grid, ascending."""
+    input_token: Int[torch.Tensor, "k n"]
     """Token that each stage reads."""
     label: Int[torch.Tensor, "k n"]
-    """Drafted token that each stage is to say; 0 where it is not wanted."""
-    wanted: Bool[torch.Tensor, "k n"]
+    """Draft index that each stage is to predict; 0 outside `mask`."""
+    mask: Bool[torch.Tensor, "k n"]
 
 
-def lesson(
-    token: Int[torch.Tensor, "b s"], answer: Bool[torch.Tensor, "b s"], place: Int[torch.Tensor, " v"], stages: int
-) -> Lesson:
-    """Positions at which some stage has something to learn: an answer's token that it can draft (`place[token]` is its
-    number there, or -1).
+def stage_labels(
+    token: Int[torch.Tensor, "b s"],
+    loss_mask: Bool[torch.Tensor, "b s"],
+    draft_index: Int[torch.Tensor, " v"],
+    stages: int,
+) -> StageLabels:
+    """Positions at which at least one stage has a label: a token to be learned that is in the draft vocabulary.
+
+    `draft_index`: index of every token in the draft vocabulary, -1 for tokens that are not in it.
     """
     b, s = token.shape
     cell = torch.arange(b * s, device=token.device).view(b, s)
     ahead = torch.arange(1, stages + 1, device=token.device)
     column = torch.arange(s, device=token.device)[:, None] + ahead
-    given = token[:, column.clamp(max=s - 1)]
+    input_token = token[:, column.clamp(max=s - 1)]
     after = (column + 1).clamp(max=s - 1)
-    label = place[token[:, after]]
-    wanted = answer[:, after] & (column + 1 < s) & (label >= 0)
-    some = wanted.any(-1)
-    return Lesson(cell[some], given[some], label.clamp(min=0)[some], wanted[some])
+    label = draft_index[token[:, after]]
+    mask = loss_mask[:, after] & (column + 1 < s) & (label >= 0)
+    some = mask.any(-1)
+    return StageLabels(cell[some], input_token[some], label.clamp(min=0)[some], mask[some])
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """The target's distributions as labels: `share` of the loss, sharpened or flattened by `temperature`."""
+class SoftLabels:
+    """The target's distributions as labels, at a temperature, with their weight in the loss."""
 
-    score: Callable[[Float[torch.Tensor, "k d"]], Float[torch.Tensor, "k w"]]
-    """The target's logits over the drafted tokens from what its head sees."""
+    target_head: Callable[[Float[torch.Tensor, "k d"]], Float[torch.Tensor, "k w"]]
+    """The target's logits over the draft vocabulary."""
     states: Float[torch.Tensor, "c d"]
-    """What its head sees, for every cell of the grid."""
-    share: float = 1.0
+    """Input of the target's head, for every cell of the grid."""
+    weight: float = 1.0
     temperature: float = 1.0
 
     @torch.no_grad()
     def distributions(self, cell: Int[torch.Tensor, " k"]) -> Float[torch.Tensor, "k w"]:
-        """Its distributions of the token after these cells."""
-        return torch.softmax(self.score(self.states[cell]) / self.temperature, -1)
+        """Distributions of the tokens after these cells."""
+        return torch.softmax(self.target_head(self.states[cell]) / self.temperature, -1)
 
 
 @dataclass(frozen=True)
 class StageLosses:
-    """Per stage: mean cross-entropy (with gradient), and how often its best token is the one that came."""
+    """Mean cross-entropy of each stage (with gradient), and the share of its most probable tokens that are right."""
 
     loss: tuple[Float[torch.Tensor, ""], ...]
     top1: tuple[float, ...]
 
     def total(self, decay: float = 1.0) -> Float[torch.Tensor, ""]:
-        """The losses summed, each stage's weight `decay` times that of the stage before."""
+        """Sum of the losses, that of stage `i` weighted by `decay ** i`."""
         return torch.stack([loss * decay**i for i, loss in enumerate(self.loss)]).sum()
 
 
 def stage_losses(
-    judge: Judge,
-    readings: Sequence[Float[torch.Tensor, "k r"]],
-    lesson: Lesson,
-    teacher: Teacher | None = None,
+    scorer: StageScorer,
+    head_inputs: Sequence[Float[torch.Tensor, "k r"]],
+    labels: StageLabels,
+    soft_labels: SoftLabels | None = None,
     frozen: bool = True,
     chunk: int = 1024,
-    count: int = 0,
+    num_candidates: int = 0,
 ) -> StageLosses:
-    """The losses of all stages, computed `chunk` positions and one stage at a time, over `count` candidates each (0:
-    all drafted tokens).
+    """The losses of all stages, computed for `chunk` positions and one stage at a time.
 
-    `frozen`: `judge` has no weights to train, so gradients are taken at once and logits never kept; otherwise they are
-    computed twice. The target's distribution at a cell serves every stage that looks there.
+    `num_candidates`: size of a sampled softmax; 0: the whole draft vocabulary. `frozen`: the output matrix is not
+    trained, so gradients are computed in the forward pass and logits are not kept; otherwise logits are computed again
+    in the backward pass.
     """
-    n = len(readings)
-    places = lesson.wanted.sum(0).clamp(min=1)
-    sums, right = [list[torch.Tensor]() for _ in range(n)], [list[torch.Tensor]() for _ in range(n)]
-    for start in range(0, max(len(lesson.at), 1), chunk):
+    n = len(head_inputs)
+    counts = labels.mask.sum(0).clamp(min=1)
+    sums, hits = [list[torch.Tensor]() for _ in range(n)], [list[torch.Tensor]() for _ in range(n)]
+    for start in range(0, max(len(labels.cell), 1), chunk):
         part = slice(start, start + chunk)
-        distributions = _Laws(teacher, lesson.at[part], n, lesson.label[part], count) if teacher else None
-        among = distributions.among if distributions else None
+        distributions = None
+        if soft_labels:
+            distributions = _ChunkDistributions(soft_labels, labels.cell[part], labels.label[part], num_candidates)
+        candidates = distributions.candidates if distributions else None
         for stage in range(n):
-            wanted, label = lesson.wanted[part, stage], lesson.label[part, stage]
-            label = label if among is None else torch.searchsorted(among.column, label.contiguous())
-            distribution = distributions.of_stage(stage) if distributions else None
+            label = labels.label[part, stage]
+            loss = partial(
+                _stage_loss,
+                scorer=scorer,
+                stage=stage,
+                candidates=candidates,
+                label=label if candidates is None else torch.searchsorted(candidates.column, label.contiguous()),
+                mask=labels.mask[part, stage],
+                distribution=distributions.of_stage(stage) if distributions else None,
+                soft_weight=soft_labels.weight if soft_labels else 0.0,
+            )
+            chunk_sum, chunk_hits = _low_memory_loss(loss, head_inputs[stage][part], frozen)
+            sums[stage].append(chunk_sum)
+            hits[stage].append(chunk_hits)
+    losses = tuple(torch.stack(s).sum() / counts[i] for i, s in enumerate(sums))
+    return StageLosses(losses, tuple((torch.stack(h).sum() / counts[i]).item() for i, h in enumerate(hits)))
 
-            def lost(reading: torch.Tensor, stage: int = stage, label: torch.Tensor = label,
-            wanted: torch.Tensor = wanted,
-                     distribution: torch.Tensor | None = distribution,
-                     among: Candidates | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-                logits = judge(reading, stage, among)
-                each = cross_entropy(logits, label, distribution, teacher.share if teacher else 0.0)
-                hits = (logits.detach().argmax(-1) == label) & wanted
-                return torch.where(wanted, each, 0.0).sum(), hits.sum()
 
-            loss, hits = _lean(lost, readings[stage][part], frozen)
-            sums[stage].append(loss)
-            right[stage].append(hits)
-    losses = tuple(torch.stack(s).sum() / places[i] for i, s in enumerate(sums))
-    return StageLosses(losses, tuple((torch.stack(r).sum() / places[i]).item() for i, r in enumerate(right)))
+def _stage_loss(
+    head_input: Float[torch.Tensor, "k r"],
+    scorer: StageScorer,
+    stage: int,
+    candidates: Candidates | None,
+    label: Int[torch.Tensor, " k"],
+    mask: Bool[torch.Tensor, " k"],
+    distribution: Float[torch.Tensor, "k w"] | None,
+    soft_weight: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy and number of right guesses, at the positions in `mask`."""
+    logits = scorer(head_input, stage, candidates)
+    losses = cross_entropy(logits, label, distribution, soft_weight)
+    hits = (logits.detach().argmax(-1) == label) & mask
+    return torch.where(mask, losses, 0.0).sum(), hits.sum()
 
 
 def cross_entropy(
     logits: Float[torch.Tensor, "k w"],
     label: Int[torch.Tensor, " k"],
     distribution: Float[torch.Tensor, "k w"] | None = None,
-    share: float = 1.0,
+    soft_weight: float = 1.0,
 ) -> Float[torch.Tensor, " k"]:
-    """In nats, against the mixture of `share` parts of `distribution` and the rest of the label alone."""
-    if distribution is None or share == 0:
+    """Cross-entropy in nats: `soft_weight` times that against `distribution`, plus the rest against the label."""
+    if distribution is None or soft_weight == 0:
         return F.cross_entropy(logits, label, reduction="none")
     soft = torch.logsumexp(logits, -1) - (distribution * logits).sum(-1)
-    return soft if share == 1 else share * soft + (1 - share) * F.cross_entropy(logits, label, reduction="none")
+    if soft_weight == 1:
+        return soft
+    return soft_weight * soft + (1 - soft_weight) * F.cross_entropy(logits, label, reduction="none")
 
 
-class _Laws:
-    """The target's distributions that a chunk needs, each computed once, over `count` candidates with all labels among
-    them (0: over all).
+class _ChunkDistributions:
+    """The target's distributions of a chunk, each computed once for all stages.
+
+    With `count` candidates, all labels are among them and the distributions are over the candidates; 0: over the draft
+    vocabulary.
     """
 
     def __init__(
-        self, teacher: Teacher, at: Int[torch.Tensor, " k"], stages: int, label: Int[torch.Tensor, "k n"], count: int
+        self, soft_labels: SoftLabels, cell: Int[torch.Tensor, " k"], label: Int[torch.Tensor, "k n"], count: int
     ) -> None:
-        last = len(teacher.states) - 1
-        self._cell = (at[:, None] + torch.arange(1, stages + 1, device=at.device)).clamp(max=last)
-        self._known = torch.unique(self._cell)
-        self._laws = teacher.distributions(self._known)
-        self.among = candidates(self._laws, count, torch.unique(label))
-        if self.among is not None:
-            kept = self._laws[:, self.among.column] * self.among.raised.exp()
-            self._laws = kept / kept.sum(-1, keepdim=True)
+        last, stages = len(soft_labels.states) - 1, label.shape[1]
+        self._cell = (cell[:, None] + torch.arange(1, stages + 1, device=cell.device)).clamp(max=last)
+        self._unique_cell = torch.unique(self._cell)
+        self._probabilities = soft_labels.distributions(self._unique_cell)
+        self.candidates = sample_candidates(self._probabilities, count, torch.unique(label))
+        if self.candidates is not None:
+            kept = self._probabilities[:, self.candidates.column] * self.candidates.raised.exp()
+            self._probabilities = kept / kept.sum(-1, keepdim=True)
 
     def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:
-        """What the target says where this stage speaks."""
-        return self._laws[torch.searchsorted(self._known, self._cell[:, stage].contiguous())]
+        """The target's distributions of the tokens that a stage predicts."""
+        return self._probabilities[torch.searchsorted(self._unique_cell, self._cell[:, stage].contiguous())]
 
 
-Lost = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ChunkLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _lean(lost: Lost, reading: Float[torch.Tensor, "k r"], frozen: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if not reading.requires_grad:
-        return lost(reading)
+def _low_memory_loss(
+    loss: ChunkLoss, head_input: Float[torch.Tensor, "k r"], frozen: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not head_input.requires_grad:
+        return loss(head_input)
     if frozen:
-        loss, hits = _AtOnce.apply(reading, lost)  # type: ignore[no-untyped-call]
+        total, hits = _GradientInForward.apply(head_input, loss)  # type: ignore[no-untyped-call]
     else:
-        loss, hits = checkpoint(lost, reading, use_reentrant=False)
-    return loss, hits
+        total, hits = checkpoint(loss, head_input, use_reentrant=False)
+    return total, hits
 
 
-class _AtOnce(torch.autograd.Function):
-    """A loss whose gradient is taken on the way forward, so that nothing between it and its input is kept."""
+class _GradientInForward(torch.autograd.Function):
+    """A loss whose gradient is computed in the forward pass, so that no intermediate tensor is kept."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, reading: torch.Tensor, lost: Lost) -> tuple[torch.Tensor,
-    torch.Tensor]:  # fmt: skip
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, head_input: torch.Tensor, loss: ChunkLoss
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            inner = reading.detach().requires_grad_()
-            loss, hits = lost(inner)
-            (slope,) = torch.autograd.grad(loss, inner)
-        ctx.save_for_backward(slope)
+            leaf = head_input.detach().requires_grad_()
+            total, hits = loss(leaf)
+            (gradient,) = torch.autograd.grad(total, leaf)
+        ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hits)
-        return loss.detach(), hits
+        return total.detach(), hits
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (slope,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return slope * grads[0].to(slope.dtype), None
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * grads[0].to(gradient.dtype), None

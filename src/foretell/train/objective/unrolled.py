@@ -1,6 +1,4 @@
-"""EAGLE-3's objective: the target's distribution at every step of a draft, from what the drafter itself made before
-(arXiv 2503.01840).
-"""
+"""EAGLE-3's training-time test: the target's distribution is the label of every unrolled step (arXiv 2503.01840)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,91 +9,89 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Candidates
-from foretell.train.objective.candidates import candidates
-from foretell.train.objective.teacher import TargetHead
+from foretell.train.objective.candidates import sample_candidates
+from foretell.train.objective.target_head import TargetHead
 
-Pair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
-"""Guessed and the target's logits at the same places, over the drafted tokens."""
+LogitPair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
+"""The draft's and the target's logits over the draft vocabulary at the same positions."""
 
 
 def soft_cross_entropy(
-    guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float = 0.0
+    draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float = 0.0
 ) -> Float[torch.Tensor, ""]:
-    """Cross-entropy of guessed logits against the target's distribution, mean over places; 0 where there are none.
+    """Mean cross-entropy of the draft's logits against the target's distribution; 0 for `k = 0`.
 
-    A share `hard` of the label is the target's best token, which is all that greedy decoding asks for.
+    A share `hard` of the label is the target's most probable token, which greedy decoding needs.
     """
-    log_q = torch.log_softmax(guess.float(), -1)
+    log_q = torch.log_softmax(draft.float(), -1)
     loss = -(torch.softmax(target.float(), -1) * log_q).sum(-1) if hard < 1 else log_q.new_zeros(len(log_q))
     if hard:
-        best = F.nll_loss(log_q, target.argmax(-1), reduction="none")
-        loss = (1 - hard) * loss + hard * best
+        hard_loss = F.nll_loss(log_q, target.argmax(-1), reduction="none")
+        loss = (1 - hard) * loss + hard * hard_loss
     return loss.sum() / max(1, len(loss))
 
 
-def unrolled(steps: Sequence[Pair], decay: float = 0.8, hard: float = 0.0) -> Float[torch.Tensor, ""]:
+def unrolled_loss(steps: Sequence[LogitPair], decay: float = 0.8, hard: float = 0.0) -> Float[torch.Tensor, ""]:
     """Sum over steps of `decay ** i` times the cross-entropy of step `i`."""
-    losses = [decay**i * soft_cross_entropy(guess, target, hard) for i, (guess, target) in enumerate(steps)]
+    losses = [decay**i * soft_cross_entropy(draft, target, hard) for i, (draft, target) in enumerate(steps)]
     return torch.stack(losses).sum()
 
 
-def agreement(guess: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]) -> float:
-    """Share of places where both have the same best token; 0 where there are none."""
-    if not len(guess):
+def top1_agreement(draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]) -> float:
+    """Share of positions at which both have the same most probable token; 0 for `k = 0`."""
+    if not len(draft):
         return 0.0
-    return float((guess.argmax(-1) == target.argmax(-1)).float().mean())
+    return float((draft.argmax(-1) == target.argmax(-1)).float().mean())
 
 
 @dataclass(frozen=True)
-class Labels:
-    """The target's opinion wherever one is asked for.
+class TargetLabels:
+    """The target's logits at the positions that have a label.
 
-    `row[b, p]` is the row of `logits` that holds it after token `p` of a text (what it says about token `p + 1`), -1
-    where there is none: token `p + 1` is not to be learned, or is not among the drafted ones.
+    `row[b, p]` is the row of `logits` for the distribution of token `p + 1` of sequence `b`; -1: that token is not to
+    be learned or not in the draft vocabulary.
     """
 
     row: Int[torch.Tensor, "b t"]
     logits: Float[torch.Tensor, "k w"]
     covered: float
-    """Share of the tokens to be learned that can be drafted."""
-    among: Candidates | None = None
-    """Which of the drafted tokens `logits` are of; None: all."""
+    """Share of the tokens to be learned that are in the draft vocabulary."""
+    candidates: Candidates | None = None
+    """The part of the draft vocabulary that `logits` cover; None: all of it."""
 
-    def after(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
-        """The positions `j` that have a label `shift` positions later, and these labels in the order of the
-        positions.
-        """
-        row = F.pad(self.row[:, shift:], (0, min(shift, self.row.shape[1])), value=-1)
-        where = row >= 0
-        return where, self.logits[row[where]]
+    def shifted(self, offset: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
+        """The positions with a label `offset` positions later, and these labels in the order of the positions."""
+        row = F.pad(self.row[:, offset:], (0, min(offset, self.row.shape[1])), value=-1)
+        mask = row >= 0
+        return mask, self.logits[row[mask]]
 
-    def narrowed(self, count: int) -> "Labels":
-        """The same over `count` candidates; 0: over all."""
-        among = candidates(torch.softmax(self.logits, -1), count)
-        return self if among is None else replace(self, logits=among.of(self.logits), among=among)
+    def with_candidates(self, count: int) -> "TargetLabels":
+        """The same labels over `count` candidates; 0: over the whole draft vocabulary."""
+        candidates = sample_candidates(torch.softmax(self.logits, -1), count)
+        return self if candidates is None else replace(self, logits=candidates.of(self.logits), candidates=candidates)
 
 
 @torch.no_grad()
-def labels(
+def target_labels(
     state: Float[torch.Tensor, "b s d"],
     token: Int[torch.Tensor, "b s"],
-    answer: Bool[torch.Tensor, "b s"],
-    ends: EmbeddingAndHead,
-    drafted: Int[torch.Tensor, " w"] | None,
-) -> Labels:
-    """The target's logits over the drafted tokens (None: all), from the states that its head sees, wherever the text
-    goes on with such a token.
+    loss_mask: Bool[torch.Tensor, "b s"],
+    embedding_and_head: EmbeddingAndHead,
+    draft_tokens: Int[torch.Tensor, " w"] | None,
+) -> TargetLabels:
+    """The target's logits over the draft vocabulary wherever the next token is to be learned and in that vocabulary.
 
-    The paper asks whether the target's best token can be drafted; for texts of the target's own that is nearly the
-    same, and spares an output over the whole vocabulary that would cost more than the drafter.
+    `state`: input of the target's head. `draft_tokens`: the draft vocabulary; None: all tokens. The paper requires the
+    target's most probable token to be in the draft vocabulary, which needs logits over the whole vocabulary; on
+    sequences that the target wrote, the two conditions are nearly the same.
     """
-    wanted = answer[:, 1:].clone()
-    if drafted is not None:
-        known = torch.zeros(ends.vocab, dtype=torch.bool, device=token.device)
-        known[drafted] = True
-        wanted &= known[token[:, 1:]]
-    logits = TargetHead(ends, drafted)(state[:, :-1][wanted])
-    row = torch.full(wanted.shape, -1, device=state.device)
-    row[wanted] = torch.arange(len(logits), device=state.device)
-    asked = int(answer[:, 1:].sum())
-    return Labels(row, logits, len(logits) / asked if asked else 0.0)
+    mask = loss_mask[:, 1:].clone()
+    if draft_tokens is not None:
+        drafted = torch.zeros(embedding_and_head.vocab, dtype=torch.bool, device=token.device)
+        drafted[draft_tokens] = True
+        mask &= drafted[token[:, 1:]]
+    logits = TargetHead(embedding_and_head, draft_tokens)(state[:, :-1][mask])
+    row = torch.full(mask.shape, -1, device=state.device)
+    row[mask] = torch.arange(len(logits), device=state.device)
+    num_learned = int(loss_mask[:, 1:].sum())
+    return TargetLabels(row, logits, len(logits) / num_learned if num_learned else 0.0)

@@ -19,4 +19,4 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "mlp_speculator": MLPSpeculatorRecipe,
     "pass": LookAheadRecipe,
 }
-"""Every recipe by its name; `RECIPES[name].of(setup)` builds one."""
+"""All recipes by name; `RECIPES[name].build(setup)` builds one."""

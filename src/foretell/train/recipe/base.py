@@ -1,4 +1,4 @@
-"""The contract of a recipe: what a speculator is, what it is to learn from a batch, and how it is measured."""
+"""The interface of recipes: the network of a speculator, its loss, and the method that measures it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,88 +28,80 @@ from foretell.utils.validation import validate
 
 Options = TypeVar("Options", bound=BaseModel)
 MAX_WIDTH = 1 << 20
-"""Largest width of a layer that `--set` may ask for."""
+"""Largest width of a layer that `--set` accepts."""
 MAX_COUNT = 256
-"""Most layers, heads or steps that `--set` may ask for."""
+"""Largest number of layers, heads or steps that `--set` accepts."""
 
-State = dict[str, Shaped[torch.Tensor, "*shape"]]
+TensorDict = dict[str, Shaped[torch.Tensor, "*shape"]]
 
-
-TREE = 12
-"""Nodes of the trees by confidence that speculators are measured with while they learn."""
+MEASURE_TREE_NODES = 12
+"""Draft tokens of the trees that speculators are measured with during training."""
 
 
 def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
-    """The decoder in plain torch that a network runs, if it is one of this dtype; None: CPU kernels run it, or it has
-    another dtype.
-    """
+    """The plain torch decoder behind a network; None: it runs on CPU kernels, or has another dtype."""
     decoder = network.decoder if isinstance(network, GraphedDecoder) else network
     return decoder if isinstance(decoder, Decoder) and decoder.embedding.dtype == dtype else None
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a recipe is built from: the target, and what the user asked for."""
+class RecipeSetup:
+    """What a recipe is built from: the target and the user's options."""
 
     card: TargetCard
     config: ModelConfig
-    """Of the target."""
-    ends: EmbeddingAndHead
-    """Of the target, in the dtype that it trains with (bfloat16 or float32)."""
-    source: Checkpoint | None = None
-    """The target's checkpoint, for copies that training changes; None in some tests."""
-    kept: Int[torch.Tensor, " n"] | None = None
-    """Tokens to draft (ascending), the most frequent ones of the training answers; None: all.
-
-    For `config.draft_vocab` and `choose`.
-    """
+    """Configuration of the target."""
+    embedding_and_head: EmbeddingAndHead
+    """Of the target, in the dtype of training (bfloat16 or float32)."""
+    checkpoint: Checkpoint | None = None
+    """The target's checkpoint, for copies that training modifies; None in some tests."""
+    draft_tokens: Int[torch.Tensor, " n"] | None = None
+    """The draft vocabulary, ascending; None: all tokens."""
     seed: int = 0
     options: Mapping[str, str] = field(default_factory=dict)
-    """Sizes and weights as the user wrote them: `--set inner=1024` is `{"inner": "1024"}`."""
+    """Options of `--set`: `--set inner=1024` is `{"inner": "1024"}`."""
     codec: TextCodec | None = None
-    """Of the target, for recipes that write a target of their own."""
+    """Of the target, for recipes that write a modified target."""
     network: Network | None = None
-    """The target as it decodes; None: in plain torch."""
+    """The target as loaded for decoding; None: plain torch."""
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The target in plain torch, in the dtype of `ends`: one for all who read with it, loaded at first use.
-
-        It must not be changed.
+        """The target in plain torch, in the dtype of `embedding_and_head`; loaded once, shared, not to be modified.
 
         Raises:
-            ValueError: its checkpoint is not at hand.
+            ValueError: there is no checkpoint.
         """
-        found = None if self.network is None else plain_decoder(self.network, self.ends.embedding.dtype)
+        found = None if self.network is None else plain_decoder(self.network, self.embedding_and_head.embedding.dtype)
         if found is not None:
             return found
-        if self.source is None:
+        if self.checkpoint is None:
             raise ValueError("this training needs the target's checkpoint, and there is none")
-        return self.source.decoder(self.ends.embedding.dtype)
+        return self.checkpoint.decoder(self.embedding_and_head.embedding.dtype)
 
     @property
     def draft_vocab(self) -> int | None:
-        """How many tokens are drafted; None: all."""
-        return None if self.kept is None else len(self.kept)
+        """Size of the draft vocabulary; None: all tokens."""
+        return None if self.draft_tokens is None else len(self.draft_tokens)
 
-    def choose(self, network: Speculator) -> None:
-        """Give a fresh network the tokens that it drafts."""
-        if self.kept is not None:
-            network.choose(self.kept)
+    def set_draft_tokens(self, network: Speculator) -> None:
+        """Set the draft vocabulary of a new network."""
+        if self.draft_tokens is not None:
+            network.choose(self.draft_tokens)
 
     def draft_index(self) -> Int[torch.Tensor, " v"] | None:
-        """Place of every token of the target among the drafted ones, -1 for the others; None: all are drafted."""
-        if self.kept is None:
+        """Index of every token of the target in the draft vocabulary, -1 for tokens not in it; None: all tokens are."""
+        if self.draft_tokens is None:
             return None
         out = torch.full((self.card.vocab,), -1)
-        out[self.kept.cpu()] = torch.arange(len(self.kept))
+        out[self.draft_tokens.cpu()] = torch.arange(len(self.draft_tokens))
         return out
 
-    def parse(self, kind: type[Options]) -> Options:
-        """The options as the recipe's own model, whose fields have defaults.
+    def parse_options(self, kind: type[Options]) -> Options:
+        """Parse the options into the recipe's model.
 
         Raises:
-            ValueError: an option that the recipe does not have, or a value that does not fit.
+            ValueError: an unknown option or an invalid value.
         """
         for key in self.options:
             if key not in kind.model_fields:
@@ -119,76 +111,70 @@ class Setup:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is minimised, and figures to draw beside it (detached scalars: a loss per head, top-1 accuracies …)."""
+    """The loss of a batch, and further metrics (detached: loss per head, top-1 accuracy …)."""
 
     total: Float[torch.Tensor, ""]
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 class Recipe(ABC):
-    """How one kind of speculator is trained. A new one is a file in this folder and a line in `RECIPES`."""
+    """Training of one kind of speculator. A new recipe is a file in this folder and a line in `RECIPES`."""
 
     name: ClassVar[str]
-    """As `foretell train NAME` says it; equal to the catalogue's where there is one such method."""
+    """Name in `foretell train NAME`; that of the method in the catalogue where there is one."""
     network: Speculator
     config: SpeculatorConfig
 
     @classmethod
     @abstractmethod
-    def of(cls, setup: Setup) -> Self:
-        """Build it, its network with fresh weights drawn from `setup.seed`.
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build the recipe and its network, with weights initialised from `setup.seed`.
 
         Raises:
-            ValueError: options that it does not have, or that do not fit the target.
+            ValueError: unknown options, or values that do not fit the target.
         """
 
     @property
-    def trained(self) -> nn.Module:
-        """The module that the trainer wraps, whose parameters it optimises and checkpoints: the network, or something
-        around it.
-        """
+    def module(self) -> nn.Module:
+        """The module that the trainer optimises and checkpoints: the network, or a module around it."""
         return self.network
 
     def save(self, folder: Path) -> None:
-        """Write the network as it is now, ready to be decoded with."""
+        """Write the network as a speculator folder."""
         save(folder, self.network, self.config)
 
-    def runner(self) -> Runner | None:
-        """The target that it is measured on, bound to a fresh cache, where the recipe changes it; None: the target as
-        it is.
-        """
+    def target_runner(self) -> Runner | None:
+        """The modified target to measure on, with a new KV cache; None: the recipe does not modify the target."""
         return None
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that batches must bring."""
+        """Layers of the target whose hidden states are in `Batch.features`."""
         return self.network.hidden_layers
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The loss of a batch.
 
-        `network` is `self.trained` as the trainer wrapped it (data parallel, sharded): call nothing but its `forward`.
+        `network` is `self.module` wrapped for distributed training: only its `forward` may be called.
         """
 
     @abstractmethod
     def method(self, network: Speculator) -> AnyMethod:
-        """How the speculator is decoded with when tokens per pass are measured: greedy, lossless, its default tree."""
+        """The method that measures tokens per pass: greedy, lossless, the default tree."""
 
-    def groups(self) -> Sequence[dict[str, object]]:
-        """Parameter groups of the optimizer with learning rates relative to the trainer's (`lr_scale`)."""
+    def parameter_groups(self) -> Sequence[dict[str, object]]:
+        """Parameter groups of the optimizer; `lr_scale` is relative to the trainer's learning rate."""
         return [{"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}]
 
-    def state(self) -> State:
-        """What the next batches depend on beside weights, buffers, optimizer and the number of the step: training
-        checkpoints keep it.
-        """
+    def state(self) -> TensorDict:
+        """Further state for checkpoints, beside weights, buffers, optimizer and step."""
         return {}
 
-    def load_state(self, state: State) -> None:
-        """Go on from what `state` gave; the weights may be loaded before or after."""
+    def load_state(self, state: TensorDict) -> None:
+        """Restore what `state` returned, before or after the weights are loaded."""
         return
 
-    def stage(self, progress: float) -> None:
-        """Told before every step how much of the training is done (0 to 1); recipes of several stages switch here."""
+    def set_progress(self, progress: float) -> None:
+        """Called before every step with the finished share of the training (0 to 1), for recipes in several phases."""
         return

@@ -7,34 +7,34 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, Setup
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, RecipeSetup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
 class BlockwiseOptions(HeadsOptions):
-    """What `--set` may say."""
+    """Options of `--set`."""
 
     heads: int = Field(4, ge=1, le=MAX_COUNT)
-    """Heads beside the target's own, which scores: k - 1 of the paper."""
+    """Heads beside the target's own: k - 1 in the paper."""
     inner: int | None = Field(None, ge=1, le=MAX_WIDTH)
-    """Hidden units of the layer; four times the target's width if unsaid."""
+    """Width of the hidden layer; None: four times that of the target."""
     draw: Literal["one", "all"] = "all"
-    """Per batch the loss of one head, drawn at random (the paper's, unbiased), or the mean of all."""
+    """Loss of a batch: that of one random head (as in the paper; unbiased), or the mean of all heads."""
 
 
 class BlockwiseRecipe(HeadsRecipe):
-    """The mean of the heads' cross-entropies, or that of a head drawn per batch (Stern et al., arXiv 1811.03115, 6)."""
+    """Mean of the heads' cross-entropies, or that of a random head per batch (Stern et al., arXiv 1811.03115)."""
 
     name = "blockwise"
 
-    def __init__(self, setup: Setup, network: Blockwise, options: BlockwiseOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: Blockwise, options: BlockwiseOptions) -> None:
         super().__init__(setup, network, options)
         self._one = options.draw == "one"
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
-        """Heads that say what the target's own head says."""
-        o = setup.parse(BlockwiseOptions)
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build heads that initially predict what the target's own head predicts."""
+        o = setup.parse_options(BlockwiseOptions)
         config = BlockwiseConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -43,17 +43,19 @@ class BlockwiseRecipe(HeadsRecipe):
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
-            network = Blockwise(config, setup.ends)
-        setup.choose(network)
+            network = Blockwise(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(setup, network, o)
 
-    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
-        """The mean, or one of them."""
+    def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+        """The mean of the losses, or a random one."""
         if not self._one:
             return losses.mean()
         return losses[int(torch.randint(len(losses), ()))]
 
-    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
-        """The mean over all heads of the paper, the target's own being the first."""
+    def combine_with_target(
+        self, heads: Float[torch.Tensor, ""], target: Float[torch.Tensor, ""]
+    ) -> Float[torch.Tensor, ""]:
+        """The mean over all heads, the target's own included."""
         k = self.network.heads
-        return (k * heads + language) / (k + 1)
+        return (k * heads + target) / (k + 1)

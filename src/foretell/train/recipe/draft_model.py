@@ -1,6 +1,4 @@
-"""Distilled draft models: some of the target's blocks, trained to give the target's distribution (DistillSpec, arXiv
-2310.08461).
-"""
+"""Draft models made of some of the target's blocks, distilled from the target (DistillSpec, arXiv 2310.08461)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,91 +21,95 @@ from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
 from foretell.train.data.batch import Batch
-from foretell.train.data.rewrite import Rewriter, Writer
-from foretell.train.objective.candidates import candidates
-from foretell.train.objective.divergence import Distilled, distil
-from foretell.train.recipe.base import Loss, Recipe, Setup, State
+from foretell.train.data.regenerate import AnswerGenerator, BatchRegenerator
+from foretell.train.objective.candidates import sample_candidates
+from foretell.train.objective.distillation import DistillationLoss, distillation_loss
+from foretell.train.recipe.base import Loss, Recipe, RecipeSetup, TensorDict
 
 _CHUNK = 1024
-"""Positions scored at once: logits over the vocabulary are what takes the memory."""
+"""Positions scored at once, which bounds the memory of logits."""
+_INFLUENCE_TOKENS = 256
+"""Random tokens over which the influence of blocks is measured."""
 
 
-class Options(BaseModel):
-    """What `--set` may say about a distilled draft model."""
+class DraftModelOptions(BaseModel):
+    """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(3, ge=1)
-    """Blocks that it keeps of the target's."""
+    """Number of the target's blocks that the draft model keeps."""
     blocks: str = "even"
-    """Which: `even` (first, last and evenly between), `influence` (first, last and what changes the residual stream
-    most), or numbers: `0,14,29`.
+    """Which blocks: `even` (first, last, and evenly between), `influence` (first, last, and those that change the
+    residual stream most), or numbers: `0,14,29`.
     """
     loss: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++"] = "forward_kl"
     beta: float = Field(0.5, gt=0, lt=1)
-    """Of `jsd`: the target's share in the mixture."""
+    """Share of the target in the mixture of `jsd`."""
     temperature: float = Field(1.0, gt=0)
-    """Divides both models' logits: the temperature that shall be decoded with."""
+    """Divides both models' logits: the temperature of decoding."""
     writer: Literal["data", "draft", "target"] = "data"
-    """Who writes the answers: the data set as it stands, the draft (on policy), or the target."""
+    """Source of the answers: the data set, the draft model (on-policy), or the target."""
     share: float = Field(0.5, ge=0, le=1)
-    """Share of batches whose answers the draft or the target writes anew; the others stay as they are."""
+    """Share of batches whose answers `writer` generates again."""
     written: int = Field(64, ge=1)
-    """Most tokens that it writes per text."""
+    """Maximum number of generated tokens per answer."""
     refresh: int = Field(8, ge=1)
-    """Batches after which the writing draft takes over the trained weights."""
+    """Batches after which the generating copy of the draft model gets the current weights."""
     earlier: str = ""
-    """Directories of drafts trained before, separated by commas: only what none of them finds is learned (SpecInfer's
-    boost-tuning).
+    """Folders of earlier draft models, separated by commas: only tokens that all of them miss are learned (SpecInfer's
+    boost-tuning, arXiv 2305.09781).
     """
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: the target's likeliest there, and some drawn at random; 0: all that are
-    drafted.
-    """
+    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
     unit: Literal["position", "text"] = "position"
-    """What boost-tuning leaves out: positions that an earlier draft masters, or (as published) whole texts all of whose
-    positions they master.
+    """What boost-tuning leaves out: positions that an earlier draft model predicts, or (as published) sequences that
+    they predict completely.
     """
 
 
 class DraftModelRecipe(Recipe):
-    """Distils the target into a few of its blocks, at the positions that answers stand at.
+    """Distils the target into a few of its blocks, at the positions of answers.
 
-    Positions whose answer is no drafted token do not count: in the mean, each then weighs as much as the mass of the
-    target that can be drafted.
+    Positions whose token is not in the draft vocabulary are left out, so that in expectation a position is weighted by
+    the target's probability of the draft vocabulary.
     """
 
     name = "draft_model"
     network: DraftNetwork
     config: DraftModelConfig
 
-    def __init__(self, network: DraftNetwork, config: DraftModelConfig, options: Options, setup: Setup) -> None:
+    def __init__(
+        self, network: DraftNetwork, config: DraftModelConfig, options: DraftModelOptions, setup: RecipeSetup
+    ) -> None:
         self.network, self.config, self.options = network, config, options
         self._divergence = divergences(options.beta)[options.loss]
-        self._kept = _marks(network, setup.ends.vocab)
+        self._draftable = _draftable_tokens(network, setup.embedding_and_head.vocab)
         folders = [Path(name).expanduser() for name in options.earlier.split(",") if name]
-        self._earlier = nn.ModuleList(_frozen(load_speculator(f, setup.card, setup.ends), f) for f in folders)
-        self._rewriter = None if options.writer == "data" else _rewriter(options, network, setup)
+        self._earlier = nn.ModuleList(
+            _frozen_draft(load_speculator(f, setup.card, setup.embedding_and_head), f) for f in folders
+        )
+        self._regenerator = None if options.writer == "data" else _build_regenerator(options, network, setup)
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
-        """Cut the draft from the target.
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Copy the draft model from the target.
 
         Raises:
-            ValueError: options that it does not have, or that do not fit the target.
+            ValueError: unknown options, or values that do not fit the target.
         """
-        options = setup.parse(Options)
-        blocks = _chosen(options, setup)
+        options = setup.parse_options(DraftModelOptions)
+        blocks = _select_blocks(options, setup)
         config = DraftModelConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
             model=kept_config(setup.config, blocks),
-            blocks=() if setup.source is None else blocks,
+            blocks=() if setup.checkpoint is None else blocks,
         )
-        network = DraftNetwork(config, setup.ends)
-        setup.choose(network)
-        if setup.source is not None:
-            network.start_from(setup.source.decoder(torch.float32, blocks), range(len(blocks)))
+        network = DraftNetwork(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
+        if setup.checkpoint is not None:
+            network.start_from(setup.checkpoint.decoder(torch.float32, blocks), range(len(blocks)))
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(setup.seed)
@@ -115,87 +117,89 @@ class DraftModelRecipe(Recipe):
         return cls(network, config, options, setup)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """The divergence, averaged over the positions that count."""
-        if self._rewriter is not None:
-            batch = self._rewriter.batch(batch)
-        where = self._where(batch)
-        mine, theirs = network(batch.token, where), batch.features[0][where]
-        if len(mine) == 0:
-            return Loss(mine.sum(), {"acceptance": 0.0, "top 1": 0.0})
-        parts = [(len(m), self._distilled(m, t)) for m, t in zip(mine.split(_CHUNK), theirs.split(_CHUNK), strict=True)]
-        total = torch.stack([d.loss * n for n, d in parts]).sum() / len(mine)
-        figures = {
-            "acceptance": sum(d.acceptance * n for n, d in parts) / len(mine),
-            "top 1": sum(d.top1 * n for n, d in parts) / len(mine),
+        """The divergence, averaged over the positions to learn."""
+        if self._regenerator is not None:
+            batch = self._regenerator.regenerate(batch)
+        mask = self._loss_positions(batch)
+        draft, target = network(batch.token, mask), batch.features[0][mask]
+        if len(draft) == 0:
+            return Loss(draft.sum(), {"acceptance": 0.0, "top 1": 0.0})
+        parts = [(len(d), self._distill(d, t)) for d, t in zip(draft.split(_CHUNK), target.split(_CHUNK), strict=True)]
+        total = torch.stack([d.loss * n for n, d in parts]).sum() / len(draft)
+        metrics = {
+            "acceptance": sum(d.acceptance * n for n, d in parts) / len(draft),
+            "top 1": sum(d.top1 * n for n, d in parts) / len(draft),
         }
-        return Loss(total, figures)
+        return Loss(total, metrics)
 
-    def _distilled(self, mine: Float[torch.Tensor, "k d"], theirs: Float[torch.Tensor, "k d"]) -> Distilled:
+    def _distill(
+        self, draft_states: Float[torch.Tensor, "k d"], target_states: Float[torch.Tensor, "k d"]
+    ) -> DistillationLoss:
         with torch.no_grad():
-            warmth, target = self.options.temperature, self.network.teach(theirs)
-            among = candidates(torch.softmax(target / warmth, -1), self.options.candidates)
-            if among is not None:
-                # What is added to logits here is divided with them.
-                among = replace(among, raised=among.raised * warmth)
-                target = among.of(target)
+            temperature, target = self.options.temperature, self.network.teach(target_states)
+            candidates = sample_candidates(torch.softmax(target / temperature, -1), self.options.candidates)
+            if candidates is not None:
+                # The correction is added to logits before they are divided by the temperature.
+                candidates = replace(candidates, raised=candidates.raised * temperature)
+                target = candidates.of(target)
 
-        def of(states: torch.Tensor) -> Distilled:
-            return distil(target / warmth, self.network.score(states, among) / warmth, self._divergence)
+        def loss_of(states: torch.Tensor) -> DistillationLoss:
+            draft = self.network.score(states, candidates)
+            return distillation_loss(target / temperature, draft / temperature, self._divergence)
 
-        # The logits of a chunk are made again for its gradient rather than kept.
-        done: Distilled = checkpoint(of, mine, use_reentrant=False)
-        return done
+        # The backward pass computes the logits again instead of keeping them.
+        loss: DistillationLoss = checkpoint(loss_of, draft_states, use_reentrant=False)
+        return loss
 
     @torch.no_grad()
-    def _where(self, batch: Batch) -> Bool[torch.Tensor, "b s"]:
-        """Positions whose next token is to be learned, can be drafted, and is beyond the earlier drafts."""
-        where = torch.zeros_like(batch.answer)
-        where[:, :-1] = batch.wanted(1)
-        if self._kept is not None:
-            where[:, :-1] &= self._kept.to(where.device)[batch.token[:, 1:]]
+    def _loss_positions(self, batch: Batch) -> Bool[torch.Tensor, "b s"]:
+        """Positions whose next token is to be learned, in the draft vocabulary, and missed by earlier drafts."""
+        mask = torch.zeros_like(batch.loss_mask)
+        mask[:, :-1] = batch.shifted_loss_mask(1)
+        if self._draftable is not None:
+            mask[:, :-1] &= self._draftable.to(mask.device)[batch.token[:, 1:]]
         if len(self._earlier):
-            where &= missed(self._earlier, self.network, batch, where, self.options.unit)
-        return where
+            mask &= missed_positions(self._earlier, self.network, batch, mask, self.options.unit)
+        return mask
 
-    def state(self) -> State:
-        """The writer's."""
-        return {} if self._rewriter is None else self._rewriter.writer.state()
+    def state(self) -> TensorDict:
+        """The state of the answer generator."""
+        return {} if self._regenerator is None else self._regenerator.generator.state()
 
-    def load_state(self, state: State) -> None:
-        """Go on writing with the same copy."""
-        if self._rewriter is not None:
-            self._rewriter.writer.load_state(state)
+    def load_state(self, state: TensorDict) -> None:
+        """Restore the answer generator."""
+        if self._regenerator is not None:
+            self._regenerator.generator.load_state(state)
 
     def method(self, network: Speculator) -> AnyMethod:
-        """A greedy chain of the catalogue's length."""
+        """A greedy chain of the default length."""
         assert isinstance(network, DraftNetwork)
         return Method(DraftModel(network.runner()), Chain(ChainOptions().num_speculative_tokens, draw=False), Match())
 
 
 @torch.no_grad()
-def missed(
-    earlier: nn.ModuleList, draft: DraftNetwork, batch: Batch, where: Bool[torch.Tensor, "b s"], unit: str
+def missed_positions(
+    earlier: nn.ModuleList, draft: DraftNetwork, batch: Batch, mask: Bool[torch.Tensor, "b s"], unit: str
 ) -> Bool[torch.Tensor, "b s"]:
-    """Of the positions in `where`, those at which no earlier draft's best token is the target's (SpecInfer's
-    boost-tuning, arXiv 2305.09781).
+    """Positions in `mask` at which no earlier draft model has the target's most probable token.
 
-    `unit` `text`: all those of a text as soon as one of them is missed, none of a text that is mastered.
+    SpecInfer's boost-tuning (arXiv 2305.09781). `unit` `text`: all positions of every sequence that has such.
     """
-    best = draft.teach(batch.features[0][where]).argmax(-1)
+    best = draft.teach(batch.features[0][mask]).argmax(-1)
     if draft.token_of is not None:
         best = draft.token_of[best]
     found = torch.zeros_like(best, dtype=torch.bool)
     for network in earlier:
         assert isinstance(network, DraftNetwork)
-        guess = network.score(network(batch.token, where)).argmax(-1)
+        guess = network.score(network(batch.token, mask)).argmax(-1)
         found |= best == (guess if network.token_of is None else network.token_of[guess])
-    out = torch.zeros_like(where)
-    out[where] = ~found
-    return where & out.any(1, keepdim=True) if unit == "text" else out
+    out = torch.zeros_like(mask)
+    out[mask] = ~found
+    return mask & out.any(1, keepdim=True) if unit == "text" else out
 
 
-def _chosen(options: Options, setup: Setup) -> tuple[int, ...]:
-    """Which of the target's blocks the draft starts as."""
+def _select_blocks(options: DraftModelOptions, setup: RecipeSetup) -> tuple[int, ...]:
+    """Numbers of the target's blocks that the draft model keeps."""
     most = setup.config.layers
     if options.blocks not in ("even", "influence"):
         try:
@@ -207,33 +211,29 @@ def _chosen(options: Options, setup: Setup) -> tuple[int, ...]:
     if options.layers > most:
         raise ValueError(f"--set layers={options.layers}: the target has {most} blocks")
     if options.blocks == "influence" and options.layers > 2:
-        if setup.source is None:
+        if setup.checkpoint is None:
             raise ValueError("--set blocks=influence needs the target's checkpoint, and there is none; use even")
-        return _influential(options.layers, setup)
-    return spaced(options.layers, most)
+        return _most_influential(options.layers, setup)
+    return evenly_spaced(options.layers, most)
 
 
-def spaced(count: int, layers: int) -> tuple[int, ...]:
-    """The first and the last of `layers` blocks, and the others at even distances between; a single one is the
-    first.
-    """
+def evenly_spaced(count: int, layers: int) -> tuple[int, ...]:
+    """The first and the last of `layers` blocks, and others at even distances between; a single one is the first."""
     return tuple(round(i * (layers - 1) / max(count - 1, 1)) for i in range(count))
 
 
-def _influential(count: int, setup: Setup) -> tuple[int, ...]:
-    """First and last block, and between them those that turn the residual stream most over a text of frequent
-    tokens.
-    """
-    assert setup.source is not None
-    some = torch.arange(setup.config.vocab) if setup.kept is None else setup.kept
-    generator = torch.Generator().manual_seed(setup.seed)
-    text = some[torch.randint(0, len(some), (min(256, setup.config.context),), generator=generator)].tolist()
-    turns = influence(setup.decoder, text).block
-    inner = sorted(range(1, setup.config.layers - 1), key=lambda i: -turns[i])[: count - 2]
+def _most_influential(count: int, setup: RecipeSetup) -> tuple[int, ...]:
+    """The first and the last block, and those between that change the residual stream most on random tokens."""
+    assert setup.checkpoint is not None
+    vocab = torch.arange(setup.config.vocab) if setup.draft_tokens is None else setup.draft_tokens
+    length, generator = min(_INFLUENCE_TOKENS, setup.config.context), torch.Generator().manual_seed(setup.seed)
+    tokens = vocab[torch.randint(0, len(vocab), (length,), generator=generator)].tolist()
+    change = influence(setup.decoder, tokens).block
+    inner = sorted(range(1, setup.config.layers - 1), key=lambda i: -change[i])[: count - 2]
     return (0, *sorted(inner), setup.config.layers - 1)
 
 
-def _marks(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None:
+def _draftable_tokens(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None:
     if network.token_of is None:
         return None
     out = torch.zeros(vocab, dtype=torch.bool)
@@ -241,20 +241,20 @@ def _marks(network: DraftNetwork, vocab: int) -> Bool[torch.Tensor, " v"] | None
     return out
 
 
-def _frozen(network: Speculator, folder: Path) -> DraftNetwork:
+def _frozen_draft(network: Speculator, folder: Path) -> DraftNetwork:
     if not isinstance(network, DraftNetwork):
         raise ValueError(f"{folder}: a speculator of kind {network.kind}; boost-tuning builds on draft models")
     return network.eval().requires_grad_(False)
 
 
-def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter:
-    if setup.source is None:
+def _build_regenerator(options: DraftModelOptions, network: DraftNetwork, setup: RecipeSetup) -> BatchRegenerator:
+    if setup.checkpoint is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
-    author = Writer(network.network, network, options.refresh)
+    generator = AnswerGenerator(network.network, network, options.refresh)
     if options.writer == "target":
-        author = Writer(lambda: setup.network or setup.decoder)
-    return Rewriter(
-        author,
+        generator = AnswerGenerator(lambda: setup.network or setup.decoder)
+    return BatchRegenerator(
+        generator,
         setup.decoder,
         network.hidden_layers,
         options.share,

@@ -1,6 +1,4 @@
-"""What the recipes of Medusa's and of blockwise heads share: positions, tokens to guess, figures, and the tree that is
-earned on the way.
-"""
+"""Shared by the recipes of Medusa's and blockwise heads: labels, losses, metrics, and the tree of best paths."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -22,172 +20,186 @@ from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
 from foretell.train.data.batch import Batch
-from foretell.train.objective.heads import Targets, Told, cross_entropies, ranks, soft_cross_entropies, targets
-from foretell.train.objective.teacher import TargetHead
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, TREE, Loss, Recipe, Setup, State
-from foretell.train.recipe.tuned import Tuned
+from foretell.train.objective.heads import (
+    HeadLabels,
+    TargetDistributions,
+    cross_entropies,
+    head_labels,
+    label_ranks,
+    soft_cross_entropies,
+)
+from foretell.train.objective.target_head import TargetHead
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup, TensorDict
+from foretell.train.recipe.lora import HeadsWithLoRA
 
-_NOTED = 8
-"""Batches from one note of the tree to the next."""
+_TREE_UPDATE_INTERVAL = 8
+"""Batches between updates of the tree."""
+_TARGET_LOSS_SHARE = 4
+"""The target's own loss uses one in so many of the positions."""
+_TARGET_LR_SCALE = 0.25
+"""Learning rate of the target's adapters relative to that of the heads (Medusa-2, arXiv 2401.10774)."""
 
 
 class HeadsOptions(BaseModel):
-    """What `--set` may say for both kinds: positions and labels, and tuning the target together with its heads."""
+    """Options of `--set` for both kinds of heads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     heads: int = Field(4, ge=1, le=MAX_COUNT)
     positions: int = Field(1024, ge=1)
-    """Positions of a batch that the loss is computed at, drawn at random."""
+    """Random positions of a batch at which the loss is computed."""
     learn: Literal["hard", "soft"] = "hard"
-    """From the tokens of the text, or from the target's distributions over them (distillation)."""
+    """Labels: the tokens of the data, or the target's distributions (distillation)."""
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0:
-    all that are drafted.
+    """Size of the sampled softmax: labels, the target's likeliest tokens, and random ones; 0: the whole draft
+    vocabulary.
     """
     tune: Literal["no", "text", "self"] = "no"
-    """Change the target too: to say the tokens of the text, or to keep its own distributions (self-distillation)."""
+    """Train LoRA adapters of the target: on the tokens of the data, or on its own distributions (self-distillation)."""
     rank: int = Field(32, ge=1, le=MAX_WIDTH)
-    """Of the changes to its matrices."""
+    """Rank of the adapters."""
     joint_from: float = Field(0.5, ge=0, le=1)
-    """Part of the training after which the target learns too."""
+    """Share of the training after which the target is trained, too."""
 
 
 class HeadsRecipe(Recipe):
-    """Trains heads at some positions of every batch, from tokens or (`soft`) from the target's own distributions over
-    them.
-    """
+    """Trains heads at random positions of every batch, on its tokens or on the target's distributions."""
 
     network: HeadsNetwork
     config: HeadsConfig
 
-    def __init__(self, setup: Setup, network: HeadsNetwork, options: HeadsOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: HeadsNetwork, options: HeadsOptions) -> None:
         self.network, self.config, self._options = network, network.config, options
-        self._number = setup.draft_index()
-        self._teacher, self._target_head = TargetHead(setup.ends, setup.kept), TargetHead(setup.ends)
+        self._draft_index = setup.draft_index()
+        self._draft_head = TargetHead(setup.embedding_and_head, setup.draft_tokens)
+        self._target_head = TargetHead(setup.embedding_and_head)
         self._counts, self._batches = PathCounts(), 0
-        self._codec, self._source, self._joint = setup.codec, setup.source, False
-        self._tuned = None if options.tune == "no" else _tuned(setup, network, options.rank)
+        self._codec, self._checkpoint, self._train_target = setup.codec, setup.checkpoint, False
+        self._lora = None if options.tune == "no" else _build_lora(setup, network, options.rank)
 
     @abstractmethod
-    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
-        """What is minimised, from the loss of every head."""
+    def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+        """The loss from the losses of all heads."""
 
     @abstractmethod
-    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
-        """What is minimised where the target is tuned too, from the heads' total and the target's own loss."""
+    def combine_with_target(
+        self, heads: Float[torch.Tensor, ""], target: Float[torch.Tensor, ""]
+    ) -> Float[torch.Tensor, ""]:
+        """The loss from the heads' combined loss and the target's own loss."""
 
     @property
-    def trained(self) -> nn.Module:
-        """The heads, and the changes to the target where it is tuned."""
-        return self.network if self._tuned is None else self._tuned
+    def module(self) -> nn.Module:
+        """The heads, and the target's adapters where it is tuned."""
+        return self.network if self._lora is None else self._lora
 
-    def groups(self) -> Sequence[dict[str, object]]:
-        """The target's changes learn at a quarter of the heads' rate (Medusa-2)."""
+    def parameter_groups(self) -> Sequence[dict[str, object]]:
+        """The heads, and the target's adapters with a lower learning rate."""
         heads = {"params": [p for p in self.network.parameters() if p.requires_grad], "lr_scale": 1.0}
-        if self._tuned is None:
+        if self._lora is None:
             return [heads]
-        return [heads, {"params": list(self._tuned.changes.parameters()), "lr_scale": 0.25}]
+        return [heads, {"params": list(self._lora.adapters.parameters()), "lr_scale": _TARGET_LR_SCALE}]
 
-    def state(self) -> State:
-        """Which paths came true so far, and after how many batches."""
+    def state(self) -> TensorDict:
+        """Counts of rank paths, and the number of batches."""
         counts = {name: torch.from_numpy(array) for name, array in self._counts.state().items()}
         return counts | {"batches": torch.tensor(self._batches)}
 
-    def load_state(self, state: State) -> None:
-        """Go on counting."""
+    def load_state(self, state: TensorDict) -> None:
+        """Restore the counts."""
         self._batches = int(state["batches"])
-        self._counts.load_state({name: state[name].numpy() for name in ("paths", "counts", "total")})
+        self._counts.load_state({name: tensor.numpy() for name, tensor in state.items() if name != "batches"})
 
-    def stage(self, progress: float) -> None:
-        """First the heads alone, then both."""
-        self._joint = self._tuned is not None and progress >= self._options.joint_from
+    def set_progress(self, progress: float) -> None:
+        """Train the heads alone until `joint_from`, then heads and target."""
+        self._train_target = self._lora is not None and progress >= self._options.joint_from
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """Cross-entropies of the heads at drawn positions; in the joint stage also the target's own."""
-        wanted, h = self.wanted(batch), batch.features[0]
-        told = self.told(wanted, h)
-        among = None if told is None else told.among
-        if self._tuned is None:
-            return self.judged(network(h[wanted.row, wanted.place], among), wanted, told)
-        few = torch.randperm(len(wanted.row))[: self._options.positions // 4].to(wanted.row.device)
-        logits, own = network(batch.token, h, wanted.row, wanted.place, few, self._joint, among)
-        judged = self.judged(logits, wanted, told)
-        if not self._joint:
-            return judged
-        row, place = wanted.row[few], wanted.place[few]
-        learned = batch.answer[row, place + 1]
+        """Cross-entropies of the heads at random positions, plus the target's own loss once the target is tuned."""
+        labels, h = self.labels(batch), batch.features[0]
+        target = self.target_distributions(labels, h)
+        candidates = None if target is None else target.candidates
+        if self._lora is None:
+            return self.heads_loss(network(h[labels.row, labels.position], candidates), labels, target)
+        subset = torch.randperm(len(labels.row))[: self._options.positions // _TARGET_LOSS_SHARE].to(labels.row.device)
+        logits, target_logits = network(
+            batch.token, h, labels.row, labels.position, subset, self._train_target, candidates
+        )
+        heads = self.heads_loss(logits, labels, target)
+        if not self._train_target:
+            return heads
+        row, position = labels.row[subset], labels.position[subset]
+        mask = batch.loss_mask[row, position + 1]
         if self._options.tune == "self":
             with torch.no_grad():
-                distribution = torch.softmax(self._target_head(h[row, place]), -1)
-            each = (torch.xlogy(distribution, distribution) - distribution * F.log_softmax(own.float(), -1)).sum(-1)
+                p = torch.softmax(self._target_head(h[row, position]), -1)
+            losses = (torch.xlogy(p, p) - p * F.log_softmax(target_logits.float(), -1)).sum(-1)
         else:
-            each = F.cross_entropy(own.float(), batch.token[row, place + 1], reduction="none")
-        language = (each * learned).sum() / learned.sum().clamp_min(1)
-        figures = judged.figures | {"target loss": float(language.detach())}
-        return Loss(self.joint(judged.total, language), figures)
+            losses = F.cross_entropy(target_logits.float(), batch.token[row, position + 1], reduction="none")
+        target_loss = (losses * mask).sum() / mask.sum().clamp_min(1)
+        metrics = heads.metrics | {"target loss": float(target_loss.detach())}
+        return Loss(self.combine_with_target(heads.total, target_loss), metrics)
 
-    def runner(self) -> Runner | None:
+    def target_runner(self) -> Runner | None:
         """The tuned target."""
-        if self._tuned is None:
+        if self._lora is None:
             return None
-        assert self._source is not None
-        return DecoderRunner(self._source.copy(self._tuned.added))
+        assert self._checkpoint is not None
+        return DecoderRunner(self._checkpoint.copy(self._lora.merge))
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and beside them in `target/` the tuned target they belong to."""
+        """Write the heads, and the tuned target into `target/`."""
         super().save(folder)
-        if self._tuned is not None:
-            assert self._source is not None
-            write_hf(folder / "target", self._tuned.added(self._source.decoder(torch.float32)), self._codec)
+        if self._lora is not None:
+            assert self._checkpoint is not None
+            write_hf(folder / "target", self._lora.merge(self._checkpoint.decoder(torch.float32)), self._codec)
 
-    def wanted(self, batch: Batch) -> Targets:
-        """The positions, and what is to be guessed there."""
-        number = None if self._number is None else self._number.to(batch.token.device)
-        return targets(batch.token, batch.answer, self.network.heads, number, self._options.positions)
+    def labels(self, batch: Batch) -> HeadLabels:
+        """Random positions of a batch, with the heads' labels."""
+        draft_index = None if self._draft_index is None else self._draft_index.to(batch.token.device)
+        return head_labels(batch.token, batch.loss_mask, self.network.heads, draft_index, self._options.positions)
 
-    def told(self, wanted: Targets, h: Float[torch.Tensor, "b s d"]) -> Told | None:
-        """What the target said of the tokens to be guessed, from its states; None where nothing asks for it."""
+    def target_distributions(self, labels: HeadLabels, h: Float[torch.Tensor, "b s d"]) -> TargetDistributions | None:
+        """The target's distributions at the labels; None: neither soft labels nor candidates need them."""
         o = self._options
         if o.learn == "hard" and not o.candidates:
             return None
-        return Told(wanted, h, self._teacher, o.candidates)
+        return TargetDistributions(labels, h, self._draft_head, o.candidates)
 
-    def judged(self, logits: Float[torch.Tensor, "n k w"], wanted: Targets, told: Told | None) -> Loss:
-        """The loss of these guesses."""
-        token = wanted.token if told is None else told.token(wanted.token)
-        if told is None or self._options.learn == "hard":
-            losses = cross_entropies(logits, token)
+    def heads_loss(
+        self, logits: Float[torch.Tensor, "n k w"], labels: HeadLabels, target: TargetDistributions | None
+    ) -> Loss:
+        """The combined loss of all heads."""
+        label = labels.token if target is None else target.candidate_index(labels.token)
+        if target is None or self._options.learn == "hard":
+            losses = cross_entropies(logits, label)
         else:
-            losses = soft_cross_entropies(logits, told.distributions, token >= 0)
-        figures = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
-        found = ranks(logits.detach(), token)
-        self._watch(found, wanted)
+            losses = soft_cross_entropies(logits, target.distributions, label >= 0)
+        metrics = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
+        ranks = label_ranks(logits.detach(), label)
+        self._update_tree(ranks, labels)
         for i in range(self.network.heads):
-            places = found[wanted.known[:, i], i]
-            for best in (1, 3):
-                figures[f"head {i + 1} top {best}"] = float((places < best).float().mean()) if len(places) else 0.0
-        return Loss(self.total(losses), figures)
+            known = ranks[labels.known[:, i], i]
+            for top in (1, 3):
+                metrics[f"head {i + 1} top {top}"] = float((known < top).float().mean()) if len(known) else 0.0
+        return Loss(self.combine(losses), metrics)
 
-    def _watch(self, found: Int[torch.Tensor, "n k"], wanted: Targets) -> None:
-        """Count which paths came true, and note the best tree now and then: it is measured, saved and averaged with the
-        weights.
-        """
-        self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
+    def _update_tree(self, ranks: Int[torch.Tensor, "n k"], labels: HeadLabels) -> None:
+        """Count the rank paths of the labels; every `_TREE_UPDATE_INTERVAL` batches set the network's best tree."""
+        self._counts.add(ranks.cpu().numpy(), labels.known.cpu().numpy())
         self._batches += 1
-        if self._batches % _NOTED == 0:
+        if self._batches % _TREE_UPDATE_INTERVAL == 0:
             self.network.earn(*self._counts.best())
 
     def method(self, network: Speculator) -> AnyMethod:
-        """A large tree of what was earned, matched."""
+        """The heads' best tree, verified greedily."""
         assert isinstance(network, HeadsNetwork)
-        return heads_method(network, MedusaOptions(num_draft_tokens=2 * TREE))
+        return heads_method(network, MedusaOptions(num_draft_tokens=2 * MEASURE_TREE_NODES))
 
 
-def _tuned(setup: Setup, network: HeadsNetwork, rank: int) -> Tuned:
-    if setup.source is None:
-        raise ValueError("--set tune needs a target of the own decoder, whose weights can be read again")
+def _build_lora(setup: RecipeSetup, network: HeadsNetwork, rank: int) -> HeadsWithLoRA:
+    if setup.checkpoint is None:
+        raise ValueError("--set tune needs the target's checkpoint, and there is none")
     llama_config(setup.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
-        return Tuned(network, setup.decoder, rank)
+        return HeadsWithLoRA(network, setup.decoder, rank)

@@ -14,29 +14,30 @@ from foretell.model.training.probe_forward import probe_forward
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.train.data.batch import Batch
-from foretell.train.objective.heads import cross_entropies, ranks, weights
-from foretell.train.objective.look_ahead import answers_ahead, cut_points
-from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, Setup
+from foretell.train.objective.heads import cross_entropies, label_ranks, loss_weights
+from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_points
+from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, RecipeSetup
 
 
 class LookAheadOptions(BaseModel):
-    """What `--set` may say."""
+    """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ahead: int = Field(4, ge=1, le=MAX_COUNT)
-    """Look-ahead embeddings: tokens guessed after the target's own next one."""
+    """Look-ahead embeddings: tokens predicted after the target's own next token."""
     cuts: int = Field(32, ge=1)
-    """Places of every text after which the target looks ahead."""
+    """Positions per sequence after which the target looks ahead."""
     decay: float = Field(1.0, gt=0, le=1)
-    """Weight of a place ahead relative to the one before it."""
+    """Weight of a look-ahead position relative to the previous one."""
     pace: float = Field(10.0, gt=0)
-    """Learning rate of the vectors relative to the trainer's: inputs of a whole network move slowly."""
+    """Learning rate of the embeddings relative to the trainer's; inputs of a frozen network need a higher one."""
 
 
 class LookAheadRecipe(Recipe):
-    """Cross-entropy at the vectors after drawn places of every text; the target, which is run forward and backward,
-    stays as it is.
+    """Cross-entropy at the look-ahead embeddings after random positions of every sequence.
+
+    The target runs forward and backward, and is frozen (PaSS, arXiv 2311.13581).
     """
 
     name = "pass"
@@ -44,52 +45,52 @@ class LookAheadRecipe(Recipe):
     config: LookAheadConfig
 
     def __init__(
-        self, network: LookAheadEmbeddings, config: LookAheadConfig, setup: Setup, options: LookAheadOptions
+        self, network: LookAheadEmbeddings, config: LookAheadConfig, setup: RecipeSetup, options: LookAheadOptions
     ) -> None:
-        if setup.source is None:
-            raise ValueError("look-ahead embeddings learn through the whole target, whose checkpoint is not at hand")
+        if setup.checkpoint is None:
+            raise ValueError("look-ahead embeddings are trained through the target, and there is no checkpoint of it")
         self.network, self.config, self._options = network, config, options
-        # Not a module of its own, so that no trainer wraps or saves it.
+        # Not part of `module`, so the trainer neither wraps nor saves it.
         self._target: Decoder = setup.decoder
-        self._weights = torch.tensor(weights(options.ahead, options.decay))
-        self._number = setup.draft_index()
+        self._weights = torch.tensor(loss_weights(options.ahead, options.decay))
+        self._draft_index = setup.draft_index()
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
-        """Vectors that look like a token of no meaning in particular."""
-        options = setup.parse(LookAheadOptions)
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build the embeddings."""
+        options = setup.parse_options(LookAheadOptions)
         config = LookAheadConfig(target=setup.card, draft_vocab=setup.draft_vocab, ahead=options.ahead)
-        network = LookAheadEmbeddings(config, setup.ends)
-        setup.choose(network)
+        network = LookAheadEmbeddings(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(network, config, setup, options)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """None: the target is run here."""
+        """None: the recipe runs the target itself."""
         return ()
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """The weighted mean of the cross-entropies of each place ahead."""
-        drawn = torch.rand(batch.answer.shape).to(batch.token.device)
-        cut = cut_points(batch.answer, self._options.cuts, drawn)
-        number = None if self._number is None else self._number.to(batch.token.device)
-        wanted = answers_ahead(batch.token, batch.answer, cut, self._options.ahead, number).flatten(0, 1)
+        """The weighted mean of the cross-entropies of the look-ahead positions."""
+        score = torch.rand(batch.loss_mask.shape).to(batch.token.device)
+        cut = sample_cut_points(batch.loss_mask, self._options.cuts, score)
+        draft_index = None if self._draft_index is None else self._draft_index.to(batch.token.device)
+        labels = look_ahead_labels(batch.token, batch.loss_mask, cut, self._options.ahead, draft_index).flatten(0, 1)
         states = probe_forward(self._target, batch.token, cut, network()).flatten(0, 1)
         logits = self.network.score(states)
-        losses, found = cross_entropies(logits, wanted), ranks(logits.detach(), wanted)
-        figures = dict[str, float]()
+        losses, ranks = cross_entropies(logits, labels), label_ranks(logits.detach(), labels)
+        metrics = dict[str, float]()
         for i, loss in enumerate(losses.detach().tolist()):
-            figures[f"ahead {i + 1} loss"] = loss
-            known = wanted[:, i] >= 0
-            figures[f"ahead {i + 1} top 1"] = float((found[known, i] == 0).float().mean()) if known.any() else 0.0
+            metrics[f"ahead {i + 1} loss"] = loss
+            known = labels[:, i] >= 0
+            metrics[f"ahead {i + 1} top 1"] = float((ranks[known, i] == 0).float().mean()) if known.any() else 0.0
         weight = self._weights.to(losses)
-        return Loss((losses * weight).sum() / weight.sum(), figures)
+        return Loss((losses * weight).sum() / weight.sum(), metrics)
 
     def method(self, network: Speculator) -> AnyMethod:
-        """The best guess of every place ahead, matched."""
+        """Greedy drafts from all look-ahead positions."""
         assert isinstance(network, LookAheadEmbeddings)
         return parallel_method(network, PassOptions(draft_sample_method="greedy"))
 
-    def groups(self) -> list[dict[str, object]]:
-        """The vectors, at their own pace."""
+    def parameter_groups(self) -> list[dict[str, object]]:
+        """The embeddings, with their own learning rate."""
         return [{"params": list(self.network.parameters()), "lr_scale": self._options.pace}]

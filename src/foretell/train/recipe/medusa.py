@@ -1,4 +1,4 @@
-"""Medusa's heads, on a frozen target (Medusa-1) or together with it (Medusa-2)."""
+"""Medusa's heads, on a frozen target (Medusa-1) or trained together with it (Medusa-2)."""
 
 from typing import Self
 
@@ -7,40 +7,38 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
-from foretell.train.objective.heads import weights
-from foretell.train.recipe.base import MAX_COUNT, Setup
+from foretell.train.objective.heads import loss_weights
+from foretell.train.recipe.base import MAX_COUNT, RecipeSetup
 from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
 
 
 class MedusaOptions(HeadsOptions):
-    """What `--set` may say."""
+    """Options of `--set`."""
 
     blocks: int = Field(1, ge=1, le=MAX_COUNT)
     """Residual blocks per head."""
     own_head: bool = False
-    """Every head trains an output matrix of its own: large, and better on large models."""
+    """Every head trains its own output matrix: large, and better on large models."""
     decay: float = Field(0.8, gt=0, le=1)
-    """Weight of a head's loss relative to that of the head before."""
+    """Weight of a head's loss relative to that of the previous head."""
     heads_weight: float = Field(0.2, gt=0)
-    """Of the heads' loss beside the target's own, where that is tuned."""
+    """Weight of the heads' loss relative to the target's own, where the target is tuned."""
 
 
 class MedusaRecipe(HeadsRecipe):
-    """The sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774,
-    2.2.1).
-    """
+    """Sum of the heads' cross-entropies, head `i` weighted by `decay ** i` (Cai et al., arXiv 2401.10774, 2.2.1)."""
 
     name = "medusa"
 
-    def __init__(self, setup: Setup, network: Medusa, options: MedusaOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: Medusa, options: MedusaOptions) -> None:
         super().__init__(setup, network, options)
         self._heads_weight = options.heads_weight
-        self._weights = torch.tensor(weights(options.heads, options.decay))
+        self._weights = torch.tensor(loss_weights(options.heads, options.decay))
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
-        """Heads that say what the target's own head says."""
-        o = setup.parse(MedusaOptions)
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build heads that initially predict what the target's own head predicts."""
+        o = setup.parse_options(MedusaOptions)
         config = MedusaConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -48,14 +46,16 @@ class MedusaRecipe(HeadsRecipe):
             heads=o.heads,
             blocks=o.blocks,
         )
-        network = Medusa(config, setup.ends)
-        setup.choose(network)
+        network = Medusa(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(setup, network, o)
 
-    def total(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
+    def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The weighted sum."""
         return (losses * self._weights.to(losses)).sum()
 
-    def joint(self, heads: Float[torch.Tensor, ""], language: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
-        """The target's loss and a part of the heads' (2.2.2)."""
-        return language + self._heads_weight * heads
+    def combine_with_target(
+        self, heads: Float[torch.Tensor, ""], target: Float[torch.Tensor, ""]
+    ) -> Float[torch.Tensor, ""]:
+        """The target's loss plus the weighted heads' loss (section 2.2.2)."""
+        return target + self._heads_weight * heads

@@ -1,4 +1,4 @@
-"""The multi-stage MLP speculator, trained on text and then on what the target writes itself."""
+"""The MLP speculator of IBM, trained on plain text and then on the target's own answers."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -14,14 +14,14 @@ from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import hidden_layers_of
-from foretell.train.objective.stages import StageLosses, Teacher, lesson, stage_losses
-from foretell.train.objective.teacher import TargetHead
-from foretell.train.recipe.base import MAX_WIDTH, TREE, Loss, Recipe, Setup
+from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.stages import SoftLabels, StageLosses, stage_labels, stage_losses
+from foretell.train.objective.target_head import TargetHead
+from foretell.train.recipe.base import MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 
 
 class MLPSpeculatorOptions(BaseModel):
-    """What `--set` may say."""
+    """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,47 +32,45 @@ class MLPSpeculatorOptions(BaseModel):
     """All stages share their weights."""
     scale_input: bool = False
     own_head: bool = False
-    """Train an output matrix, from the target's: large, and better on large models."""
+    """Train its own output matrix, initialised with the target's: large, and better on large models."""
     more_hidden_layers: str = ""
-    """Further layers of the target to read, with commas between: better drafts, but no published format has a place for
+    """Further hidden layers of the target to read, separated by commas: better drafts, but no published format supports
     them.
     """
     decay: float = Field(1.0, gt=0, le=1)
-    """Weight of a stage's loss relative to that of the stage before; 1 is the released training."""
+    """Weight of a stage's loss relative to that of the previous stage; 1 in the released training code."""
     soft: float = Field(0.9, ge=0, le=1)
-    """Share of the loss that is learned from the target's distributions; the rest is learned from the tokens that
-    came.
-    """
+    """Weight of the loss against the target's distributions; the rest is against the tokens of the data."""
     temperature: float = Field(1.0, gt=0)
-    """Of the target's distributions."""
+    """Temperature of the target's distributions."""
     candidates: int = Field(2048, ge=0)
-    """Tokens that the loss of a batch looks at: those that come, the target's likeliest, and some drawn at random; 0:
-    all that are drafted.
+    """Size of the sampled softmax: labels, the target's likeliest tokens, and random ones; 0: the whole draft
+    vocabulary.
     """
 
 
 class MLPSpeculatorRecipe(Recipe):
-    """Cross-entropy summed over the stages, each given the true tokens before it (Wertheimer et al., arXiv 2404.19124).
+    """Cross-entropy summed over the stages with teacher forcing (Wertheimer et al., arXiv 2404.19124).
 
-    The paper trains in two parts: long sequences of plain text in small batches; then, from 10 % of the learning rate
-    on, short texts of the target in large batches; 5 steps to 2. That is two trainings here, the second with `--from`
-    the first. Learning from the target's distributions (`soft`) is ours.
+    The paper trains in two phases with 5 : 2 steps: long sequences of plain text in small batches; then short answers
+    of the target in large batches, from 10 % of the learning rate. Here these are two trainings, the second with
+    `--from`. The loss against the target's distributions (`soft`) is not in the paper.
     """
 
     name = "mlp_speculator"
     network: MLPSpeculator
     config: MLPSpeculatorConfig
 
-    def __init__(self, setup: Setup, network: MLPSpeculator, options: MLPSpeculatorOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: MLPSpeculator, options: MLPSpeculatorOptions) -> None:
         self.network, self.config, self.options = network, network.config, options
         index = setup.draft_index()
-        self._place = torch.arange(setup.card.vocab) if index is None else index
-        self._said = TargetHead(setup.ends, setup.kept)
+        self._draft_index = torch.arange(setup.card.vocab) if index is None else index
+        self._target_head = TargetHead(setup.embedding_and_head, setup.draft_tokens)
 
     @classmethod
-    def of(cls, setup: Setup) -> Self:
-        """A network of the sizes in the options."""
-        o = setup.parse(MLPSpeculatorOptions)
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build a network of the given sizes."""
+        o = setup.parse_options(MLPSpeculatorOptions)
         config = MLPSpeculatorConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -81,31 +79,32 @@ class MLPSpeculatorRecipe(Recipe):
             inner=o.inner,
             tied=o.tied,
             scale_input=o.scale_input,
-            more_hidden_layers=hidden_layers_of(o.more_hidden_layers, setup.card.layers, "--set more_taps"),
+            more_hidden_layers=parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_hidden_layers"),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
-            network = MLPSpeculator(config, setup.ends)
-        setup.choose(network)
+            network = MLPSpeculator(config, setup.embedding_and_head)
+        setup.set_draft_tokens(network)
         return cls(setup, network, o)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
-        """All stages at all positions of the answers."""
+        """The loss of all stages at all positions of the answers."""
         o, own = self.options, self.network
-        learn = lesson(batch.token, batch.answer, self._place.to(batch.token.device), own.stages)
+        labels = stage_labels(batch.token, batch.loss_mask, self._draft_index.to(batch.token.device), own.stages)
         states = [f.flatten(0, 1) for f in batch.features]
-        teacher = Teacher(self._said, states[0], o.soft, o.temperature) if o.soft else None
+        soft_labels = SoftLabels(self._target_head, states[0], o.soft, o.temperature) if o.soft else None
         frozen = own.head is None and not own.config.own_embedding
 
-        def use(readings: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
-            return stage_losses(own.judge, readings, learn, teacher, frozen, count=o.candidates if teacher else 0)
+        def losses_of(head_inputs: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
+            num_candidates = o.candidates if soft_labels else 0
+            return stage_losses(own.judge, head_inputs, labels, soft_labels, frozen, num_candidates=num_candidates)
 
-        losses: StageLosses = network([s[learn.at] for s in states], learn.given, use)
-        figures = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}
-        figures |= {f"top-1 {i + 1}": top for i, top in enumerate(losses.top1)}
-        return Loss(losses.total(o.decay), figures)
+        losses: StageLosses = network([s[labels.cell] for s in states], labels.input_token, losses_of)
+        metrics = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}
+        metrics |= {f"top-1 {i + 1}": top for i, top in enumerate(losses.top1)}
+        return Loss(losses.total(o.decay), metrics)
 
     def method(self, network: Speculator) -> AnyMethod:
-        """A whole tree by confidence, matched."""
+        """A dynamic tree, verified greedily."""
         assert isinstance(network, MLPSpeculator)
-        return stages_method(network, DraftingOptions(num_draft_tokens=TREE))
+        return stages_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))

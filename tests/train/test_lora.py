@@ -1,6 +1,4 @@
-"""Heads and target trained together (Medusa-2, fine-tuned blockwise): changes start as none, add up, and leave a model
-that works with its heads.
-"""
+"""LoRA training of heads and target together: adapters are zero at first, can be merged, and fit the heads."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +20,11 @@ from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, RandomWeights, letter_codec
 from foretell.train.data.batch import Batch
-from foretell.train.data.features import read
+from foretell.train.data.features import compute_hidden_states
 from foretell.train.recipe import RECIPES
-from foretell.train.recipe.base import Setup
+from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.heads import HeadsRecipe
-from foretell.train.recipe.tuned import Tuned
+from foretell.train.recipe.lora import HeadsWithLoRA
 from helpers import all_logits, random_tokens
 
 WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)
@@ -45,7 +43,7 @@ class Toy(Checkpoint):
 def recipe_of(name: str, source: Checkpoint | None, config: ModelConfig = WIDE, **options: str) -> HeadsRecipe:
     ends = Toy(config).embedding_and_head(torch.float32)
     card = TargetCard(name="toy", hidden=config.hidden, vocab=config.vocab, layers=config.layers)
-    recipe = RECIPES[name].of(Setup(card, config, ends, source, None, 0, options, letter_codec(config.vocab)))
+    recipe = RECIPES[name].build(RecipeSetup(card, config, ends, source, None, 0, options, letter_codec(config.vocab)))
     assert isinstance(recipe, HeadsRecipe)
     return recipe
 
@@ -54,52 +52,52 @@ def batch() -> Batch:
     """A text that the target did not write."""
     token = torch.tensor([random_tokens(24, 23, seed=i) for i in range(4)])
     known = torch.ones_like(token, dtype=torch.bool)
-    return Batch(token, known, known, read(Toy(WIDE).decoder(torch.float32), token, (WIDE.layers + 1,)))
+    return Batch(token, known, compute_hidden_states(Toy(WIDE).decoder(torch.float32), token, (WIDE.layers + 1,)))
 
 
 def learn(recipe: HeadsRecipe, data: Batch, steps: int) -> list[float]:
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(
-        [{"params": g["params"], "lr": 1e-2 * float(str(g["lr_scale"]))} for g in recipe.groups()]
+        [{"params": g["params"], "lr": 1e-2 * float(str(g["lr_scale"]))} for g in recipe.parameter_groups()]
     )
     losses = []
     for step in range(steps):
-        recipe.stage(step / steps)
-        loss = recipe.loss(recipe.trained, data)
+        recipe.set_progress(step / steps)
+        loss = recipe.loss(recipe.module, data)
         optimizer.zero_grad()
         loss.total.backward()
         optimizer.step()
-        losses.append(loss.figures.get("target loss", -1.0))
+        losses.append(loss.metrics.get("target loss", -1.0))
     return losses
 
 
 def test_nothing_is_changed_at_first_and_only_the_joint_stage_changes_anything() -> None:
     data, recipe = batch(), recipe_of("medusa", Toy(WIDE), tune="self", rank="4")
-    tuned = recipe.trained
-    assert isinstance(tuned, Tuned)
-    recipe.stage(0.4)
+    tuned = recipe.module
+    assert isinstance(tuned, HeadsWithLoRA)
+    recipe.set_progress(0.4)
     recipe.loss(tuned, data).total.backward()
-    assert all(p.grad is None or not p.grad.any() for p in tuned.changes.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in tuned.adapters.parameters())
     assert any(p.grad is not None and p.grad.any() for p in tuned.network.parameters())
-    recipe.stage(0.5)
+    recipe.set_progress(0.5)
     loss = recipe.loss(tuned, data)
-    assert loss.figures["target loss"] == pytest.approx(0, abs=1e-5)
+    assert loss.metrics["target loss"] == pytest.approx(0, abs=1e-5)
     loss.total.backward()
-    assert any(p.grad is not None and p.grad.any() for p in tuned.changes.parameters())
+    assert any(p.grad is not None and p.grad.any() for p in tuned.adapters.parameters())
     assert not any("decoder" in name for name in tuned.state_dict())
 
 
 def test_added_changes_compute_what_was_trained() -> None:
     data, recipe = batch(), recipe_of("blockwise", Toy(WIDE), tune="text", rank="4", joint_from="0")
     learn(recipe, data, 8)
-    tuned = recipe.trained
-    assert isinstance(tuned, Tuned)
+    tuned = recipe.module
+    assert isinstance(tuned, HeadsWithLoRA)
     row, place = torch.arange(24) * 0, torch.arange(24)
     with torch.no_grad():
         logits, own = tuned(data.token[:1], data.features[0][:1], row, place, place, True)
-    added = tuned.added(Toy(WIDE).decoder(torch.float32))
+    added = tuned.merge(Toy(WIDE).decoder(torch.float32))
     torch.testing.assert_close(own.double().numpy(), all_logits(added, data.token[0].tolist()), rtol=1e-3, atol=1e-3)
-    states = read(added, data.token[:1], recipe.hidden_layers)[0][0]
+    states = compute_hidden_states(added, data.token[:1], recipe.hidden_layers)[0][0]
     torch.testing.assert_close(logits, recipe.network(states), rtol=1e-3, atol=1e-3)
     before = all_logits(Toy(WIDE).decoder(torch.float32), data.token[0].tolist())
     assert abs(before - own.double().numpy()).max() > 0.05
@@ -127,7 +125,7 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
         texts.append([done.tokens for done in found])
     assert texts[0] == texts[1]
     assert max(done.statistics.tokens_per_pass for done in found) > 1.5
-    measured = recipe.runner()
+    measured = recipe.target_runner()
     assert isinstance(measured, DecoderRunner)
     torch.testing.assert_close(
         all_logits(measured.network, texts[0][0]), all_logits(model.network, texts[0][0]), rtol=0.05, atol=0.1
@@ -135,7 +133,7 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
-    with pytest.raises(ValueError, match="own decoder"):
+    with pytest.raises(ValueError, match="needs the target's checkpoint"):
         recipe_of("medusa", None, tune="self")
     odd = replace(WIDE, qk_norm=True)
     with pytest.raises(ValueError, match="Llama architecture"):

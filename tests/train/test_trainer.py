@@ -1,6 +1,4 @@
-"""The one loop: it learns, resumes as if nothing had happened, stops by what it measures, and never loses a good
-checkpoint.
-"""
+"""The trainer: loss and tokens per pass, resuming, early stopping, and checkpoints after failures."""
 
 import csv
 import errno
@@ -13,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner import answers, losses, settings, shared, target, task, trained, trainer
 from safetensors.torch import load_file
+from training_helpers import answers, losses, settings, shared, target, task, trained, trainer
 
 from command import ENVIRONMENT
 from foretell.speculator.checkpoint import load_own
 from foretell.train.loop import checkpoint
 from foretell.train.loop import trainer as loop
-from foretell.train.loop.card import card, write
-from foretell.train.loop.measure import Measured
-from foretell.train.loop.settings import Settings
+from foretell.train.loop.measure import Measurement
+from foretell.train.loop.model_card import render_card, write_card
+from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 from foretell.utils.store import write_through
@@ -32,21 +30,21 @@ def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> N
     done = trainer(settings(tmp_path, steps=45, measure_every=15, lr=1e-2, draft_vocab=0))
     done.run()
     assert losses(done)[-1] < 0.8 * losses(done)[0]
-    assert done.best > 1.2 and done.last is not None and done.last.accepted[0] > 0.1
-    found = load_own(tmp_path, done.task.model.source.embedding_and_head(torch.float32))
-    assert type(found) is type(done.task.recipe.network)
+    assert done.best > 1.2 and done.last_measurement is not None and done.last_measurement.accepted[0] > 0.1
+    found = load_own(tmp_path, done.job.model.source.embedding_and_head(torch.float32))
+    assert type(found) is type(done.job.recipe.network)
     rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
     assert [int(r["step"]) for r in rows] == list(range(1, 46))
     assert sum(r["tokens_per_pass"] != "" for r in rows) == 3 and float(rows[-1]["top-1 1"]) > 0
-    text = card(done, "foretell train …")
-    assert "foretell train …" in text and done.task.fingerprint in text and f"**{done.best:.3f}**" in text
+    text = render_card(done, "foretell train …")
+    assert "foretell train …" in text and done.job.fingerprint in text and f"**{done.best:.3f}**" in text
 
 
 @pytest.mark.parametrize("accumulate, ema", [(1, 0.0), (2, 0.9)])
 def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_stopped(
     tmp_path: Path, accumulate: int, ema: float
 ) -> None:
-    def wanted(name: str) -> Settings:
+    def wanted(name: str) -> TrainingSettings:
         return settings(tmp_path / name, features="stream", accumulate=accumulate, ema=ema, batch_tokens=128)
 
     whole = trained(wanted("whole"))
@@ -55,29 +53,32 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
         part.run(lambda: part.step == 5)
     rest = trained(wanted("part"))
     assert losses(rest) == losses(whole)
-    assert [r.tokens_per_pass for r in rest.rows] == [r.tokens_per_pass for r in whole.rows]
+    assert [r.tokens_per_pass for r in rest.curve] == [r.tokens_per_pass for r in whole.curve]
     for name, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
         torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors")[name], tensor, rtol=0, atol=0)
 
 
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
-    command = [sys.executable, "-c", "import sys; from foretell.cli.train import run; from "
-                                     "foretell.train.loop.settings import Settings; "
-               "import torch; torch.set_num_threads(1); run(Settings.model_validate_json(sys.argv[1]), '')"]  # fmt: skip
+    code = (
+        "import sys, torch; torch.set_num_threads(1); from foretell.cli.train import run; "
+        "from foretell.train.loop.settings import TrainingSettings; "
+        "run(TrainingSettings.model_validate_json(sys.argv[1]), '')"
+    )
+    command = [sys.executable, "-c", code]
     process = subprocess.Popen(
         [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE
     )
-    store = checkpoint.Store(tmp_path / "killed")
+    store = checkpoint.CheckpointStore(tmp_path / "killed")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        newest = store.newest()
-        if newest is not None and int(newest.name[5:]) >= 8:
+        newest = store.latest()
+        if newest is not None and checkpoint.step_of(newest) >= 8:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    stand = store.stand()
+    stand = store.load_state()
     assert process.returncode == -signal.SIGKILL and stand is not None and 8 <= stand.step < 200
     # The rest of two hundred steps is not needed to see whether it goes on alike: some steps of both are.
     resumed, whole = trainer(wanted), trainer(wanted.model_copy(update={"out": str(tmp_path / "whole")}))
@@ -90,7 +91,7 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Measurements with these results."""
     told = iter(values)
-    monkeypatch.setattr(loop, "measure", lambda *_: Measured(next(told), (0.5,), 3, 36))
+    monkeypatch.setattr(loop, "measure", lambda *_: Measurement(next(told), (0.5,), 3, 36))
 
 
 def test_training_stops_by_what_is_measured_and_not_by_the_loss(
@@ -100,7 +101,7 @@ def test_training_stops_by_what_is_measured_and_not_by_the_loss(
     done = trained(settings(tmp_path / "a", steps=40, measure_every=2, patience=2))
     assert (done.step, done.best, done.best_step, done.stopped) == (8, 1.9, 4, True)
     assert losses(done)[-1] < losses(done)[3]
-    assert trained(done.task.settings).step == 8, "run again, it is still over"
+    assert trained(done.job.settings).step == 8, "run again, it is still over"
 
 
 def test_the_result_is_the_best_and_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,20 +119,20 @@ def test_a_loss_that_is_no_number_ends_training_and_leaves_the_checkpoint(
     good = trainer(settings(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         good.run(lambda: good.step == 4)
-    before, real = good._store.newest(), MLPSpeculatorRecipe.loss
+    before, real = good._store.latest(), MLPSpeculatorRecipe.loss
 
     def broken(self: MLPSpeculatorRecipe, network: torch.nn.Module, batch: object) -> Loss:
         found = real(self, network, batch)  # type: ignore[arg-type]
-        return Loss(found.total * float("nan"), found.figures)
+        return Loss(found.total * float("nan"), found.metrics)
 
     monkeypatch.setattr(MLPSpeculatorRecipe, "loss", broken)
     with pytest.raises(
         ValueError,
-        match=r"loss is nan at step 5 \(texts [\d, ]+.* of .*\): the checkpoint of step 4 stays; try a lower --lr",
+        match=r"loss is nan at step 5 \(documents [\d, ]+.* of .*\): the checkpoint of step 4 stays; try a lower --lr",
     ):
         trained(settings(tmp_path))
     monkeypatch.undo()
-    assert good._store.newest() == before
+    assert good._store.latest() == before
     assert losses(trained(settings(tmp_path))) == losses(trained(settings(tmp_path / "other")))
 
 
@@ -149,7 +150,7 @@ def test_no_space_for_a_checkpoint_leaves_the_last_one(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match=r"no space left for a checkpoint in .*: that of step 4 stays"):
         trained(settings(tmp_path))
     monkeypatch.undo()
-    stand = checkpoint.Store(tmp_path).stand()
+    stand = checkpoint.CheckpointStore(tmp_path).load_state()
     assert stand is not None and stand.step == 4
     assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-000000004"]
     assert losses(trained(settings(tmp_path))) == losses(trained(settings(tmp_path / "other")))
@@ -169,9 +170,9 @@ def test_a_checkpoint_of_another_training_is_not_touched(tmp_path: Path) -> None
     answers(data / "more", target(wanted.model), texts=30)
     for file in ("00000.safetensors", "settings.json"):
         (data / "more" / file).rename(data / file)
-    with pytest.raises(ValueError, match="trained on 21 texts, and the data has 27 now"):
+    with pytest.raises(ValueError, match="trained on 21 documents, and the data has 27 now"):
         trained(wanted)
-    newest = checkpoint.Store(tmp_path / "out").newest()
+    newest = checkpoint.CheckpointStore(tmp_path / "out").latest()
     assert newest is not None
     (newest / "tensors-0.safetensors").write_bytes(b"damaged")
     answers(tmp_path / "again", target(wanted.model))
@@ -200,7 +201,7 @@ def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Pat
 def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
     def drafted(name: str) -> list[int]:
         tokens = load_own(
-            tmp_path / name, trainer(settings(tmp_path / "x")).task.model.source.embedding_and_head(torch.float32)
+            tmp_path / name, trainer(settings(tmp_path / "x")).job.model.source.embedding_and_head(torch.float32)
         ).token_of
         assert tokens is not None
         return list(tokens.tolist())
@@ -235,11 +236,13 @@ def test_a_later_training_may_read_more_of_the_target(tmp_path: Path) -> None:
 def test_a_card_tells_of_the_trainings_that_it_began_from(tmp_path: Path) -> None:
     for name, begin in ("a", ""), ("b", "a"), ("c", "b"):
         done = trained(settings(tmp_path / name, steps=2, begin=str(tmp_path / begin) if begin else "", draft_vocab=32))
-        write(done, f"foretell train to {name}")
+        write_card(done, f"foretell train to {name}")
     lines = (tmp_path / "c" / "README.md").read_text().splitlines()
-    assert [line for line in lines if "## Begun" in line] == ["## Begun from `b`", "### Begun from `a`"]
+    assert [line for line in lines if "# Started" in line] == ["## Started from `b`", "### Started from `a`"]
     assert [line for line in lines if "foretell train" in line] == [f"foretell train to {name}" for name in "cba"]
-    assert [line for line in lines if line.endswith(" Course")] == ["## Course", "### Course", "#### Course"]
+    assert [line for line in lines if line.endswith(" curve")] == [
+        f"{level} Training curve" for level in ("##", "###", "####")
+    ]
     assert sum("curve.png" in line for line in lines) == 1
 
 
@@ -247,5 +250,5 @@ def test_bfloat16_follows_float32(tmp_path: Path) -> None:
     narrow = trained(settings(tmp_path / "a", precision="bf16"))
     wide = trained(settings(tmp_path / "b"))
     assert losses(narrow) == pytest.approx(losses(wide), rel=0.03)
-    weights = narrow.task.recipe.network.state_dict().values()
+    weights = narrow.job.recipe.network.state_dict().values()
     assert all(w.dtype != torch.bfloat16 for w in weights)

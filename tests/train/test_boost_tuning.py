@@ -1,8 +1,8 @@
-"""Boost-tuning from the command line: a second draft for what the first one misses, and both drafting together."""
+"""Boost-tuning on the command line: a second draft model for the tokens that the first one misses."""
 
 from pathlib import Path
 
-from learner import shared
+from training_helpers import shared
 
 from command import foretell, tiny
 from foretell.speculator.checkpoint import read_config

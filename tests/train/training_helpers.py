@@ -1,4 +1,4 @@
-"""Shared by the tests of training: a tiny target on disk, sets of its own answers, and commands as users give them."""
+"""Helpers of the training tests: a tiny target on disk, data sets of its answers, settings and trainers."""
 
 import os
 import tempfile
@@ -14,10 +14,10 @@ from foretell.api import Model
 from foretell.engine.engine import Request
 from foretell.load import load
 from foretell.retrieval.datastore import fingerprint
-from foretell.train.data.dataset import Collection, Manifest, Record
-from foretell.train.loop.settings import Portion, Settings
-from foretell.train.loop.task import Task, features, prepare, understood
-from foretell.train.loop.trainer import Trainer, Watcher
+from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
+from foretell.train.loop.job import TrainingJob, feature_source, find_recipe, prepare
+from foretell.train.loop.settings import DatasetWeight, TrainingSettings
+from foretell.train.loop.trainer import Trainer, TrainingCallback
 from helpers import unchecked
 
 
@@ -41,7 +41,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: int = 40, prompt: int = 8) -> Path:
     """A training set: the model continues random prompts greedily."""
-    manifest = Manifest(
+    manifest = DatasetManifest(
         model=model.name,
         fingerprint=model.source.fingerprint(),
         tokenizer=fingerprint(model.codec),
@@ -56,38 +56,38 @@ def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: 
     found: dict[int, list[int]] = {n: [] for n in numbers}
     for update in engine.run():
         found[update.request] += update.tokens
-    with Collection(folder, manifest) as collection:
+    with DatasetWriter(folder, manifest) as collection:
         for i, (prompt_tokens, n) in enumerate(zip(prompts, numbers, strict=True)):
-            collection.add(Record(number=i, tokens=prompt_tokens + found[n], start=len(prompt_tokens)))
+            collection.add(DocumentRecord(number=i, tokens=prompt_tokens + found[n], start=len(prompt_tokens)))
         collection.seal()
     return folder
 
 
-def settings(out: Path, data: Path | None = None, **changed: object) -> Settings:
+def settings(out: Path, data: Path | None = None, **changed: object) -> TrainingSettings:
     """A training of seconds on the tiny target."""
     values: dict[str, object] = {
         "recipe": "mlp_speculator", "options": {"inner": "32"}, "model": str(tiny()), "out": str(out),
-        "data": (Portion(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256, "sequence": 64,
-        "warmup": 2,
-        "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3, "measure_tokens": 8, "lr": 3e-3,
+        "data": (DatasetWeight(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256,
+        "sequence": 64, "warmup": 2, "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3,
+        "measure_tokens": 8, "lr": 3e-3,
     }  # fmt: skip
-    return Settings.model_validate(values | changed)
+    return TrainingSettings.model_validate(values | changed)
 
 
-def task(wanted: Settings) -> Task:
+def task(wanted: TrainingSettings) -> TrainingJob:
     """Data and recipe, ready to train."""
-    return prepare(wanted, target(wanted.model), understood(wanted))
+    return prepare(wanted, target(wanted.model), find_recipe(wanted))
 
 
-def trainer(wanted: Settings | Task) -> Trainer:
+def trainer(wanted: TrainingSettings | TrainingJob) -> Trainer:
     """A training in this process."""
-    ready = wanted if isinstance(wanted, Task) else task(wanted)
+    ready = wanted if isinstance(wanted, TrainingJob) else task(wanted)
     Path(ready.settings.out).mkdir(parents=True, exist_ok=True)
-    states = features(ready)
-    return Trainer(ready, Accelerator(cpu=True, mixed_precision="no"), states, Watcher())
+    states = feature_source(ready)
+    return Trainer(ready, Accelerator(cpu=True, mixed_precision="no"), states, TrainingCallback())
 
 
-def trained(wanted: Settings | Task) -> Trainer:
+def trained(wanted: TrainingSettings | TrainingJob) -> Trainer:
     """A training run to its end, or on to it."""
     out = trainer(wanted)
     with unchecked():
@@ -97,4 +97,4 @@ def trained(wanted: Settings | Task) -> Trainer:
 
 def losses(done: Trainer) -> list[float]:
     """The loss of every step."""
-    return [r.loss for r in done.rows]
+    return [r.loss for r in done.curve]

@@ -1,4 +1,4 @@
-"""Training sets: what is made is what the model says, and a kill at any moment loses nothing that was finished."""
+"""Data sets: their generation, and that an interruption loses no finished document."""
 
 import json
 from dataclasses import replace
@@ -17,15 +17,16 @@ from foretell.core.sampling import SamplingParams
 from foretell.model.decoder import Decoder
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.train.data import dataset
-from foretell.train.data.dataset import Collection, Dataset, Manifest, Record
-from foretell.train.data.features import Shelf, read
-from foretell.train.data.generate import Prompts, answers, pieces
+from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, DocumentRecord
+from foretell.train.data.features import compute_hidden_states
+from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
+from foretell.train.data.hidden_state_cache import HiddenStateCache
 from foretell.utils.store import HEADER, LINES
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
-"""Letters that end a turn: a random model would hardly ever write a single one."""
-MANIFEST = Manifest(
+"""Several letters end a turn, because a random model would rarely write a single one."""
+MANIFEST = DatasetManifest(
     model="tiny",
     fingerprint="f",
     tokenizer="t",
@@ -48,12 +49,16 @@ def model() -> Model:
 def fill(
     model: Model, folder: Path, tokens: int, steps: int | None = None, hidden_layers: tuple[int, ...] = ()
 ) -> None:
-    with Collection(folder, MANIFEST) as collection:
-        prompts = Prompts(model, MANIFEST, None)
-        shelf = (
-            shelf_of(folder, hidden_layers, lengths(folder) if collection.learnable else []) if hidden_layers else None
+    with DatasetWriter(folder, MANIFEST) as collection:
+        prompts = PromptSource(model, MANIFEST, None)
+        cache = (
+            cache_of(folder, hidden_layers, lengths(folder) if collection.num_learned_tokens else [])
+            if hidden_layers
+            else None
         )
-        for _ in islice(answers(model, prompts, MANIFEST, collection, rows=4, wanted=tokens, shelf=shelf), steps):
+        for _ in islice(
+            generate_answers(model, prompts, MANIFEST, collection, rows=4, num_tokens=tokens, cache=cache), steps
+        ):
             pass
 
 
@@ -61,8 +66,8 @@ def lengths(folder: Path) -> list[int]:
     return [len(d.tokens) for d in Dataset.open(folder)]
 
 
-def shelf_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> Shelf:
-    return Shelf(folder / "features", "f", hidden_layers, sizes, LETTERS.hidden, None)
+def cache_of(folder: Path, hidden_layers: tuple[int, ...], sizes: list[int]) -> HiddenStateCache:
+    return HiddenStateCache(folder / "features", "f", hidden_layers, sizes, LETTERS.hidden, None)
 
 
 def texts(folder: Path) -> set[tuple[int, ...]]:
@@ -72,7 +77,7 @@ def texts(folder: Path) -> set[tuple[int, ...]]:
 def test_greedy_answers_are_the_models_own(model: Model, tmp_path: Path) -> None:
     fill(model, tmp_path / "set", 50)
     data = Dataset.open(tmp_path / "set")
-    assert data.learnable >= 50
+    assert data.num_learned_tokens >= 50
     greedy = [d for d in data if d.greedy]
     assert greedy and len(greedy) < len(data)
     for document in greedy[:5]:
@@ -107,50 +112,48 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
 
 
 def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:
-    """What a training finds is what it would have read, also after a kill; texts without states are known to have
-    none.
-    """
+    """Recorded states are those that training would compute, also after an interruption; others are not in the cache."""
     hidden_layers, folder = (1, 3), tmp_path / "set"
     fill(model, folder, 90, steps=40, hidden_layers=hidden_layers)
     fill(model, folder, 60)  # without them
     fill(model, folder, 90, hidden_layers=hidden_layers)
-    data, shelf = Dataset.open(folder), shelf_of(folder, hidden_layers, lengths(folder))
-    there = [i for i, d in enumerate(data) if shelf.has(i, d.tokens)]
+    data, cache = Dataset.open(folder), cache_of(folder, hidden_layers, lengths(folder))
+    there = [i for i, d in enumerate(data) if cache.contains(i, d.tokens)]
     assert 0 in there and len(data) - 1 in there and len(there) < len(data)
     assert isinstance(model.network, Decoder)
     for i in there:
         tokens = data[i].tokens
-        expected = read(model.network, torch.from_numpy(tokens.astype(np.int64))[None], hidden_layers)
-        for ours, theirs in zip(shelf.get(i, 0, len(tokens) - 1), expected, strict=True):
+        expected = compute_hidden_states(model.network, torch.from_numpy(tokens.astype(np.int64))[None], hidden_layers)
+        for ours, theirs in zip(cache.load(i, 0, len(tokens) - 1), expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs[0, :-1], atol=0.03, rtol=0.03)
 
 
 def test_shards_hold_what_the_journal_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "SHARD", 3)
-    records = [Record(number=n, tokens=list(range(n + 2)), start=1, greedy=n % 2 == 0) for n in range(7)]
-    with Collection(tmp_path, MANIFEST) as collection:
-        for record in [*records, Record(number=50, tokens=[], start=0)]:
+    monkeypatch.setattr(dataset, "DOCUMENTS_PER_SHARD", 3)
+    records = [DocumentRecord(number=n, tokens=list(range(n + 2)), start=1, greedy=n % 2 == 0) for n in range(7)]
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        for record in [*records, DocumentRecord(number=50, tokens=[], start=0)]:
             collection.add(record)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     data = Dataset.open(tmp_path)
     assert [d.tokens.tolist() for d in data] == [r.tokens for r in records]
     assert [(d.start, d.greedy) for d in data] == [(1, r.greedy) for r in records]
-    with Collection(tmp_path, MANIFEST) as again:
-        assert again.numbers == {*range(7), 50} and again.learnable == data.learnable
+    with DatasetWriter(tmp_path, MANIFEST) as again:
+        assert again.known_numbers == {*range(7), 50} and again.num_learned_tokens == data.num_learned_tokens
     modes = {file.stat().st_mode for file in tmp_path.rglob("*.*") if file.is_file()}
     assert len(modes) == 1, "readable by whom the umask lets read"
 
 
 def test_a_kill_between_shard_and_journal_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "SHARD", 2)
-    with Collection(tmp_path, MANIFEST) as collection:
-        collection.add(Record(number=0, tokens=[1, 2], start=1))
+    monkeypatch.setattr(dataset, "DOCUMENTS_PER_SHARD", 2)
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[1, 2], start=1))
         journal = (tmp_path / LINES).read_text()
-        collection.add(Record(number=1, tokens=[3, 4], start=1))
+        collection.add(DocumentRecord(number=1, tokens=[3, 4], start=1))
     (tmp_path / LINES).write_text(journal)
     assert len(Dataset.open(tmp_path)) == 2
-    with Collection(tmp_path, MANIFEST) as again:
-        assert again.learnable == 2
+    with DatasetWriter(tmp_path, MANIFEST) as again:
+        assert again.num_learned_tokens == 2
     assert len(Dataset.open(tmp_path)) == 2
 
 
@@ -171,8 +174,8 @@ def test_held_out_texts_stay_held_out_when_the_set_grows(tmp_path: Path) -> None
 
 def test_plain_text_is_cut_into_pieces(model: Model, tmp_path: Path) -> None:
     manifest = MANIFEST.model_copy(update={"kind": "text"})
-    with Collection(tmp_path, manifest) as collection:
-        for _ in pieces(model, iter(["abcdefgh", "xyz"]), collection, length=5, wanted=100):
+    with DatasetWriter(tmp_path, manifest) as collection:
+        for _ in write_text_chunks(model, iter(["abcdefgh", "xyz"]), collection, length=5, num_tokens=100):
             pass
         collection.seal()
     found = [model.codec.decode(d.tokens.tolist()) for d in Dataset.open(tmp_path)]
@@ -210,35 +213,37 @@ def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> None:
     endless = Model("tiny", LETTERS, model.codec, model.network, "float64", eos=())
-    with pytest.raises(ValueError, match="no usable question"), Collection(tmp_path, MANIFEST) as collection:
-        for _ in answers(endless, Prompts(endless, MANIFEST, None), MANIFEST, collection, rows=16, wanted=50):
+    with pytest.raises(ValueError, match="no usable question"), DatasetWriter(tmp_path, MANIFEST) as collection:
+        for _ in generate_answers(
+            endless, PromptSource(endless, MANIFEST, None), MANIFEST, collection, rows=16, num_tokens=50
+        ):
             pass
 
 
 def test_another_setting_does_not_mix_into_a_set(tmp_path: Path) -> None:
-    with Collection(tmp_path, MANIFEST) as collection:
-        collection.add(Record(number=0, tokens=[1, 2], start=1))
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[1, 2], start=1))
     with pytest.raises(ValueError, match="another seed"):
-        Collection(tmp_path, MANIFEST.model_copy(update={"seed": 3}))
+        DatasetWriter(tmp_path, MANIFEST.model_copy(update={"seed": 3}))
 
 
 def small_set(folder: Path) -> Path:
     """Two texts in a shard, another in the journal."""
-    with Collection(folder, MANIFEST) as collection:
+    with DatasetWriter(folder, MANIFEST) as collection:
         for number in range(2):
-            collection.add(Record(number=number, tokens=[1, 2, 3], start=1))
+            collection.add(DocumentRecord(number=number, tokens=[1, 2, 3], start=1))
         collection.seal()
-        collection.add(Record(number=2, tokens=[4, 5], start=1))
+        collection.add(DocumentRecord(number=2, tokens=[4, 5], start=1))
     return folder
 
 
 SHARD_DAMAGES: dict[str, dict[str, np.ndarray | None]] = {
     "'start' is missing": {"start": None},
-    "'end' is missing or no list of integers": {"end": np.array([3.0, 6.0])},
-    "'tokens' is missing or no list": {"tokens": np.zeros((2, 3), np.int32)},
+    "'end' is missing or not a list of integers": {"end": np.array([3.0, 6.0])},
+    "'tokens' is missing or not a list": {"tokens": np.zeros((2, 3), np.int32)},
     "differ in length": {"number": np.array([0])},
-    "do not make up its tokens": {"end": np.array([3, 7])},
-    "beginning is out of range": {"start": np.array([1, 4])},
+    "do not add up to its tokens": {"end": np.array([3, 7])},
+    "start is out of range": {"start": np.array([1, 4])},
     "a token or a": {"tokens": np.array([1, 2, -3, 1, 2, 3], np.int32)},
     "holds token 26, and its model has 26": {"tokens": np.array([1, 2, 26, 1, 2, 3], np.int32)},
 }
@@ -276,12 +281,12 @@ def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -
 
 
 def test_a_new_shard_replaces_none_when_an_earlier_one_was_deleted(tmp_path: Path) -> None:
-    with Collection(tmp_path, MANIFEST) as collection:
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
         for number in range(2):
-            collection.add(Record(number=number, tokens=[number + 1, 9], start=1))
+            collection.add(DocumentRecord(number=number, tokens=[number + 1, 9], start=1))
             collection.seal()
     (tmp_path / "00000.safetensors").unlink()
-    with Collection(tmp_path, MANIFEST) as collection:
-        collection.add(Record(number=0, tokens=[1, 9], start=1))
+    with DatasetWriter(tmp_path, MANIFEST) as collection:
+        collection.add(DocumentRecord(number=0, tokens=[1, 9], start=1))
         collection.seal()
     assert sorted(d.tokens.tolist() for d in Dataset.open(tmp_path)) == [[1, 9], [2, 9]]

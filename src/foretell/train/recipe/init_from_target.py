@@ -1,4 +1,4 @@
-"""Where EAGLE's layers begin: near the target's own last block, saying what the target's head said last."""
+"""Initial weights of EAGLE's layers, taken from the target's last blocks."""
 
 import torch
 from torch import nn
@@ -7,56 +7,58 @@ from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import FusingLayer, Layer
 
-SMALL = 0.2
-"""What matrices that write to the residual stream are scaled by, so that the identity dominates at first."""
+OUTPUT_SCALE = 0.2
+"""Scale of matrices that write to the residual stream, so that the identity dominates at first."""
+NOISE_SCALE = 0.02
+"""Standard deviation of randomly initialised weights."""
 
 
 @torch.no_grad()
-def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
-    """Give a fresh network its first weights: small noise, the identity where features pass, and blocks of the target
-    where the sizes agree.
+def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
+    """Initialise a network: small noise, the identity for the last hidden state, and the target's blocks where sizes
+    agree.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if isinstance(module, nn.Linear):
-            module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
+            module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * NOISE_SCALE)
             if module.bias is not None:
                 module.bias.zero_()
-    pass_through(network)
+    init_fc_identity(network)
     if decoder is not None and decoder.config.hidden == network.card.hidden:
         blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
         for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
             assert isinstance(layer, Layer | FusingLayer)
-            inherit(layer, block)
+            copy_block(layer, block)
         if isinstance(network, Eagle3):
-            finish(network, decoder)
+            init_output_norm(network, decoder)
 
 
-def pass_through(network: EagleNetwork) -> None:
-    """Let the last tapped state be the feature."""
+def init_fc_identity(network: EagleNetwork) -> None:
+    """Add the identity for the last hidden state to the layer that fuses hidden states."""
     assert isinstance(network, Eagle1 | Eagle3)
     d = network.card.hidden
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
-def inherit(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
-    """Take over a block of the target, as far as it is dense and has the same sizes."""
+def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
+    """Copy a block of the target, as far as it is dense and sizes agree."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
-        # What reads a token's embedding (EAGLE-3's first half of the inputs) stays noise: the block knew only states.
+        # Columns for the token's embedding (first half of EAGLE-3's inputs) stay noise: the block reads states only.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
-        attention.o_proj.weight.copy_(block.output.weight * SMALL)
+        attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)
         norm = layer.hidden_norm if isinstance(layer, FusingLayer) else layer.input_layernorm
         if norm is not None:
             norm.weight.copy_(block.attention_norm.weight)
     if isinstance(block.mlp, FeedForward) and block.mlp.down.weight.shape == layer.mlp.down_proj.weight.shape:
         layer.mlp.gate_up_proj.weight.copy_(block.mlp.gate_up.weight)
-        layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * SMALL)
+        layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * OUTPUT_SCALE)
         layer.post_attention_layernorm.weight.copy_(block.mlp_norm.weight)
 
 
-def finish(network: Eagle3, decoder: Decoder) -> None:
-    """Norm the output as the target does; a state that its head has seen was scaled by that norm already."""
+def init_output_norm(network: Eagle3, decoder: Decoder) -> None:
+    """Set the output norm to the target's final norm, or to its mean scale where the last state is normed."""
     weight = decoder.norm.weight
-    seen = network.hidden_layers[-1] == network.card.layers + 1
-    network.norm.weight.copy_(weight.square().mean().sqrt() if seen else weight)
+    normed = network.hidden_layers[-1] == network.card.layers + 1
+    network.norm.weight.copy_(weight.square().mean().sqrt() if normed else weight)

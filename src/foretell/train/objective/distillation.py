@@ -1,4 +1,4 @@
-"""Distillation of a draft's distribution into the target's: a divergence averaged over the positions that count."""
+"""Distillation of the target's distribution into a draft model (DistillSpec, arXiv 2310.08461)."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,25 @@ from foretell.distributions.divergence import Divergence, total_variation
 
 
 @dataclass(frozen=True)
-class Distilled:
-    """The loss of a batch, and how good the draft is there (detached)."""
+class DistillationLoss:
+    """The loss of a batch, with metrics of the draft (detached)."""
 
     loss: Float[torch.Tensor, ""]
     acceptance: float
-    """Mean chance that speculative sampling accepts a token: one minus the total variation."""
+    """Mean probability that speculative sampling accepts a token: one minus the total variation."""
     top1: float
-    """Share of positions where both models' best token is the same."""
+    """Share of positions at which both models have the same most probable token."""
 
 
-def distil(
+def distillation_loss(
     target: Float[torch.Tensor, "k w"],
     draft: Float[torch.Tensor, "k w"],
     divergence: Divergence,
     weight: Float[torch.Tensor, " k"] | None = None,
-) -> Distilled:
-    """The weighted mean of a divergence over `k` positions (DistillSpec, arXiv 2310.08461); zero, with a gradient,
-    where there is none.
+) -> DistillationLoss:
+    """The weighted mean of a divergence over `k` positions; zero, with a gradient, for `k = 0`.
 
-    `target` and `draft` hold logits. `weight`: what each position counts; None: the same.
+    `target` and `draft` are logits. `weight`: of each position; None: equal.
     """
     weight = draft.new_ones(len(draft)) if weight is None else weight.to(draft.dtype)
     total = weight.sum().clamp_min(1e-9)
@@ -36,4 +35,4 @@ def distil(
     with torch.no_grad():
         acceptance = ((1 - total_variation(target, draft)) * weight).sum() / total
         top1 = ((target.argmax(-1) == draft.argmax(-1)).to(weight.dtype) * weight).sum() / total
-    return Distilled(loss, float(acceptance), float(top1))
+    return DistillationLoss(loss, float(acceptance), float(top1))
