@@ -55,10 +55,12 @@ class Answer:
 
     @property
     def exact(self) -> bool:
-        """Whether drafts, batch and prompt chunks left the text bit for bit as it is without them.
+        """Whether the target's numbers were bit for bit those of plain decoding: drafts, batch and prompt chunks
+        change nothing.
 
-        False on a lossless method: a pass over several tokens rounds differently from a pass over one, so that the text
-        is equal in distribution up to rounding, and a tie may fall the other way.
+        A lossless answer that is not exact is equal in distribution up to rounding: a pass over several tokens rounds
+        differently from a pass over one, so that a near-tie may fall the other way, and log-probabilities differ in
+        their last digits.
         """
         return self.lossless and self.backend.batch_invariant
 

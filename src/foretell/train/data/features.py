@@ -54,9 +54,9 @@ def hidden_layers_of(text: str, highest: int, option: str) -> tuple[int, ...]:
 def read(
     decoder: Decoder, token: Int[torch.Tensor, "b s"], hidden_layers: Sequence[int]
 ) -> tuple[Float[torch.Tensor, "b s d"], ...]:
-    """The target's states for whole texts, without a cache; taps are numbered as in `Runner.forward`.
+    """Hidden states of the target for whole sequences, in the dtype of its weights, without a cache.
 
-    Padding belongs at the end.
+    Layers are numbered as in `Runner.forward`. Padding belongs at the end.
     """
     layers, done = decoder.config.layers, 0
     x, found = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
@@ -65,7 +65,7 @@ def read(
         found[stop], done = x, stop
     if layers + 1 in hidden_layers:
         found[layers + 1] = decoder.final(x)
-    return tuple(found[t] for t in hidden_layers)
+    return tuple(found[t].to(decoder.embedding.dtype) for t in hidden_layers)
 
 
 def width(longest: int) -> int:
