@@ -141,3 +141,8 @@ def test_the_analyzer_needs_no_weights() -> None:
         if module.startswith("roofline"):
             known = {m for m in _imports(path.read_text("utf-8")) if not m.startswith("roofline")}
             assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, f"{module} imports {known}"
+
+
+@pytest.mark.parametrize("name", foretell.__all__)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(foretell, name) is not None
