@@ -10,7 +10,7 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.ownership"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
     (
         "core.tree",
         "model",

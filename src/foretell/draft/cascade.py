@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import Owner
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.draft_model import read_backlog

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import Owner
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Continuation, Retriever, with_hidden_layers
 

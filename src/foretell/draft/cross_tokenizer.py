@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import Owner
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.draft.base import Continuation, Retriever

@@ -1,7 +1,7 @@
 """Two kinds of drafter side by side: what can be copied is copied, the rest is guessed by a model."""
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import Owner
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever, with_hidden_layers
 

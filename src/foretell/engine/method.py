@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import Owner
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter
 from foretell.shape.base import Shape

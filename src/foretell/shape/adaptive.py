@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Exclusive
+from foretell.core.engine_bound import Exclusive
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape

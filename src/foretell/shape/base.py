@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import Owner
 from foretell.core.sampling import sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions

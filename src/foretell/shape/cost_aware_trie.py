@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Exclusive
+from foretell.core.engine_bound import Exclusive
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Retriever
 from foretell.shape.base import Shape

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Exclusive
+from foretell.core.engine_bound import Exclusive
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Predictor

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.ownership import Exclusive
+from foretell.core.engine_bound import Exclusive
 from foretell.core.tree import TokenTree, concatenate_trees, merge_trees
 from foretell.draft.base import Predictor
 from foretell.draft.hybrid import HybridDrafter

@@ -33,7 +33,7 @@ settings_ = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.7, 1.5]),
     presence_penalty=st.sampled_from([0.0, 1.1, -0.6]),
     frequency_penalty=st.sampled_from([0.0, 0.7, -0.3]),
-    bias=st.sampled_from([{}, {3: 2.5, 7: -float("inf")}]),
+    logit_bias=st.sampled_from([{}, {3: 2.5, 7: -float("inf")}]),
 )
 
 

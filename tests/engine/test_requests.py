@@ -141,7 +141,7 @@ class FailingRunner(DecoderRunner):
     token = -1
 
     def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
-        if (tree.token[tree.read] == self.token).any():
+        if (tree.token[tree.active] == self.token).any():
             raise RuntimeError("no memory\nand more")
         return super().forward(rows, tree, **more)
 
