@@ -37,7 +37,7 @@ class Chooser:
         return choice
 
 
-def law_of(run: Callable[[Chooser], T]) -> dict[T, float]:
+def outcome_distribution(run: Callable[[Chooser], T]) -> dict[T, float]:
     """Probability of every result of `run`."""
     chances: dict[T, float] = defaultdict(float)
     scripts: list[list[int]] = [[]]
@@ -79,7 +79,7 @@ class Uniform(float):
         return torch.tensor(self.chooser.choose(torch.diff(args[0], prepend=args[0].new_zeros(1)).tolist()))
 
 
-class ScriptedLaws(ProcessedDistributions):
+class ScriptedDistributions(ProcessedDistributions):
     """A target whose laws depend on the drafted prefix, and whose random numbers are decisions."""
 
     def __init__(
@@ -100,7 +100,7 @@ class ScriptedLaws(ProcessedDistributions):
         return Uniform(self._chooser)
 
 
-def random_law(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
+def random_distribution(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
     """A distribution for every prefix, each of them another, some with impossible tokens."""
 
     @cache
@@ -131,7 +131,7 @@ def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], 
     )
 
 
-def texts(
+def sequence_distribution(
     acceptor: Acceptor, grow: Callable[[Chooser], TokenTree], distribution: Callable[[Prefix], np.ndarray], length: int
 ) -> dict[Prefix, float]:
     """Probability of every text of `length` tokens that `acceptor` makes from trees that `grow` draws; the target
@@ -140,29 +140,29 @@ def texts(
 
     def run(chooser: Chooser) -> Prefix:
         tree = grow(chooser)
-        verdict = acceptor.accept(tree, 0, ScriptedLaws(tree, distribution, chooser))
+        verdict = acceptor.accept(tree, 0, ScriptedDistributions(tree, distribution, chooser))
         return (*(int(tree.token[0, n]) for n in verdict.path), verdict.token)[:length]
 
     found: dict[Prefix, float] = defaultdict(float)
-    for text, chance in law_of(run).items():
-        for whole, part in continued(text, chance, distribution, length).items():
+    for text, chance in outcome_distribution(run).items():
+        for whole, part in completed(text, chance, distribution, length).items():
             found[whole] += part
     return found
 
 
-def continued(
+def completed(
     text: Prefix, chance: float, distribution: Callable[[Prefix], np.ndarray], length: int
 ) -> dict[Prefix, float]:
     """Probability of every text of `length` tokens that the target makes of this beginning."""
     if len(text) == length:
         return {text: chance}
     longer = [
-        continued((*text, t), chance * p, distribution, length) for t, p in enumerate(distribution(text).tolist())
+        completed((*text, t), chance * p, distribution, length) for t, p in enumerate(distribution(text).tolist())
     ]
     return {whole: part for found in longer for whole, part in found.items()}
 
 
 def distance(found: Mapping[Prefix, float], distribution: Callable[[Prefix], np.ndarray]) -> float:
     """Total variation between the found texts and those of the target alone."""
-    chances = continued((), 1.0, distribution, len(next(iter(found))))
+    chances = completed((), 1.0, distribution, len(next(iter(found))))
     return sum(abs(c - found.get(text, 0.0)) for text, c in chances.items()) / 2

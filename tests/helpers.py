@@ -35,7 +35,7 @@ from foretell.speculator.network import NETWORKS
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.tokenizer.codec import Detokenizer
 
-Law = np.ndarray
+Distribution = np.ndarray
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -260,7 +260,7 @@ def chain_tree(tokens: Sequence[int]) -> TokenTree:
     return root_tree(tokens[-1:]).with_prefix([tokens])
 
 
-def reading(network: Network, context: Context, hidden_layers: Sequence[int]) -> StepResult:
+def after_prompt(network: Network, context: Context, hidden_layers: Sequence[int]) -> StepResult:
     """The target has read all texts up to their last tokens, which it decided."""
     texts = [t.tokens.tolist() for t in context.sequences]
     tree = root_tree([t[-2] for t in texts]).with_prefix([t[:-1] for t in texts])
@@ -269,7 +269,7 @@ def reading(network: Network, context: Context, hidden_layers: Sequence[int]) ->
     return StepResult(context, tree, output, paths, tuple((t[-1],) for t in texts), (0,) * len(texts))
 
 
-def drafted(shape: Shape[Any], drafter: Predictor, step: StepResult) -> list[set[tuple[int, ...]]]:
+def drafted_paths(shape: Shape[Any], drafter: Predictor, step: StepResult) -> list[set[tuple[int, ...]]]:
     """What a shape grows below each text after that step: the tokens on the way to every node, the root's first."""
     drafter.observe(step)
     tree = shape.grow(drafter, step.context)
@@ -293,7 +293,7 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     return logits
 
 
-def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingParams) -> Law:
+def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingParams) -> Distribution:
     """The processed distribution, written plainly: penalties, bias, temperature, top-k, top-p, min-p."""
     x = logits.astype(np.float64).copy()
     for token in set(text):
@@ -305,9 +305,9 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingPar
     for token, value in s.logit_bias.items():
         x[token] += value
     if s.temperature == 0:
-        best: Law = np.eye(len(x))[x.argmax()]
+        best: Distribution = np.eye(len(x))[x.argmax()]
         return best
-    p: Law = np.exp((x - x.max()) / s.temperature)
+    p: Distribution = np.exp((x - x.max()) / s.temperature)
     order = np.argsort(-p, kind="stable")
     if s.top_k:
         p[order[s.top_k :]] = 0
@@ -337,7 +337,7 @@ def naive(network: Decoder, request: Request) -> list[int]:
     return text[prompt:]
 
 
-def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: SamplingParams) -> Law:
+def exact_distribution(network: Decoder, prompt: Sequence[int], length: int, sampling: SamplingParams) -> Distribution:
     """Probability of every continuation of `length` tokens, in lexical order."""
 
     def grow(text: list[int], chance: float) -> list[float]:
@@ -349,7 +349,7 @@ def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: Sa
     return np.array(grow(list(prompt), 1.0))
 
 
-def p_value(counts: np.ndarray, distribution: Law) -> float:
+def p_value(counts: np.ndarray, distribution: Distribution) -> float:
     """Chance of counts at least as far from `distribution`, by Pearson's test with rare outcomes taken together; 0 if
     something impossible happened.
     """

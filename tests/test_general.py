@@ -24,7 +24,7 @@ from helpers import (
     all_logits,
     chain_tree,
     engine_for,
-    exact_law,
+    exact_distribution,
     generate,
     naive,
     p_value,
@@ -175,7 +175,7 @@ def sampled(variant: Variant, sampling: SamplingParams, number: int) -> list[lis
 def fit(variant: Variant, sampling: SamplingParams, number: int) -> float:
     """Chance of texts as far from the target's law as those of `number` seeds."""
     where = np.ravel_multi_index(np.array(sampled(variant, sampling, number)).T, (SMALL,) * 3)
-    return p_value(np.bincount(where, minlength=SMALL**3), exact_law(target(SMALL), START, 3, sampling))
+    return p_value(np.bincount(where, minlength=SMALL**3), exact_distribution(target(SMALL), START, 3, sampling))
 
 
 @every_counted

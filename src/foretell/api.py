@@ -9,7 +9,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Completion, Engine, Request, Update, describe
+from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.method import AnyMethod
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
@@ -50,7 +50,7 @@ class Answer:
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,
-            error="" if completion.error is None else describe(completion.error),
+            error="" if completion.error is None else describe_error(completion.error),
         )
 
     @property

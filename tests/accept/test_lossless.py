@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from exact import Chooser, Prefix, ScriptedLaws, distance, law_of, random_law, texts, tree_of
+from exact import Chooser, Prefix, ScriptedDistributions, distance, outcome_distribution, random_distribution, sequence_distribution, tree_of
 from foretell.accept import Acceptor, AcceptResult, BlockVerification, Match, Rejection
 from foretell.accept.rejection import residual
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 
-Law = Callable[[Prefix], np.ndarray]
+PrefixDistribution = Callable[[Prefix], np.ndarray]
 Nodes = dict[int, tuple[int, int, int]]
 seeds = pytest.mark.parametrize("seed", range(4))
 
@@ -24,7 +24,7 @@ seeds = pytest.mark.parametrize("seed", range(4))
 class Draws:
     """Draws trees from a drafter's laws by a chooser."""
 
-    q: Law
+    q: PrefixDistribution
     chooser: Chooser
 
     def chain(self, length: int, stop: int = -1) -> TokenTree:
@@ -54,8 +54,8 @@ class Draws:
 
 def check(acceptor: Acceptor, grow: Callable[[Draws], TokenTree], seed: int, vocab: int = 3, length: int = 3) -> float:
     """Distance of the law of texts from the target's."""
-    p, q = random_law(vocab, seed), random_law(vocab, seed + 100)
-    return distance(texts(acceptor, lambda chooser: grow(Draws(q, chooser)), p, length), p)
+    p, q = random_distribution(vocab, seed), random_distribution(vocab, seed + 100)
+    return distance(sequence_distribution(acceptor, lambda chooser: grow(Draws(q, chooser)), p, length), p)
 
 
 @seeds
@@ -81,7 +81,7 @@ def test_several_draws_of_one_token_are_exact(acceptor: Acceptor, distinct: bool
 
 @seeds
 def test_draws_from_several_drafters_are_exact_as_one_mixed_law_or_as_trials_of_their_own(seed: int) -> None:
-    p, one, other = (random_law(3, seed + i) for i in (0, 100, 200))
+    p, one, other = (random_distribution(3, seed + i) for i in (0, 100, 200))
 
     def mixed(prefix: Prefix) -> np.ndarray:
         return 0.25 * one(prefix) + 0.75 * other(prefix)
@@ -93,9 +93,9 @@ def test_draws_from_several_drafters_are_exact_as_one_mixed_law_or_as_trials_of_
             distributions,
         )
 
-    merged = texts(Rejection(), lambda chooser: Draws(mixed, chooser).siblings(2), p, 3)
+    merged = sequence_distribution(Rejection(), lambda chooser: Draws(mixed, chooser).siblings(2), p, 3)
     assert distance(merged, p) < 1e-12
-    assert distance(texts(Rejection(), trials, p, 2), p) < 1e-12
+    assert distance(sequence_distribution(Rejection(), trials, p, 2), p) < 1e-12
 
 
 @seeds
@@ -110,33 +110,33 @@ def test_picked_and_drawn_children_side_by_side_are_exact(acceptor: Acceptor, se
 
 @seeds
 def test_block_verification_accepts_no_less_than_token_by_token(seed: int) -> None:
-    p, q = random_law(3, seed), random_law(3, seed + 100)
+    p, q = random_distribution(3, seed), random_distribution(3, seed + 100)
 
     def accepted(acceptor: Acceptor) -> float:
         def run(chooser: Chooser) -> int:
             tree = Draws(q, chooser).chain(3)
-            return len(acceptor.accept(tree, 0, ScriptedLaws(tree, p, chooser)).path)
+            return len(acceptor.accept(tree, 0, ScriptedDistributions(tree, p, chooser)).path)
 
-        return sum(length * chance for length, chance in law_of(run).items())
+        return sum(length * chance for length, chance in outcome_distribution(run).items())
 
     assert accepted(BlockVerification()) >= accepted(Rejection()) - 1e-12
 
 
 @seeds
 def test_the_chance_to_accept_a_draw_is_the_overlap_of_the_laws(seed: int) -> None:
-    p, q = random_law(4, seed), random_law(4, seed + 100)
+    p, q = random_distribution(4, seed), random_distribution(4, seed + 100)
 
     def run(chooser: Chooser) -> int:
         tree = Draws(q, chooser).chain(1)
-        return len(Rejection().accept(tree, 0, ScriptedLaws(tree, p, chooser)).path)
+        return len(Rejection().accept(tree, 0, ScriptedDistributions(tree, p, chooser)).path)
 
-    assert law_of(run).get(1, 0.0) == pytest.approx(np.minimum(p(()), q(())).sum(), abs=1e-12)
+    assert outcome_distribution(run).get(1, 0.0) == pytest.approx(np.minimum(p(()), q(())).sum(), abs=1e-12)
 
 
 def test_block_verification_refuses_trees_in_one_sentence() -> None:
     tree = tree_of({1: (0, 1, -1), 2: (0, 2, -1)}, [])
     with pytest.raises(ValueError, match="use Chain as shape, or Rejection as acceptor"):
-        BlockVerification().accept(tree, 0, ScriptedLaws(tree, random_law(3, 0), Chooser([])))
+        BlockVerification().accept(tree, 0, ScriptedDistributions(tree, random_distribution(3, 0), Chooser([])))
 
 
 class Altered(Acceptor):

@@ -17,7 +17,7 @@ from foretell.accept import (
     TopKAcceptor,
     TypicalAcceptance,
 )
-from foretell.accept.fidelity import divergence, total_variation
+from foretell.accept.fidelity import kl_divergence, total_variation
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
 from foretell.engine.engine import Engine, Request
@@ -28,7 +28,7 @@ from foretell.shape import BranchingTree, Chain, RootOnly
 from helpers import (
     VOCAB,
     chain_tree,
-    exact_law,
+    exact_distribution,
     generate,
     good_model,
     p_value,
@@ -170,7 +170,7 @@ def test_the_law_of_a_typical_chain_is_what_the_price_says() -> None:
     method: AnyMethod = Method(small_model(vocab), Chain(1), TopKAcceptor(3))
     with unchecked():
         answers = np.array(generate(method, requests, rows=64, chunk=512, vocab=vocab))[:, 0]
-    p = torch.from_numpy(exact_law(target(vocab), prompt, 1, SamplingParams(temperature=1.5)))
+    p = torch.from_numpy(exact_distribution(target(vocab), prompt, 1, SamplingParams(temperature=1.5)))
     output = small_model(vocab).runner.forward([0], chain_tree(prompt))
     q = torch.softmax(output.logits[-1].double() / 1.5, -1)
     allowed = TopKAcceptor(3).acceptable(p)
@@ -180,7 +180,7 @@ def test_the_law_of_a_typical_chain_is_what_the_price_says() -> None:
     (done,) = engine.complete([Request(prompt, SamplingParams(temperature=1.5), max_new_tokens=2)])
     price = done.statistics.fidelity
     assert total_variation(distribution, p) <= price.variation + 1e-9
-    assert divergence(distribution, p) <= price.divergence + 1e-9
+    assert kl_divergence(distribution, p) <= price.divergence + 1e-9
 
 
 def test_longest_standing_path_wins() -> None:
@@ -192,8 +192,8 @@ def test_longest_standing_path_wins() -> None:
 
 
 def test_the_forbidden_costs_a_finite_divergence() -> None:
-    assert divergence(distribution(1, 0), distribution(0, 1)) == pytest.approx(10 * math.log(10))
-    assert divergence(distribution(0.5, 0.5), distribution(0.5, 0.5)) == 0
+    assert kl_divergence(distribution(1, 0), distribution(0, 1)) == pytest.approx(10 * math.log(10))
+    assert kl_divergence(distribution(0.5, 0.5), distribution(0.5, 0.5)) == 0
 
 
 @pytest.mark.parametrize(

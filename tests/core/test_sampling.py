@@ -37,7 +37,7 @@ settings_ = st.builds(
 )
 
 
-def laws_of(
+def distributions_of(
     text: list[int], prompt: int, sampling: SamplingParams, logits: torch.Tensor, tree: TokenTree
 ) -> ProcessedDistributions:
     context = context_of(text, sampling=sampling, prompt=prompt)
@@ -50,7 +50,7 @@ def test_every_parameter_is_exact_at_every_node_of_a_tree(sampling: SamplingPara
     tokens, parents, text = random_tokens(6, VOCAB, seed + 1), [-1, 0, 0, 1, 3, 2], random_tokens(12, VOCAB, seed)
     tree = tree_from_lists([[text[-1], *tokens[1:]]], [parents])
     logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    distributions = laws_of(text, 5, sampling, logits, tree)
+    distributions = distributions_of(text, 5, sampling, logits, tree)
     for node in range(6):
         history = [*text, *(int(tree.token[0, a]) for a in tree.ancestors(0, node)[1:])]
         expected = process(logits[node].numpy(), history, 5, sampling)
@@ -76,10 +76,10 @@ def test_distributions_equal_those_of_transformers(sampling: SamplingParams, see
 
 def test_temperature_zero_is_one_point_and_the_first_of_equals() -> None:
     tree = tree_from_lists([[1]], [[-1]])
-    distributions = laws_of([1], 1, SamplingParams(), torch.tensor([[0.0, 4.0, 4.0]]), tree)
+    distributions = distributions_of([1], 1, SamplingParams(), torch.tensor([[0.0, 4.0, 4.0]]), tree)
     assert distributions.probabilities(0, 0).tolist() == [0, 1, 0]
     assert distributions.sample(0, 0) == distributions.argmax(0, 0) == 1
-    biased = laws_of([1], 1, SamplingParams(logit_bias={1: -1.0}), torch.tensor([[0.0, 4.0, 4.0]]), tree)
+    biased = distributions_of([1], 1, SamplingParams(logit_bias={1: -1.0}), torch.tensor([[0.0, 4.0, 4.0]]), tree)
     assert biased.sample(0, 0) == 2
 
 
@@ -127,8 +127,8 @@ def test_no_two_uses_share_a_random_number() -> None:
 
 def test_the_targets_draw_depends_on_the_position_only() -> None:
     logits, sampling = torch.zeros(3, 50), SamplingParams(temperature=1.0, seed=4)
-    drafted = laws_of([1, 2], 2, sampling, logits, tree_from_lists([[2, 3, 4]], [[-1, 0, 1]]))
-    later = laws_of([1, 2, 3, 4], 2, sampling, logits, tree_from_lists([[4]], [[-1]]))
+    drafted = distributions_of([1, 2], 2, sampling, logits, tree_from_lists([[2, 3, 4]], [[-1, 0, 1]]))
+    later = distributions_of([1, 2, 3, 4], 2, sampling, logits, tree_from_lists([[4]], [[-1]]))
     assert drafted.sample(0, 2) == later.sample(0, 0)
 
 

@@ -29,7 +29,7 @@ from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
     chain_tree,
-    exact_law,
+    exact_distribution,
     naive,
     of_catalogue,
     p_value,
@@ -182,7 +182,7 @@ def fit(device: str, name: str) -> float:
     with unchecked():
         texts = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
     where = np.ravel_multi_index(np.array(texts).T, (SMALL,) * LENGTH)
-    return p_value(np.bincount(where, minlength=SMALL**LENGTH), exact_law(target(SMALL), START, LENGTH, FLAT))
+    return p_value(np.bincount(where, minlength=SMALL**LENGTH), exact_distribution(target(SMALL), START, LENGTH, FLAT))
 
 
 @on_every_device

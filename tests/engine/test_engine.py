@@ -39,7 +39,7 @@ PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
 @dataclass
-class Told(Retriever):
+class ScriptedRetriever(Retriever):
     """Proposes the true continuation, or tokens that are never right."""
 
     truth: list[int]
@@ -54,14 +54,14 @@ class Told(Retriever):
         return out
 
 
-def told(right: bool) -> tuple[Engine, Request, list[int]]:
+def scripted_engine(right: bool) -> tuple[Engine, Request, list[int]]:
     request = Request(PROMPT, max_new_tokens=24)
     truth = naive(target(), request)
-    return engine_for(Method(Told(truth, right), Trie(5), Match())), request, truth
+    return engine_for(Method(ScriptedRetriever(truth, right), Trie(5), Match())), request, truth
 
 
 def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
-    engine, request, truth = told(right=True)
+    engine, request, truth = scripted_engine(right=True)
     (done,) = engine.complete([request])
     assert list(done.tokens) == truth
     statistics = done.statistics
@@ -73,7 +73,7 @@ def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
 
 
 def test_an_adversary_costs_speed_and_nothing_else() -> None:
-    engine, request, truth = told(right=False)
+    engine, request, truth = scripted_engine(right=False)
     (done,) = engine.complete([request])
     assert list(done.tokens) == truth
     assert done.statistics.target_passes == 24
@@ -153,7 +153,7 @@ def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> N
     request = Request(PROMPT, max_new_tokens=24)
     truth = naive(target(), request)
     text, stop = letters(truth), letters(truth[3:8])
-    made = PLAIN if method == "plain" else Method(Told(truth), Trie(3), Match())
+    made = PLAIN if method == "plain" else Method(ScriptedRetriever(truth), Trie(3), Match())
     engine = engine_for(made)
     updates = run(engine, [replace(request, stop=(stop,), logprobs=True)])[0]
     end = text.index(stop)
@@ -166,7 +166,7 @@ def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> N
 def test_an_end_of_sequence_among_the_drafts_ends_the_text() -> None:
     request = Request(PROMPT, max_new_tokens=24)
     truth = naive(target(), request)
-    engine = engine_for(Method(Told(truth), Trie(9), Match()))
+    engine = engine_for(Method(ScriptedRetriever(truth), Trie(9), Match()))
     updates = run(engine, [replace(request, eos=(truth[2],))])[0]
     assert tokens_of(updates) == truth[: truth.index(truth[2]) + 1]
     assert updates[-1].finish_reason == "stop"

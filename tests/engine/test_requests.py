@@ -16,7 +16,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel, NoDrafter, Retriever
 from foretell.draft.base import Continuation
-from foretell.engine.engine import Completion, Engine, Request, Update, describe
+from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.method import AnyMethod, Method
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
@@ -54,7 +54,7 @@ class Strict(Engine):
     def step(self) -> list[Update]:
         with torch.inference_mode():
             self._admit()
-            return self._advance(self._read_next())
+            return self._run_step(self._schedule())
 
 
 def tokens(completions: Sequence[Completion]) -> list[list[int]]:
@@ -153,7 +153,7 @@ def test_a_request_that_fails_ends_with_an_error_and_the_others_go_on(phase: str
     engine = engine_for(Method(Failing(phase), Trie(4), Match()))
     first, bad, last = engine.complete(requests, raise_errors=False)
     assert tokens([first, last]) == [plain[0], plain[2]]
-    assert (bad.finish_reason, describe(bad.error or ValueError())) == ("error", "IndexError: out of bounds")
+    assert (bad.finish_reason, describe_error(bad.error or ValueError())) == ("error", "IndexError: out of bounds")
     assert list(bad.tokens) == plain[1][: len(bad.tokens)] and 3 <= len(bad.tokens) <= 4
     assert bad.statistics.new_tokens == len(bad.tokens)
     assert tokens(engine.complete([requests[0]])) == plain[:1], "the engine serves on"
@@ -169,7 +169,7 @@ def test_a_pass_that_fails_ends_the_request_that_makes_it_fail() -> None:
     engine = Engine(runner, Method(small_model(VOCAB), Chain(3), Rejection()), rows=3)
     found = engine.complete(requests, raise_errors=False)
     assert [c.finish_reason for c in found] == ["length", "error", "length"]
-    assert describe(found[1].error or ValueError()) == "RuntimeError: no memory"
+    assert describe_error(found[1].error or ValueError()) == "RuntimeError: no memory"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

@@ -23,18 +23,18 @@ RULES = [HeuristicSchedule(), ConfidenceRule()]
 def test_the_heuristic_schedule() -> None:
     record, lengths = ChainHistory(ChainLimits(5)), []
     for accepted in (5, 6, 7, 0, 2, 6):
-        record = HeuristicSchedule().after(record, record.limits.length, accepted)
+        record = HeuristicSchedule().update(record, record.limits.length, accepted)
         lengths.append(record.limits.length)
     assert lengths == [7, 6, 5, 4, 3, 2]
-    shortest = HeuristicSchedule().after(ChainHistory(ChainLimits(1)), 1, 0)
+    shortest = HeuristicSchedule().update(ChainHistory(ChainLimits(1)), 1, 0)
     assert shortest.limits.length == 1
-    assert HeuristicSchedule(most=6).after(ChainHistory(ChainLimits(5)), 5, 5).limits.length == 6
+    assert HeuristicSchedule(max_length=6).update(ChainHistory(ChainLimits(5)), 5, 5).limits.length == 6
 
 
 def test_draft_and_verify_check_values() -> None:
     record, found = ChainHistory(ChainLimits(8, confidence=0.8)), []
     for accepted, drafted in ((0, 4), (2, 4), (8, 8)):
-        record = ConfidenceRule().after(record, drafted, accepted)
+        record = ConfidenceRule().update(record, drafted, accepted)
         found.append((record.acceptance, record.limits.confidence))
     assert [a for a, _ in found] == [0, 0.25, 0.625]
     assert [c for _, c in found] == pytest.approx([0.801, 0.802, 0.803])
@@ -42,8 +42,8 @@ def test_draft_and_verify_check_values() -> None:
 
 def test_the_threshold_falls_only_before_the_cap() -> None:
     sure = ChainHistory(ChainLimits(8, confidence=0.8), acceptance=1.0)
-    assert ConfidenceRule().after(sure, 4, 4).limits.confidence == pytest.approx(0.799)
-    assert ConfidenceRule().after(sure, 8, 8).limits.confidence == 0.8
+    assert ConfidenceRule().update(sure, 4, 4).limits.confidence == pytest.approx(0.799)
+    assert ConfidenceRule().update(sure, 8, 8).limits.confidence == 0.8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
@@ -73,7 +73,7 @@ def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_forgott
         engine.submit(Request([1, 2, 3], max_new_tokens=40))
         while engine.busy:
             engine.step()
-            found.append(shape.record(0).limits.length)
+            found.append(shape.history(0).limits.length)
         return found
 
     assert lengths(DraftModel(DecoderRunner(target())))[:4] == [6, 8, 10, 12], "every draft is accepted"

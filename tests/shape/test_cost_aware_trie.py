@@ -102,7 +102,7 @@ class Slow(DraftModel):
 
 def drafts_per_pass(model: DraftModel, clock: Clock, requests: Sequence[Request] = GREEDY[:1]) -> list[float]:
     """Where retrieval finds nothing and a pass takes a second."""
-    shape = RetrievalOrModel(CostAwareTrie(0, CHEAP), Chain(4, draw=False), again=1000)
+    shape = RetrievalOrModel(CostAwareTrie(0, CHEAP), Chain(4, draw=False), retry_interval=1000)
     found = statistics(Method(HybridDrafter(PromptLookup(), model), shape, Match()), requests, clock)
     return [s.drafted / s.target_passes for s in found]
 
@@ -112,7 +112,7 @@ def copies() -> CombinedRetriever:
 
 
 def hybrid(model: Predictor, cost: PassCost | None = None) -> AnyMethod:
-    shape = RetrievalOrModel(CostAwareTrie(12, cost), Chain(4, draw=False, confidence=0.3), again=8)
+    shape = RetrievalOrModel(CostAwareTrie(12, cost), Chain(4, draw=False, confidence=0.3), retry_interval=8)
     return Method(HybridDrafter(copies(), model), shape, Match())
 
 
@@ -140,9 +140,9 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
 def test_trees_are_as_large_as_pays() -> None:
     frugal = CostAwareTrie(12, PassCost({1: 1.0, 101: 11.0}))
     offers: list[Candidates] = [[((1,), 0.9), ((1, 2), 0.5), ((1, 2, 3), 0.05)], [((4,), 0.3)]]
-    assert frugal._choose(offers, 2) == [2, 1]
-    assert CostAwareTrie(12, DEAR)._choose(offers, 2) == [0, 0]
-    assert CostAwareTrie(12, CHEAP)._choose(offers, 2) == [3, 1]
+    assert frugal._choose_sizes(offers, 2) == [2, 1]
+    assert CostAwareTrie(12, DEAR)._choose_sizes(offers, 2) == [0, 0]
+    assert CostAwareTrie(12, CHEAP)._choose_sizes(offers, 2) == [3, 1]
 
 
 def test_an_oracle_is_used_and_a_liar_is_not_believed() -> None:
@@ -182,9 +182,9 @@ def test_costs_are_learned() -> None:
     def truth(n: int) -> float:
         return 0.01 * (1 + 0.2 * (n - 1))
 
-    assert not cost.unsure(1)
+    assert not cost.needs_measurement(1)
     for i in range(200):
-        cost.learn((1, 4, 8, 12)[i % 4], truth((1, 4, 8, 12)[i % 4]))
+        cost.update((1, 4, 8, 12)[i % 4], truth((1, 4, 8, 12)[i % 4]))
     found = cost.seconds(1, 12)
     for n in (1, 4, 8, 12):
         assert found[n - 1] == pytest.approx(truth(n), rel=0.1)
@@ -194,22 +194,22 @@ def test_costs_are_learned() -> None:
 def test_one_outlier_hardly_counts() -> None:
     cost = PassCost()
     for _ in range(10):
-        cost.learn(1, 0.01)
-    cost.learn(1, 10.0)
+        cost.update(1, 0.01)
+    cost.update(1, 10.0)
     assert cost.seconds(1, 1)[0] < 0.0115
 
 
 def test_a_size_not_seen_for_long_is_wanted() -> None:
     cost = PassCost()
     for _ in range(8):
-        cost.learn(5, 0.02)
-    assert cost.unsure(1)
-    cost.learn(1, 0.01)
-    assert not cost.unsure(1)
+        cost.update(5, 0.02)
+    assert cost.needs_measurement(1)
+    cost.update(1, 0.01)
+    assert not cost.needs_measurement(1)
     for _ in range(128):
-        cost.learn(5, 0.02)
-    assert cost.unsure(1)
-    assert not CHEAP.unsure(1), "a given table is believed"
+        cost.update(5, 0.02)
+    assert cost.needs_measurement(1)
+    assert not CHEAP.needs_measurement(1), "a given table is believed"
 
 
 def test_a_large_pass_costs_in_proportion() -> None:
@@ -277,7 +277,7 @@ def test_a_model_that_follows_the_target_is_tried_after_the_prompt() -> None:
 def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:
     clock = Clock()
     model = Slow(good_model(VOCAB), clock, 10.0)
-    shape = RetrievalOrModel(CostAwareTrie(12, CHEAP), Chain(3, draw=False), again=5)
+    shape = RetrievalOrModel(CostAwareTrie(12, CHEAP), Chain(3, draw=False), retry_interval=5)
     engine = Engine(
         DecoderRunner(target()), Method(HybridDrafter(copies(), model), shape, Match()), rows=2, clock=clock
     )
@@ -286,7 +286,7 @@ def test_the_model_catches_up_with_steps_that_it_did_not_see() -> None:
     behind = []
     while engine.busy:
         engine.step()
-        behind += [r.text.length - model.runner.length(r.row) for r in engine._running]
+        behind += [r.sequence.length - model.runner.length(r.row) for r in engine._running]
     assert max(behind) > 4, "some steps went without the model"
     assert min(behind) <= 2, "and it was up to date again"
 

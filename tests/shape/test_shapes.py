@@ -85,7 +85,7 @@ SHAPES: list[Shape[Predictor]] = [
     FixedTree(((0,), (1,), (0, 0)), draw=True),
     DynamicTree(4, 3, 8),
     DynamicTree(3, 9, 50),
-    DynamicTree(3, 2, 5, least=0.2),
+    DynamicTree(3, 2, 5, min_score=0.2),
     optimal_tree(12, [0.5, 0.2, 0.1]),
 ]
 
@@ -138,7 +138,7 @@ def test_a_beam_of_width_one_is_the_greedy_chain() -> None:
 def test_a_beam_prunes_what_is_too_unlikely() -> None:
     table = Table()
     assert all(
-        chance(table.p, 1, p) >= 0.2 for p in paths(DynamicTree(3, 4, 30, least=0.2).grow(table, context_of([1])))
+        chance(table.p, 1, p) >= 0.2 for p in paths(DynamicTree(3, 4, 30, min_score=0.2).grow(table, context_of([1])))
     )
 
 
@@ -150,7 +150,7 @@ def test_a_beam_goes_on_where_a_child_may_be_worth_its_place() -> None:
     assert any(chance(table.p, 1, p) < 1.5 * least for p in found if p not in parents)
     table.p[1] = 0.1 / (VOCAB - 1)
     table.p[1, 2] = 0.9
-    assert paths(DynamicTree(3, 4, 30, least=0.8).grow(table, context_of([1]))) == [(2,)]
+    assert paths(DynamicTree(3, 4, 30, min_score=0.8).grow(table, context_of([1]))) == [(2,)]
 
 
 def test_draws_remember_the_law_they_came_from() -> None:
@@ -239,7 +239,7 @@ def test_a_trie_holds_the_likeliest_prefixes_and_all_of_theirs(
 
 
 def test_a_trie_leaves_out_what_is_too_unlikely() -> None:
-    tree = Trie(9, least=0.3).grow(Listed([Continuation((1, 2, 0), (0.9, 0.4, 0.1))]), context_of([1]))
+    tree = Trie(9, min_probability=0.3).grow(Listed([Continuation((1, 2, 0), (0.9, 0.4, 0.1))]), context_of([1]))
     assert paths(tree) == [(1,), (1, 2)]
 
 

@@ -29,12 +29,12 @@ class FidelityLoss:
     divergence: float = 0.0
     changed: int = 0
 
-    def add(self, toll: TokenFidelity) -> None:
+    def add(self, token: TokenFidelity) -> None:
         """Count one token."""
         self.tokens += 1
-        self.variation += toll.variation
-        self.divergence += toll.divergence
-        self.changed += toll.changed
+        self.variation += token.variation
+        self.divergence += token.divergence
+        self.changed += token.changed
 
     @property
     def mean_variation(self) -> float:
@@ -57,7 +57,7 @@ def total_variation(distribution: Float[torch.Tensor, " v"], target: Float[torch
     return float((distribution - target).abs().sum()) / 2
 
 
-def divergence(distribution: Float[torch.Tensor, " v"], target: Float[torch.Tensor, " v"]) -> float:
+def kl_divergence(distribution: Float[torch.Tensor, " v"], target: Float[torch.Tensor, " v"]) -> float:
     """KL(law || target) in nats; what the target forbids counts as having a probability of 1e-10, so that sums stay
     finite.
     """

@@ -21,7 +21,7 @@ class LenientRejection(LossyAcceptor):
 
     lenience: float = 0.5
 
-    exclusive = True
+    first_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from foretell.accept.base import Acceptor, AcceptResult
-from foretell.accept.fidelity import TokenFidelity, divergence, total_variation
+from foretell.accept.fidelity import TokenFidelity, kl_divergence, total_variation
 from foretell.accept.rejection import RESIDUAL, TRIAL, DraftDistributions
 from foretell.core.sampling import sample_from
 from foretell.core.tree import TokenTree
@@ -41,7 +41,7 @@ class LossyAcceptor(Acceptor):
     """At temperature 0 the rule sees the model's softmax; False: the one-hot law, under which most rules tolerate
     nothing.
     """
-    exclusive: ClassVar[bool] = False
+    first_only: ClassVar[bool] = False
     """At most one child of a node stands: the first that passes its test."""
 
     def __post_init__(self) -> None:
@@ -71,25 +71,25 @@ class LossyAcceptor(Acceptor):
             best = max(best, here, key=lambda x: x[:2])
             length, score, path = here
             node = path[-1] if path else root
-            judged[node] = self._judge(
+            judged[node] = self._decide_node(
                 tree, row, node, children.get(node, []), length + 1 < self.minimum_block, distributions
             )
-            for child in judged[node].standing:
+            for child in judged[node].accepted:
                 chance = float(judged[node].p[int(tree.token[row, child])])
                 queue.append((length + 1, score + math.log(max(chance, 1e-300)), (*path, child)))
         path = best[2]
         nodes = (root, *path)
-        left = judged[nodes[-1]].left
+        left = judged[nodes[-1]].residual
         token = (
             distributions.sample(row, nodes[-1])
             if left is None
             else sample_from(left, distributions.uniform(row, nodes[-1], RESIDUAL))
         )
         decided = [*(int(tree.token[row, n]) for n in path), token]
-        tolls = tuple(judged[n].toll(distributions, row, n, t) for n, t in zip(nodes, decided, strict=True))
+        tolls = tuple(judged[n].token_fidelity(distributions, row, n, t) for n, t in zip(nodes, decided, strict=True))
         return AcceptResult(path, token, tolls)
 
-    def _judge(
+    def _decide_node(
         self,
         tree: TokenTree,
         row: int,
@@ -102,19 +102,19 @@ class LossyAcceptor(Acceptor):
         token.
         """
         p = (distributions.softmax_at if self.softmax_at_zero else distributions.probabilities)(row, node)
-        greedy, origins = distributions.sampling_params(row).temperature == 0, DraftDistributions(tree, row)
+        greedy, draft_distributions = distributions.sampling_params(row).temperature == 0, DraftDistributions(tree, row)
         left, refused, distribution, standing = p, 1.0, torch.zeros_like(p), list[int]()
         for trial, child in enumerate(children):
-            token, q = int(tree.token[row, child]), origins.distribution(child, p)
+            token, q = int(tree.token[row, child]), draft_distributions.distribution(child, p)
             part = q if free else q * self.acceptable(p) if greedy else self.accepted_mass(left, q)
             distribution = distribution + refused * part
             refused *= max(0.0, 1 - float(part.sum()))
-            open_to_it = not (self.exclusive and standing)
+            open_to_it = not (self.first_only and standing)
             if open_to_it and distributions.uniform(row, node, TRIAL + trial) * float(q[token]) < float(part[token]):
                 standing.append(child)
             if not greedy:
                 left = self.residual(left, q)
-            origins.reject(child)
+            draft_distributions.reject(child)
         return _NodeDecision(p, standing, None if left is p else left, distribution + refused * left)
 
 
@@ -125,11 +125,11 @@ class _NodeDecision:
     """
 
     p: Float[torch.Tensor, " v"]
-    standing: list[int]
-    left: Float[torch.Tensor, " v"] | None
+    accepted: list[int]
+    residual: Float[torch.Tensor, " v"] | None
     distribution: Float[torch.Tensor, " v"]
 
-    def toll(self, distributions: ProcessedDistributions, row: int, node: int, token: int) -> TokenFidelity:
+    def token_fidelity(self, distributions: ProcessedDistributions, row: int, node: int, token: int) -> TokenFidelity:
         """What the decided token costs; exact for chains and for siblings that are judged in their order.
 
         At temperature 0 both laws are points: the variation is 1 where they differ, and the divergence is read as the
@@ -140,4 +140,4 @@ class _NodeDecision:
             p = distributions.softmax_at(row, node)
             return TokenFidelity(float(token != own), float((p[own] / p[token].clamp_min(1e-10)).log()), token != own)
         p = distributions.probabilities(row, node)
-        return TokenFidelity(total_variation(self.distribution, p), divergence(self.distribution, p), token != own)
+        return TokenFidelity(total_variation(self.distribution, p), kl_divergence(self.distribution, p), token != own)

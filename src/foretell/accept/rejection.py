@@ -49,13 +49,13 @@ class Rejection(Acceptor):
         if not drawn:
             token = distributions.sample(row, node)
         else:
-            p, origins = distributions.probabilities(row, node), DraftDistributions(tree, row)
+            p, draft_distributions = distributions.probabilities(row, node), DraftDistributions(tree, row)
             for trial, child in enumerate(drawn):
-                token, q = int(tree.token[row, child]), origins.distribution(child, p)
+                token, q = int(tree.token[row, child]), draft_distributions.distribution(child, p)
                 if distributions.uniform(row, node, TRIAL + trial) * float(q[token]) < float(p[token]):
                     return child, token
                 p = residual(p, q)
-                origins.reject(child)
+                draft_distributions.reject(child)
             token = sample_from(p, distributions.uniform(row, node, RESIDUAL))
         return next((c for c in picked if tree.token[row, c] == token), None), token
 
@@ -67,28 +67,28 @@ class DraftDistributions:
 
     def __init__(self, tree: TokenTree, row: int) -> None:
         self._tree, self._row = tree, row
-        self._left: dict[int, Float[torch.Tensor, " v"]] = {}
+        self._remaining: dict[int, Float[torch.Tensor, " v"]] = {}
 
     def distribution(self, child: int, like: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
         """What this child is a draw from, in the precision of `like`; one point for a picked child."""
-        origin = int(self._tree.q_index[self._row, child])
-        if origin < 0:
+        index = int(self._tree.q_index[self._row, child])
+        if index < 0:
             point = torch.zeros_like(like)
             point[int(self._tree.token[self._row, child])] = 1
             return point
-        if origin not in self._left:
+        if index not in self._remaining:
             assert self._tree.q is not None
-            self._left[origin] = self._tree.q[self._row, origin].to(like)
-        return self._left[origin]
+            self._remaining[index] = self._tree.q[self._row, index].to(like)
+        return self._remaining[index]
 
     def reject(self, child: int) -> None:
         """Take a refused child out of the law of its later siblings."""
-        origin = int(self._tree.q_index[self._row, child])
-        if origin >= 0 and self._tree.distinct[self._row]:
-            left = self._left[origin].clone()
+        index = int(self._tree.q_index[self._row, child])
+        if index >= 0 and self._tree.distinct[self._row]:
+            left = self._remaining[index].clone()
             left[int(self._tree.token[self._row, child])] = 0
             total = left.sum()
-            self._left[origin] = left / total if total > 0 else left
+            self._remaining[index] = left / total if total > 0 else left
 
 
 def residual(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:

@@ -11,7 +11,7 @@ from foretell.core.sampling import sample_from
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 
-_HALVINGS = 48
+_BISECTION_STEPS = 48
 """Bisection steps: the division factor is found to 2^-48 of its range."""
 
 
@@ -59,20 +59,20 @@ class KSequentialSelection(Acceptor):
         assert tree.q is not None
         p = distributions.probabilities(row, node)
         q = tree.q[row, tree.q_index[row, drawn[0]]].to(p)
-        rho = division(p, q, len(drawn))
+        rho = division_factor(p, q, len(drawn))
         for trial, child in enumerate(drawn):
             token = int(tree.token[row, child])
             if distributions.uniform(row, node, TRIAL + trial) * rho * float(q[token]) < float(p[token]):
                 return token
-        return sample_from(remainder(p, q, len(drawn), rho), distributions.uniform(row, node, RESIDUAL))
+        return sample_from(residual_after_rejections(p, q, len(drawn), rho), distributions.uniform(row, node, RESIDUAL))
 
 
-def division(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"], draws: int) -> float:
+def division_factor(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"], draws: int) -> float:
     """The least ρ in 1..`draws` for which K-SEQ keeps the law of p: where 1 - (1 - β)^k = ρ β, β = sum min(q, p/ρ)."""
     shared = q > 0
     p, q = p[shared], q[shared]
     low, high = 1.0, float(draws)
-    for _ in range(_HALVINGS if draws > 1 else 0):
+    for _ in range(_BISECTION_STEPS if draws > 1 else 0):
         middle = (low + high) / 2
         beta = float(torch.minimum(q, p / middle).sum())
         if 1 - (1 - beta) ** draws > middle * beta:
@@ -82,7 +82,7 @@ def division(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"], draws: 
     return high
 
 
-def remainder(
+def residual_after_rejections(
     p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"], draws: int, rho: float
 ) -> Float[torch.Tensor, " v"]:
     """What is left of p for the case that every draw was refused, not normalised; p itself where rounding leaves

@@ -10,7 +10,7 @@ Path = tuple[int, ...]
 """The ranks on the way from the root to a node; a child of rank 0 is the likeliest of its siblings."""
 
 
-def best_paths(rate: Callable[[int, int], float], depth: int) -> Iterator[tuple[Path, float]]:
+def best_paths(acceptance_rate: Callable[[int, int], float], max_depth: int) -> Iterator[tuple[Path, float]]:
     """Nodes by falling probability that they are accepted: the first n are the best tree of n drafted nodes, the root
     not counted.
 
@@ -29,7 +29,7 @@ def best_paths(rate: Callable[[int, int], float], depth: int) -> Iterator[tuple[
         taken.
         """
         level = len(parent) + 1
-        chance = rate(level, rank) if level <= depth else 0.0
+        chance = acceptance_rate(level, rank) if level <= max_depth else 0.0
         if chance > 0:
             heapq.heappush(heap, (-product * chance, next(number), (*parent, rank), product))
 

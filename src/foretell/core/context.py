@@ -67,16 +67,16 @@ class Context:
         """The last decided token of every text: the roots."""
         return [int(t.tokens[-1]) for t in self.sequences]
 
-    def select(self, which: Sequence[int]) -> "Context":
+    def select(self, indices: Sequence[int]) -> "Context":
         """The context of these texts only, in this order."""
-        if tuple(which) == tuple(range(len(self.rows))):
+        if tuple(indices) == tuple(range(len(self.rows))):
             return self
         return Context(
-            rows=tuple(self.rows[i] for i in which),
-            sequences=tuple(self.sequences[i] for i in which),
-            sampling_params=tuple(self.sampling_params[i] for i in which),
-            rngs=tuple(self.rngs[i] for i in which),
-            max_depth=self.max_depth[list(which)],
+            rows=tuple(self.rows[i] for i in indices),
+            sequences=tuple(self.sequences[i] for i in indices),
+            sampling_params=tuple(self.sampling_params[i] for i in indices),
+            rngs=tuple(self.rngs[i] for i in indices),
+            max_depth=self.max_depth[list(indices)],
         )
 
 
@@ -109,7 +109,7 @@ class StepResult:
     output: ModelOutput
     paths: tuple[tuple[int, ...], ...]
     new_tokens: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
+    start_positions: tuple[int, ...]
     """How many tokens of each text the target had read before the step: the position of node 0."""
     draft_seconds: float = 0.0
     """What proposing the trees took."""

@@ -4,7 +4,7 @@ import weakref
 from typing import Protocol
 
 
-class Owner(Protocol):
+class BindingEngine(Protocol):
     """An engine."""
 
     @property
@@ -12,25 +12,25 @@ class Owner(Protocol):
         """Whether any request waits or runs."""
 
 
-class Exclusive:
+class EngineBound:
     """State indexed by an engine's rows, so that two engines at once would confuse it."""
 
-    _owner: "weakref.ref[Owner] | None" = None
+    _engine: "weakref.ref[BindingEngine] | None" = None
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """Serve this engine from now on; whether another one was served before, whose rows must be cleared.
 
         Raises:
             ValueError: another engine is busy with it.
         """
-        known = self._owner
+        known = self._engine
         before = None if known is None else known()
-        if before is owner:
+        if before is engine:
             return False
         if before is not None and before.busy:
             raise ValueError(
                 "this method serves another engine, which is busy: build a method for every engine that runs at the "
                 "same time"
             )
-        self._owner = weakref.ref(owner)
+        self._engine = weakref.ref(engine)
         return known is not None

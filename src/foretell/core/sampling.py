@@ -44,18 +44,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):
-            if not whole(value := getattr(self, name)):
+            if not is_integer(value := getattr(self, name)):
                 raise ValueError(f"{name} must be a whole number, found {value!r}")
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else ((None, None),)
-        if not all(whole(token) and isinstance(value, Real) for token, value in bias):
+        if not all(is_integer(token) and isinstance(value, Real) for token, value in bias):
             raise ValueError(f"bias must give a number for every token id, found {self.logit_bias!r}")
-        _check("temperature", self.temperature, 0)
-        _check("top_k", self.top_k, 0)
-        _check("top_p", self.top_p, 0, 1, above=True)
-        _check("min_p", self.min_p, 0, 1)
-        _check("repetition_penalty", self.repetition_penalty, 0, above=True)
-        _check("presence_penalty", self.presence_penalty, -2, 2)
-        _check("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("temperature", self.temperature, 0)
+        _check_range("top_k", self.top_k, 0)
+        _check_range("top_p", self.top_p, 0, 1, above=True)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("repetition_penalty", self.repetition_penalty, 0, above=True)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
 
     @property
     def depends_on_history(self) -> bool:
@@ -68,7 +68,7 @@ class SamplingParams:
         return not self.depends_on_history and not self.logit_bias
 
 
-def _check(name: str, value: float, low: float, high: float = inf, above: bool = False) -> None:
+def _check_range(name: str, value: float, low: float, high: float = inf, above: bool = False) -> None:
     if not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, found {value!r}")
     if not (isfinite(value) and low <= value <= high) or (above and value == low):
@@ -76,7 +76,7 @@ def _check(name: str, value: float, low: float, high: float = inf, above: bool =
         raise ValueError(f"{name} must be {bound}, found {value}")
 
 
-def whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """Whether this is a whole number, as token ids and counts are."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -89,16 +89,16 @@ class CounterRNG:
     """
 
     def __init__(self, seed: int) -> None:
-        self._key = _mix((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
+        self._key = _splitmix64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
 
     def uniform(self, position: int, stream: int = 0) -> float:
         """A number in [0, 1) for the token at `position` of the text; `stream` (below 2^32) separates independent uses
         (0: the target's own draw).
         """
-        return (_mix(self._key ^ _mix((position << 32) + stream)) >> 11) / 2.0**53
+        return (_splitmix64(self._key ^ _splitmix64((position << 32) + stream)) >> 11) / 2.0**53
 
 
-def _mix(x: int) -> int:
+def _splitmix64(x: int) -> int:
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

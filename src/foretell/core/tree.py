@@ -95,9 +95,9 @@ class TokenTree:
     def children(self, row: int) -> dict[int, list[int]]:
         """Live children of every node of a row that has any, in drawing order."""
         found: dict[int, list[int]] = {}
-        parent, live = self.parent[row].tolist(), self.valid[row].tolist()
+        parent, valid = self.parent[row].tolist(), self.valid[row].tolist()
         for node in range(int(self.prefix_length[row]), self.nodes):
-            if live[node]:
+            if valid[node]:
                 found.setdefault(parent[node], []).append(node)
         return found
 
@@ -135,7 +135,7 @@ class TokenTree:
         first, most = self.nodes, max(len(t) for t in tokens)
         if most == 0:
             return self
-        out = concatenate_trees([self, _blank(0, first + most)])
+        out = concatenate_trees([self, _empty_trees(0, first + most)])
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             end = first + len(token)
             out.token[row, first:end] = token
@@ -143,10 +143,10 @@ class TokenTree:
             out.probe[row, first:end] = True
         if scored is None:
             return out
-        silent = np.zeros_like(out.probe) if out.unscored is None else out.unscored.copy()
+        unscored = np.zeros_like(out.probe) if out.unscored is None else out.unscored.copy()
         for row, (token, wanted) in enumerate(zip(tokens, scored, strict=True)):
-            silent[row, first : first + len(token)] = [node not in wanted for node in range(first, first + len(token))]
-        return replace(out, unscored=silent)
+            unscored[row, first : first + len(token)] = [node not in wanted for node in range(first, first + len(token))]
+        return replace(out, unscored=unscored)
 
     def select(self, rows: Int[np.ndarray, " b"]) -> "TokenTree":
         """The trees of these rows, in this order."""
@@ -164,13 +164,13 @@ class TokenTree:
         )
 
     def with_prefix(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
-        """The tree hung below all decided but unread tokens; `unread[i]` ends with the present root of row `i`."""
+        """The tree hung below all decided but unread tokens; `scheduled[i]` ends with the present root of row `i`."""
         sizes = np.array([len(u) for u in unread], dtype=np.int64)
         if (sizes == self.prefix_length).all():
             return self
         n = int(sizes.max()) + self.nodes - 1
-        out = _blank(self.rows, n)
-        silent = None if self.unscored is None else np.zeros_like(out.probe)
+        out = _empty_trees(self.rows, n)
+        unscored = None if self.unscored is None else np.zeros_like(out.probe)
         for row, decided in enumerate(unread):
             k, end = len(decided), len(decided) + self.nodes - 1
             out.token[row, :k] = decided
@@ -181,19 +181,19 @@ class TokenTree:
             out.valid[row, k:end] = self.valid[row, 1:]
             out.probe[row, k:end] = self.probe[row, 1:]
             out.q_index[row, k:end] = self.q_index[row, 1:]
-            if silent is not None and self.unscored is not None:
-                silent[row, k:end] = self.unscored[row, 1:]
+            if unscored is not None and self.unscored is not None:
+                unscored[row, k:end] = self.unscored[row, 1:]
         return replace(
             out,
             prefix_length=sizes,
             q=self.q,
             distinct=self.distinct,
-            unscored=silent,
+            unscored=unscored,
             probe_embeddings=self.probe_embeddings,
         )
 
 
-def _blank(rows: int, nodes: int) -> TokenTree:
+def _empty_trees(rows: int, nodes: int) -> TokenTree:
     return TokenTree(
         token=np.zeros((rows, nodes), np.int64),
         parent=np.full((rows, nodes), -1, np.int64),
@@ -207,7 +207,7 @@ def _blank(rows: int, nodes: int) -> TokenTree:
 
 def root_tree(tokens: Sequence[int]) -> TokenTree:
     """Trees of a root only, one per text: what plain decoding verifies."""
-    out = _blank(len(tokens), 1)
+    out = _empty_trees(len(tokens), 1)
     out.token[:, 0] = tokens
     out.valid[:, 0] = True
     return out
@@ -215,7 +215,7 @@ def root_tree(tokens: Sequence[int]) -> TokenTree:
 
 def tree_from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> TokenTree:
     """Trees of picked nodes from ragged lists; entry 0 of each is the root with parent -1. Padded to the longest."""
-    out = _blank(len(tokens), max(len(t) for t in tokens))
+    out = _empty_trees(len(tokens), max(len(t) for t in tokens))
     for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         out.token[row, : len(token)] = token
         out.parent[row, : len(token)] = parent
@@ -276,7 +276,7 @@ def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
     if qs:
         m = max(x.shape[1] for x in qs)
         q = torch.zeros(sum(t.rows for t in trees), m, qs[0].shape[2], dtype=qs[0].dtype, device=qs[0].device)
-    out, at = _blank(sum(t.rows for t in trees), n), 0
+    out, at = _empty_trees(sum(t.rows for t in trees), n), 0
     for t in trees:
         rows = slice(at, at + t.rows)
         for name in ("token", "parent", "valid", "probe", "q_index"):
@@ -285,17 +285,17 @@ def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
         if q is not None and t.q is not None:
             q[rows, : t.q.shape[1]] = t.q
         at += t.rows
-    silent = None
+    unscored = None
     if any(t.unscored is not None for t in trees):
-        padded = [np.pad(_silent(t), ((0, 0), (0, n - t.nodes))) for t in trees]
-        silent = np.concatenate(padded)
+        padded = [np.pad(_unscored_mask(t), ((0, 0), (0, n - t.nodes))) for t in trees]
+        unscored = np.concatenate(padded)
     inputs = next((t.probe_embeddings for t in trees if t.probe_embeddings is not None), None)
     if any(t.probe_embeddings is not None and t.probe_embeddings is not inputs for t in trees):
         raise ValueError(
             "trees with inputs of their own cannot be read together: their token ids would mean two things"
         )
-    return replace(out, q=q, unscored=silent, probe_embeddings=inputs)
+    return replace(out, q=q, unscored=unscored, probe_embeddings=inputs)
 
 
-def _silent(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
+def _unscored_mask(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
     return np.zeros_like(tree.probe) if tree.unscored is None else tree.unscored

@@ -17,14 +17,14 @@ Divergence = Callable[[Float[torch.Tensor, "*t v"], Float[torch.Tensor, "*t v"]]
 
 def forward_kl(target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]) -> Float[torch.Tensor, "*t"]:
     """KL(p || q) in nats: the cross-entropy with the target's soft labels, less their entropy."""
-    log_p, log_q = _logs(target, draft)
-    return _expected(log_p, log_p - log_q)
+    log_p, log_q = _log_probabilities(target, draft)
+    return _expectation(log_p, log_p - log_q)
 
 
 def reverse_kl(target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]) -> Float[torch.Tensor, "*t"]:
     """KL(q || p) in nats: the draft keeps to what the target finds likely, and may leave out the rest."""
-    log_p, log_q = _logs(target, draft)
-    return _expected(log_q, log_q - log_p)
+    log_p, log_q = _log_probabilities(target, draft)
+    return _expectation(log_q, log_q - log_p)
 
 
 def jensen_shannon(
@@ -37,10 +37,10 @@ def jensen_shannon(
     """
     if not 0 < beta < 1:
         raise ValueError(f"the beta of a Jensen-Shannon divergence lies between 0 and 1, found {beta}")
-    log_p, log_q = _logs(target, draft)
+    log_p, log_q = _log_probabilities(target, draft)
     log_b, log_rest = torch.log(torch.tensor([beta, 1 - beta], dtype=log_p.dtype)).tolist()
     middle = torch.logaddexp(log_p + log_b, log_q + log_rest)
-    return beta * _expected(log_p, log_p - middle) + (1 - beta) * _expected(log_q, log_q - middle)
+    return beta * _expectation(log_p, log_p - middle) + (1 - beta) * _expectation(log_q, log_q - middle)
 
 
 def total_variation(
@@ -52,7 +52,7 @@ def total_variation(
     Its gradient is the expectation, over tokens drawn from the draft, of 1{q > p} grad log q; it vanishes where p and q
     share no token, so that an untrained draft starts with another divergence.
     """
-    log_p, log_q = _logs(target, draft)
+    log_p, log_q = _log_probabilities(target, draft)
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
@@ -65,7 +65,7 @@ def total_variation_plus(
     What is returned has that gradient; its value is a surrogate and no distance. The expectation over drafted tokens is
     exact, not sampled.
     """
-    log_p, log_q = _logs(target, draft)
+    log_p, log_q = _log_probabilities(target, draft)
     q = log_q.detach().exp()
     reward = (log_p > log_q.detach()).to(q.dtype)
     mean = (q * reward).sum(-1).mean()
@@ -75,7 +75,7 @@ def total_variation_plus(
     return -(q * advantage * log_q).masked_fill(q == 0, 0).sum(-1)
 
 
-def coarse(logits: Float[torch.Tensor, "*t v"], tokens: Int[torch.Tensor, "*t k"]) -> Float[torch.Tensor, "*t k1"]:
+def merge_tail(logits: Float[torch.Tensor, "*t v"], tokens: Int[torch.Tensor, "*t k"]) -> Float[torch.Tensor, "*t k1"]:
     """Log-probabilities of some tokens, and at the end that of all others together: a distribution with k + 1 outcomes.
 
     Every divergence can be taken between two of them; merging outcomes never makes one larger.
@@ -97,11 +97,11 @@ def divergences(beta: float = 0.5) -> Mapping[str, Divergence]:
     }
 
 
-def _logs(target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_probabilities(target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(draft.dtype, torch.float32)
     return torch.log_softmax(target.detach().to(wide), -1), torch.log_softmax(draft.to(wide), -1)
 
 
-def _expected(log_weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _expectation(log_weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The sum of exp(log_weight) * value, nothing where the weight is nothing."""
     return (log_weight.exp() * value.masked_fill(log_weight == -torch.inf, 0)).sum(-1)

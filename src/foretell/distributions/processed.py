@@ -26,10 +26,10 @@ class ProcessedDistributions:
     """
 
     def __init__(
-        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], at: Int[np.ndarray, "b n"]
+        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], logit_index: Int[np.ndarray, "b n"]
     ) -> None:
-        self._context, self._tree, self._logits, self._at = context, tree, logits, at
-        self._best: list[int] | None = None
+        self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
+        self._argmax: list[int] | None = None
 
     def sampling_params(self, row: int) -> SamplingParams:
         """Parameters of text `row`."""
@@ -37,24 +37,24 @@ class ProcessedDistributions:
 
     def uniform(self, row: int, node: int, stream: int) -> float:
         """A number in [0, 1) for use `stream` (1 or more) at this node."""
-        depth = self._below(row, node)
+        depth = self._draft_depth(row, node)
         return self._context.rngs[row].uniform(self._context.sequences[row].length + depth, stream * _DEPTHS + depth)
 
     def sample(self, row: int, node: int) -> int:
         """The target's own token after this node: equal for equal seed and position, whatever was drafted."""
         if self.sampling_params(row).temperature == 0:
             return self.argmax(row, node)
-        position = self._context.sequences[row].length + self._below(row, node)
+        position = self._context.sequences[row].length + self._draft_depth(row, node)
         return sample_from(self.probabilities(row, node), self._context.rngs[row].uniform(position))
 
     def argmax(self, row: int, node: int) -> int:
         """The most probable token after this node."""
-        k = int(self._at[row, node])
+        k = int(self._logit_index[row, node])
         if not self.sampling_params(row).uses_raw_logits:
             return int(self._processed(row, node).argmax())
-        if self._best is None:
-            self._best = argmax(self._logits).tolist()
-        return self._best[k]
+        if self._argmax is None:
+            self._argmax = argmax(self._logits).tolist()
+        return self._argmax[k]
 
     def probabilities(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         """The distribution after this node, float64; one-hot at temperature 0."""
@@ -75,10 +75,10 @@ class ProcessedDistributions:
 
     def confidence(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         """The model's own softmax after this node, before any sampling parameter: what drafters rank and stop by."""
-        return torch.softmax(self._logits[self._at[row, node]], -1)
+        return torch.softmax(self._logits[self._logit_index[row, node]], -1)
 
     def _processed(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        logits, sampling = self._logits[self._at[row, node]], self.sampling_params(row)
+        logits, sampling = self._logits[self._logit_index[row, node]], self.sampling_params(row)
         if sampling.uses_raw_logits:
             return logits
         text = self._context.sequences[row]
@@ -86,7 +86,7 @@ class ProcessedDistributions:
         history = np.concatenate([text.tokens, self._tree.token[row, drafted]])
         return apply_penalties(logits, history, text.prompt_length, sampling)
 
-    def _below(self, row: int, node: int) -> int:
+    def _draft_depth(self, row: int, node: int) -> int:
         return int(self._tree.depth[row, node] - self._tree.prefix_length[row]) + 1
 
 

@@ -118,7 +118,7 @@ class EagleDrafter(Predictor):
         self._proposed = {}
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
             known = self._known.setdefault(row, _Row())
-            if self._reach(known) != step.starts[i] or text.length > self.max_context:
+            if self._reach(known) != step.start_positions[i] or text.length > self.max_context:
                 # It has not seen how the text began, or the text is longer than it can read.
                 self.release(row)
                 continue

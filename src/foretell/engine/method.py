@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter
 from foretell.shape.base import Shape
@@ -29,11 +29,11 @@ class Method(Generic[D]):
     name: str = field(default="custom", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, self.tree.needs):
+        if not isinstance(self.draft, self.tree.drafter_type):
             shape, drafter = type(self.tree).__name__, type(self.draft).__name__
             cure = "Chain, Branch, Fixed or Beam" if shape == "Trie" else "Trie"
             raise ValueError(
-                f"{shape} grows from a {self.tree.needs.__name__.lower()}, and {drafter} is not one; try {cure} as the "
+                f"{shape} grows from a {self.tree.drafter_type.__name__.lower()}, and {drafter} is not one; try {cure} as the "
                 f"tree"
             )
 
@@ -69,9 +69,9 @@ class Method(Generic[D]):
         self.tree.release(row)
         return self.draft.rewind(row, length)
 
-    def claim(self, owner: Owner) -> bool:
-        """Serve this engine from now on; whether another one was served before. See `Exclusive.claim`."""
-        return any([self.draft.claim(owner), self.tree.claim(owner)])
+    def bind(self, engine: BindingEngine) -> bool:
+        """Serve this engine from now on; whether another one was served before. See `EngineBound.claim`."""
+        return any([self.draft.bind(engine), self.tree.bind(engine)])
 
 
 AnyMethod = Method[Any]

@@ -39,13 +39,13 @@ class RequestStatistics:
     """How far a lossy method strayed from the target; zero for lossless ones."""
     experts_read: int = 0
     """Distinct experts that passes after the prompt read, summed over their mixture-of-experts layers."""
-    mixtures_read: int = 0
+    moe_layers_read: int = 0
     """Mixture-of-experts layers of those passes."""
 
     @property
     def experts_per_pass(self) -> float:
         """Mean distinct experts that a decoding pass reads in a mixture-of-experts layer; 0 for dense models."""
-        return self.experts_read / self.mixtures_read if self.mixtures_read else 0.0
+        return self.experts_read / self.moe_layers_read if self.moe_layers_read else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
@@ -57,15 +57,15 @@ class RequestStatistics:
         """Speed of decoding, prefill apart."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def add(self, cost: StepTime, prefix_length: int, drafted: int, accepted: int | None, tokens: int) -> None:
+    def add(self, time: StepTime, prefix_length: int, drafted: int, accepted: int | None, tokens: int) -> None:
         """Count one step; `accepted` is None while a prompt is being read."""
         if prefix_length > 1 or self.new_tokens == 0:
-            self.prefill_seconds += cost.total
+            self.prefill_seconds += time.total
         else:
-            self.decode_seconds += cost.total
+            self.decode_seconds += time.total
             self.decode_tokens += tokens
-            self.draft_seconds += cost.draft
-            self.verify_seconds += cost.verify
+            self.draft_seconds += time.draft
+            self.verify_seconds += time.verify
         if accepted is None:
             return
         self.new_tokens += tokens

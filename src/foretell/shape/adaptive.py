@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import Exclusive
+from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape
@@ -23,7 +23,7 @@ class LengthRule(ABC):
     """How a chain's pace follows from what became of the one before."""
 
     @abstractmethod
-    def after(self, record: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
+    def update(self, history: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
         """The record after a chain of `drafted` tokens (1 or more) of which `accepted` stood."""
 
 
@@ -33,15 +33,15 @@ class HeuristicSchedule(LengthRule):
     one) after any other.
     """
 
-    up: int = 2
-    down: int = 1
-    most: int = 64
+    increase: int = 2
+    decrease: int = 1
+    max_length: int = 64
 
-    def after(self, record: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
+    def update(self, history: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
         """Lengthen or shorten."""
-        pace = record.limits
-        length = min(self.most, pace.length + self.up) if accepted == pace.length else max(1, pace.length - self.down)
-        return replace(record, limits=replace(pace, length=length))
+        limits = history.limits
+        length = min(self.max_length, limits.length + self.increase) if accepted == limits.length else max(1, limits.length - self.decrease)
+        return replace(history, limits=replace(limits, length=length))
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ class ConfidenceRule(LengthRule):
     and falls otherwise, unless the chain had reached its full length, as in the released code.
     """
 
-    wanted: float = 0.9
+    target_acceptance: float = 0.9
     step: float = 0.01
-    memory: float = 0.5
-    inertia: float = 0.9
+    acceptance_momentum: float = 0.5
+    confidence_momentum: float = 0.9
 
-    def after(self, record: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
+    def update(self, history: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
         """Move the confidence."""
-        pace = record.limits
-        acceptance = self.memory * record.acceptance + (1 - self.memory) * accepted / drafted
-        way = 1 if acceptance <= self.wanted else 0 if drafted == pace.length else -1
-        aim = pace.confidence + way * self.step
-        confidence = self.inertia * pace.confidence + (1 - self.inertia) * aim
-        return ChainHistory(replace(pace, confidence=confidence), acceptance)
+        limits = history.limits
+        acceptance = self.acceptance_momentum * history.acceptance + (1 - self.acceptance_momentum) * accepted / drafted
+        way = 1 if acceptance <= self.target_acceptance else 0 if drafted == limits.length else -1
+        aim = limits.confidence + way * self.step
+        confidence = self.confidence_momentum * limits.confidence + (1 - self.confidence_momentum) * aim
+        return ChainHistory(replace(limits, confidence=confidence), acceptance)
 
 
-class AdaptiveChain(Exclusive, Shape[Predictor]):
+class AdaptiveChain(EngineBound, Shape[Predictor]):
     """A chain that starts at the pace of `start` and changes it by `rule`, per text.
 
     The pace depends on earlier steps only, never on what the target says of the present chain, so every acceptor keeps
@@ -76,31 +76,31 @@ class AdaptiveChain(Exclusive, Shape[Predictor]):
 
     label = "adaptive chain"
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __init__(self, start: Chain, rule: LengthRule) -> None:
         self.start, self.rule = start, rule
-        self._records: dict[int, ChainHistory] = {}
-        self._grown: set[int] = set()
+        self._histories: dict[int, ChainHistory] = {}
+        self._drafted_rows: set[int] = set()
 
-    def record(self, row: int) -> ChainHistory:
+    def history(self, row: int) -> ChainHistory:
         """The present state of a text."""
-        return self._records.get(row, ChainHistory(self.start.limits))
+        return self._histories.get(row, ChainHistory(self.start.limits))
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain per text at its own pace."""
-        self._grown = set(context.rows)
-        return grow_chains(draft, context, [self.record(row).limits for row in context.rows], self.start.draw)
+        self._drafted_rows = set(context.rows)
+        return grow_chains(draft, context, [self.history(row).limits for row in context.rows], self.start.draw)
 
     def observe(self, step: StepResult) -> None:
         """Learn how the chains did."""
         for i, row in enumerate(step.context.rows):
             prefix_length = int(step.tree.prefix_length[i])
             drafted = int(step.tree.valid[i].sum()) - prefix_length
-            if row in self._grown and drafted:
-                self._records[row] = self.rule.after(self.record(row), drafted, len(step.paths[i]) - prefix_length)
-        self._grown = set()
+            if row in self._drafted_rows and drafted:
+                self._histories[row] = self.rule.update(self.history(row), drafted, len(step.paths[i]) - prefix_length)
+        self._drafted_rows = set()
 
     def release(self, row: int) -> None:
         """Forget a row."""
-        self._records.pop(row, None)
+        self._histories.pop(row, None)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.sampling import sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
@@ -30,7 +30,7 @@ class Shape(ABC, Generic[D]):
 
     label: ClassVar[str] = ""
     """The form of the tree, in a few words, for the table of methods."""
-    needs: ClassVar[type[Drafter]]
+    drafter_type: ClassVar[type[Drafter]]
     """The kind of drafter it can work with."""
 
     @abstractmethod
@@ -45,8 +45,8 @@ class Shape(ABC, Generic[D]):
         """Forget a row: its request is over."""
         return
 
-    def claim(self, owner: Owner) -> bool:
-        """Serve this engine from now on (see `Exclusive`); shapes without state serve any number of them."""
+    def bind(self, engine: BindingEngine) -> bool:
+        """Serve this engine from now on (see `EngineBound`); shapes without state serve any number of them."""
         return False
 
 
@@ -55,7 +55,7 @@ class RootOnly(Shape[Drafter]):
 
     label = "root"
 
-    needs = Drafter
+    drafter_type = Drafter
 
     def grow(self, draft: Drafter, context: Context) -> TokenTree:
         """Roots only."""
@@ -95,7 +95,7 @@ class TreeBuilder:
         self,
         parent: Int[np.ndarray, "b f"],
         token: Int[np.ndarray, "b f"],
-        live: Bool[np.ndarray, "b f"],
+        valid: Bool[np.ndarray, "b f"],
         q_index: Int[np.ndarray, "b f"] | None = None,
     ) -> None:
         """Append nodes, which become the frontier."""
@@ -104,8 +104,8 @@ class TreeBuilder:
             t,
             token=np.concatenate([t.token, token], 1),
             parent=np.concatenate([t.parent, parent], 1),
-            valid=np.concatenate([t.valid, live], 1),
-            probe=np.concatenate([t.probe, np.zeros_like(live)], 1),
+            valid=np.concatenate([t.valid, valid], 1),
+            probe=np.concatenate([t.probe, np.zeros_like(valid)], 1),
             q_index=np.concatenate([t.q_index, np.full_like(token, -1) if q_index is None else q_index], 1),
         )
         self.frontier = np.arange(first, first + token.shape[1]) + np.zeros_like(token)
@@ -125,61 +125,61 @@ class TreeBuilder:
 
 
 def add_top_ranks(
-    growth: TreeBuilder, best: TopTokens, ranks: Sequence[Sequence[int]], going: Bool[np.ndarray, " b"] | None = None
+    builder: TreeBuilder, best: TopTokens, ranks: Sequence[Sequence[int]], active: Bool[np.ndarray, " b"] | None = None
 ) -> None:
     """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not
     grow or has no such token.
 
-    `going`: the rows that may have children; None: all.
+    `active`: the rows that may have children; None: all.
     """
     which, rank = (
         np.repeat(np.arange(len(ranks)), [len(r) for r in ranks]),
         np.array([r for part in ranks for r in part]),
     )
-    parent, row = growth.frontier[:, which], np.arange(len(growth.frontier))[:, None]
+    parent, row = builder.frontier[:, which], np.arange(len(builder.frontier))[:, None]
     at, most = best.logit_index[row, parent], best.token.shape[1]
-    live = (
-        growth.tree.valid[row, parent] & (growth.depth < growth.context.max_depth)[:, None] & (at >= 0) & (rank < most)
+    valid = (
+        builder.tree.valid[row, parent] & (builder.depth < builder.context.max_depth)[:, None] & (at >= 0) & (rank < most)
     )
-    if going is not None:
-        live &= going[:, None]
+    if active is not None:
+        valid &= active[:, None]
     token = np.zeros_like(parent)
-    if live.any():
+    if valid.any():
         place = np.maximum(at, 0), np.minimum(rank, most - 1)[None]
-        live &= best.probability[place] > 0
-        token[live] = best.token[place][live]
-    growth.add(parent, token, live)
+        valid &= best.probability[place] > 0
+        token[valid] = best.token[place][valid]
+    builder.add(parent, token, valid)
 
 
 def expand_level(
-    growth: TreeBuilder,
+    builder: TreeBuilder,
     distributions: ProcessedDistributions,
     ranks: Sequence[Sequence[int]],
     draw: bool,
-    going: Sequence[int] | None = None,
+    active: Sequence[int] | None = None,
 ) -> None:
     """Give the `i`-th frontier node of every row one child per entry of `ranks[i]`: the token of that rank, or a draw.
 
     Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot
-    fill. `going`: the rows that may have children; None: all.
+    fill. `active`: the rows that may have children; None: all.
     """
-    b, width = len(growth.frontier), sum(len(r) for r in ranks)
-    parent = np.repeat(growth.frontier, [len(r) for r in ranks], axis=1)
-    token, live, origin = np.zeros((b, width), np.int64), np.zeros((b, width), bool), np.full((b, width), -1, np.int64)
-    for row in range(b) if going is None else going:
+    b, width = len(builder.frontier), sum(len(r) for r in ranks)
+    parent = np.repeat(builder.frontier, [len(r) for r in ranks], axis=1)
+    token, valid, origin = np.zeros((b, width), np.int64), np.zeros((b, width), bool), np.full((b, width), -1, np.int64)
+    for row in range(b) if active is None else active:
         place = 0
-        for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
-            if wanted and growth.can_expand(row, node):
+        for node, wanted in zip(builder.frontier[row].tolist(), ranks, strict=True):
+            if wanted and builder.can_expand(row, node):
                 for j, (t, number) in enumerate(
-                    _children(growth, distributions, row, node, wanted, draw, DRAFT + place)
+                    _child_tokens(builder, distributions, row, node, wanted, draw, DRAFT + place)
                 ):
-                    token[row, place + j], live[row, place + j], origin[row, place + j] = t, True, number
+                    token[row, place + j], valid[row, place + j], origin[row, place + j] = t, True, number
             place += len(wanted)
-    growth.add(parent, token, live, origin)
+    builder.add(parent, token, valid, origin)
 
 
-def _children(
-    growth: TreeBuilder,
+def _child_tokens(
+    builder: TreeBuilder,
     distributions: ProcessedDistributions,
     row: int,
     node: int,
@@ -200,9 +200,9 @@ def _children(
         best = confidence.topk(min(max(ranks) + 1, len(confidence))).indices.tolist()
         return [(best[r], -1) for r in ranks if r < len(best)]
     q = distributions.probabilities(row, node)
-    number, left, out = growth.add_distribution(row, q), q, list[tuple[int, int]]()
+    number, left, out = builder.add_distribution(row, q), q, list[tuple[int, int]]()
     for i in range(len(ranks)):
-        if i and growth.tree.distinct[row]:
+        if i and builder.tree.distinct[row]:
             left = left.clone()
             left[out[-1][0]] = 0
             if not left.sum() > 0:

@@ -22,7 +22,7 @@ class BranchingTree(Shape[Predictor]):
     distinct: bool = True
     draw: bool = True
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         if not all(w >= 1 for w in self.widths):
@@ -30,7 +30,7 @@ class BranchingTree(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The full tree per text."""
-        growth = TreeBuilder(context, self.distinct)
+        builder = TreeBuilder(context, self.distinct)
         for width in self.widths[: int(context.max_depth.max())]:
-            expand_level(growth, growth.expand(draft), [range(width)] * growth.frontier.shape[1], self.draw)
-        return growth.build()
+            expand_level(builder, builder.expand(draft), [range(width)] * builder.frontier.shape[1], self.draw)
+        return builder.build()

@@ -42,7 +42,7 @@ class Chain(Shape[Predictor]):
     confidence: float = 0.0
     fallback: float = 0.0
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -59,51 +59,51 @@ class Chain(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain per text; rows that stop early have dead nodes at the end."""
-        if self.length and not (self.confidence or self.fallback) and _picks(context, self.draw):
+        if self.length and not (self.confidence or self.fallback) and _takes_argmax(context, self.draw):
             whole = draft.grow_dynamic_tree(context, (self.length, 1, self.length), (0.0, 0.0))
             if whole is not None:
                 return whole
         return grow_chains(draft, context, [self.limits] * len(context.rows), self.draw)
 
 
-def grow_chains(draft: Predictor, context: Context, paces: Sequence[ChainLimits], draw: bool) -> TokenTree:
+def grow_chains(draft: Predictor, context: Context, limits: Sequence[ChainLimits], draw: bool) -> TokenTree:
     """A chain per text, each at its own pace."""
-    growth = TreeBuilder(replace(context, max_depth=np.minimum(context.max_depth, [p.length for p in paces])))
-    if _picks(context, draw):
-        return _picked_chains(draft, growth, paces)
-    going = list(range(len(paces)))
-    while going := [row for row in going if growth.can_expand(row, int(growth.frontier[row, 0]))]:
-        distributions, parents = growth.expand(draft), growth.frontier[:, 0].tolist()
-        going = [row for row in going if _sure(distributions, row, parents[row], paces[row].fallback)]
-        expand_level(growth, distributions, [(0,)], draw, going)
-        node = growth.tree.nodes - 1
-        going = [
+    builder = TreeBuilder(replace(context, max_depth=np.minimum(context.max_depth, [p.length for p in limits])))
+    if _takes_argmax(context, draw):
+        return _argmax_chains(draft, builder, limits)
+    active = list(range(len(limits)))
+    while active := [row for row in active if builder.can_expand(row, int(builder.frontier[row, 0]))]:
+        distributions, parents = builder.expand(draft), builder.frontier[:, 0].tolist()
+        active = [row for row in active if _is_confident(distributions, row, parents[row], limits[row].fallback)]
+        expand_level(builder, distributions, [(0,)], draw, active)
+        node = builder.tree.nodes - 1
+        active = [
             row
-            for row in going
-            if _sure(distributions, row, parents[row], paces[row].confidence, int(growth.tree.token[row, node]))
+            for row in active
+            if _is_confident(distributions, row, parents[row], limits[row].confidence, int(builder.tree.token[row, node]))
         ]
-    return growth.build()
+    return builder.build()
 
 
-def _picks(context: Context, draw: bool) -> bool:
+def _takes_argmax(context: Context, draw: bool) -> bool:
     """Whether nothing but the drafter's own best tokens is needed."""
     return all(s.uses_raw_logits and not (draw and s.temperature) for s in context.sampling_params)
 
 
-def _picked_chains(draft: Predictor, growth: TreeBuilder, paces: Sequence[ChainLimits]) -> TokenTree:
+def _argmax_chains(draft: Predictor, builder: TreeBuilder, limits: Sequence[ChainLimits]) -> TokenTree:
     """The same of the drafter's own best tokens."""
-    going = np.array([growth.can_expand(row, 0) for row in range(len(paces))])
-    while going.any():
-        best, row = growth.top_tokens(draft, 1), np.arange(len(paces))
-        at = best.logit_index[row, growth.frontier[:, 0]]
-        chance = best.probability[at, 0] if len(best.probability) else np.zeros(len(paces))
-        going &= (at >= 0) & (chance >= [p.fallback for p in paces])
-        add_top_ranks(growth, best, [(0,)], going)
-        going &= (chance >= [p.confidence for p in paces]) & (growth.depth < growth.context.max_depth)
-    return growth.build()
+    active = np.array([builder.can_expand(row, 0) for row in range(len(limits))])
+    while active.any():
+        best, row = builder.top_tokens(draft, 1), np.arange(len(limits))
+        at = best.logit_index[row, builder.frontier[:, 0]]
+        chance = best.probability[at, 0] if len(best.probability) else np.zeros(len(limits))
+        active &= (at >= 0) & (chance >= [p.fallback for p in limits])
+        add_top_ranks(builder, best, [(0,)], active)
+        active &= (chance >= [p.confidence for p in limits]) & (builder.depth < builder.context.max_depth)
+    return builder.build()
 
 
-def _sure(distributions: ProcessedDistributions, row: int, node: int, least: float, token: int | None = None) -> bool:
+def _is_confident(distributions: ProcessedDistributions, row: int, node: int, least: float, token: int | None = None) -> bool:
     """Whether the drafter gives `token` (its best one if None) at least this probability after `node`."""
     if least <= 0:
         return True

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import Exclusive
+from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Retriever
 from foretell.shape.base import Shape
@@ -24,9 +24,9 @@ class DraftController:
     `longest`.
     """
 
-    def __init__(self, longest: int = 4) -> None:
-        self._longest = longest
-        self._promised = self._kept = 8.0
+    def __init__(self, max_pause: int = 4) -> None:
+        self._longest = max_pause
+        self._predicted = self._accepted = 8.0
         self._profit, self._seen, self._pause, self._length = 0.0, 0, 0, 1
 
     def should_draft(self) -> bool:
@@ -37,14 +37,14 @@ class DraftController:
     @property
     def calibration(self) -> float:
         """By how much promised chances are to be corrected."""
-        return min(1.5, self._kept / self._promised)
+        return min(1.5, self._accepted / self._predicted)
 
-    def update(self, promised: float, kept: int, profit: float) -> None:
+    def update(self, predicted: float, accepted: int, profit: float) -> None:
         """Book a step: the drafts' summed chances before correction, how many stood, and the seconds gained."""
         # Both fade towards the start, so that a text that is promised nothing because promises were broken gets another
         # chance.
-        self._promised = 0.95 * self._promised + 0.4 + promised
-        self._kept = 0.95 * self._kept + 0.4 + kept
+        self._predicted = 0.95 * self._predicted + 0.4 + predicted
+        self._accepted = 0.95 * self._accepted + 0.4 + accepted
         self._profit, self._seen = 0.97 * self._profit + profit, self._seen + 1
         if self._profit > 0:
             self._length = 1
@@ -60,9 +60,9 @@ class DraftEstimate:
     """
 
     row: int
-    asked: bool
+    attempted: bool
     size: int
-    promised: float
+    predicted: float
     expected: float
 
 
@@ -74,7 +74,7 @@ class DraftPlan:
     candidates: tuple[Candidates, ...]
     """What each tree is planted from."""
     estimates: tuple[DraftEstimate, ...]
-    timing: bool
+    measures_plain: bool
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -82,7 +82,7 @@ class DraftPlan:
         return trie_from_prefixes(self.roots, [[prefix for prefix, _ in offer] for offer in self.candidates])
 
 
-class CostAwareTrie(Exclusive, Shape[Retriever]):
+class CostAwareTrie(EngineBound, Shape[Retriever]):
     """Of all texts' offers, as many of the likeliest tokens as make the most tokens per second; none if that is plain
     decoding.
 
@@ -93,13 +93,13 @@ class CostAwareTrie(Exclusive, Shape[Retriever]):
 
     label = "trie sized by cost"
 
-    needs = Retriever
+    drafter_type = Retriever
 
     def __init__(self, budget: int = 24, cost: PassCost | None = None) -> None:
         if budget < 0:
             raise ValueError(f"a tree holds 0 or more drafted tokens, found a budget of {budget}")
         self.budget, self.cost = budget, PassCost() if cost is None else cost
-        self._ledgers: dict[int, DraftController] = {}
+        self._controllers: dict[int, DraftController] = {}
         self._plan: DraftPlan | None = None
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
@@ -110,18 +110,18 @@ class CostAwareTrie(Exclusive, Shape[Retriever]):
     def plan(self, draft: Retriever, context: Context) -> DraftPlan:
         """The trees, and what they promise."""
         decoding = all(len(text.generated) for text in context.sequences)
-        timing = decoding and self.cost.unsure(len(context.rows))
-        asked = [self._ledgers.setdefault(row, DraftController()).should_draft() and not timing for row in context.rows]
-        offers = self._offers(draft, context, [i for i, yes in enumerate(asked) if yes])
-        chosen = [o[:n] for o, n in zip(offers, self._choose(offers, len(offers)), strict=True)]
+        timing = decoding and self.cost.needs_measurement(len(context.rows))
+        asked = [self._controllers.setdefault(row, DraftController()).should_draft() and not timing for row in context.rows]
+        offers = self._retrieve_candidates(draft, context, [i for i, yes in enumerate(asked) if yes])
+        chosen = [o[:n] for o, n in zip(offers, self._choose_sizes(offers, len(offers)), strict=True)]
         expected = [sum(chance for _, chance in offer) for offer in chosen]
         bids = (
-            DraftEstimate(row, yes, len(offer), sum_ / self._ledgers[row].calibration, sum_)
+            DraftEstimate(row, yes, len(offer), sum_ / self._controllers[row].calibration, sum_)
             for row, yes, offer, sum_ in zip(context.rows, asked, chosen, expected, strict=True)
         )
         return DraftPlan(tuple(context.last_tokens), tuple(chosen), tuple(bids), timing)
 
-    def _offers(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Candidates]:
+    def _retrieve_candidates(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Candidates]:
         """Ranked prefixes with corrected chances per text."""
         offers: list[Candidates] = [[] for _ in context.rows]
         if asking:
@@ -129,13 +129,13 @@ class CostAwareTrie(Exclusive, Shape[Retriever]):
             for i, max_depth, found in zip(
                 asking, part.max_depth.tolist(), draft.retrieve(part, self.budget), strict=True
             ):
-                honesty = self._ledgers[context.rows[i]].calibration
+                honesty = self._controllers[context.rows[i]].calibration
                 offers[i] = [
                     (p, min(1.0, honesty * chance)) for p, chance in rank_prefixes(found, max_depth)[: self.budget]
                 ]
         return offers
 
-    def _choose(self, offers: Sequence[Candidates], b: int) -> list[int]:
+    def _choose_sizes(self, offers: Sequence[Candidates], b: int) -> list[int]:
         """How much of each offer to take: the common number of likeliest tokens that makes the most tokens per
         second.
         """
@@ -150,34 +150,34 @@ class CostAwareTrie(Exclusive, Shape[Retriever]):
         """Book what the step took and gave."""
         if self._plan is not None:
             self.learn_cost(step, self._plan)
-            self.settle(step, self._plan, step.draft_seconds)
+            self.update_controllers(step, self._plan, step.draft_seconds)
         self._plan = None
 
     def learn_cost(self, step: StepResult, plan: DraftPlan) -> None:
         """Learn what a pass costs; one that also read a prompt does not say."""
         if step.context.rows == tuple(bid.row for bid in plan.estimates) and step.tree.is_decode:
-            self.cost.learn(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
+            self.cost.update(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
 
-    def settle(self, step: StepResult, plan: DraftPlan, seconds: float, but: Collection[int] = ()) -> None:
+    def update_controllers(self, step: StepResult, plan: DraftPlan, seconds: float, but: Collection[int] = ()) -> None:
         """Learn whether the drafts paid, which took `seconds` to find, `but` of the rows that something else drafted
         for.
         """
-        bids = [bid for bid in plan.estimates if bid.asked and bid.row in step.context.rows and bid.row not in but]
+        bids = [bid for bid in plan.estimates if bid.attempted and bid.row in step.context.rows and bid.row not in but]
         if not bids:
             return
         b, size = len(plan.estimates), sum(bid.size for bid in plan.estimates)
         first, last = self.cost.seconds(b, b + size)[[0, -1]].tolist()
         for bid in bids:
-            stood = accepted(step, bid.row)
+            stood = num_accepted(step, bid.row)
             profit = (stood * first - seconds) / b - (last - first) * bid.size / max(1, size)
-            self._ledgers[bid.row].update(bid.promised, stood, profit)
+            self._controllers[bid.row].update(bid.predicted, stood, profit)
 
     def release(self, row: int) -> None:
         """Forget a row; what passes cost stays known."""
-        self._ledgers.pop(row, None)
+        self._controllers.pop(row, None)
 
 
-def accepted(step: StepResult, row: int) -> int:
+def num_accepted(step: StepResult, row: int) -> int:
     """How many drafts of a row stood."""
     i = step.context.rows.index(row)
     return len(step.paths[i]) - int(step.tree.prefix_length[i])

@@ -9,7 +9,7 @@ from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens
 from foretell.shape.base import Shape, TreeBuilder
 
-_HOPE = 1.5
+_EXPAND_FACTOR = 1.5
 """A node is gone on from where its best child, which is mostly half to two thirds as likely, may be worth its place."""
 
 
@@ -27,9 +27,9 @@ class DynamicTree(Shape[Predictor]):
     depth: int
     width: int
     budget: int
-    least: float = 0.0
+    min_score: float = 0.0
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.budget) < 1:
@@ -39,48 +39,48 @@ class DynamicTree(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The reranked tree per text."""
-        stop = min(1.0, _HOPE * self.least)
-        whole = draft.grow_dynamic_tree(context, (self.depth, self.width, self.budget), (self.least, stop))
+        stop = min(1.0, _EXPAND_FACTOR * self.min_score)
+        whole = draft.grow_dynamic_tree(context, (self.depth, self.width, self.budget), (self.min_score, stop))
         if whole is not None:
             return whole
-        growth = TreeBuilder(context)
+        builder = TreeBuilder(context)
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.max_depth.max()))):
-            going = score[np.arange(len(score))[:, None], growth.frontier] >= stop
+            active = score[np.arange(len(score))[:, None], builder.frontier] >= stop
             # The best come first.
-            most = min(self.width, going.sum(1).max())
+            most = min(self.width, active.sum(1).max())
             if not most:
                 break
-            growth.frontier = growth.frontier[:, :most]
-            new = self._deepen(growth, growth.top_tokens(draft, self.width), score, going[:, :most])
+            builder.frontier = builder.frontier[:, :most]
+            new = self._expand(builder, builder.top_tokens(draft, self.width), score, active[:, :most])
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
-        return self._rerank(growth.build(), score)
+        return self._rerank(builder.build(), score)
 
-    def _deepen(self, growth: TreeBuilder, ranks: TopTokens, score: np.ndarray, going: np.ndarray) -> np.ndarray:
-        """Add the children of the frontier where it is `going` on, the best of each text first; their scores."""
+    def _expand(self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray) -> np.ndarray:
+        """Add the children of the frontier where it is `active` on, the best of each text first; their scores."""
         # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
         row = np.arange(len(score))[:, None]
-        at = ranks.logit_index[row, growth.frontier]
-        live = (
-            growth.tree.valid[row, growth.frontier]
-            & (growth.depth < growth.context.max_depth)[:, None]
+        at = ranks.logit_index[row, builder.frontier]
+        valid = (
+            builder.tree.valid[row, builder.frontier]
+            & (builder.depth < builder.context.max_depth)[:, None]
             & (at >= 0)
-            & going
+            & active
         )
         token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
-        if live.any():
-            width, which = ranks.token.shape[1], at[live]
-            token[live, :width] = ranks.token[which]
-            new[live, :width] = score[row, growth.frontier][live][:, None] * ranks.probability[which]
+        if valid.any():
+            width, which = ranks.token.shape[1], at[valid]
+            token[valid, :width] = ranks.token[which]
+            new[valid, :width] = score[row, builder.frontier][valid][:, None] * ranks.probability[which]
         token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
-        worth = (new > 0) & (new >= self.least)
+        worth = (new > 0) & (new >= self.min_score)
         order = np.argsort(-np.where(worth, new, -1.0), axis=1, kind="stable")[
             :, : min(self.budget, worth.sum(1).max())
         ]
         if order.shape[1]:
-            growth.add(growth.frontier[row, order // self.width], token[row, order], worth[row, order])
+            builder.add(builder.frontier[row, order // self.width], token[row, order], worth[row, order])
         return np.asarray(new[row, order])
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:

@@ -24,7 +24,7 @@ class FixedTree(Shape[Predictor]):
     choices: tuple[Path, ...]
     draw: bool = False
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         known = {(), *self.choices}
@@ -47,11 +47,11 @@ class FixedTree(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The tree per text, down to the depth that the text has room for."""
-        growth = TreeBuilder(context, distinct=self.draw)
+        builder = TreeBuilder(context, distinct=self.draw)
         for inner, ranks in self._levels[: int(context.max_depth.max())]:
-            growth.frontier = growth.frontier[:, inner]
+            builder.frontier = builder.frontier[:, inner]
             if self.draw:
-                expand_level(growth, growth.expand(draft), ranks, draw=True)
+                expand_level(builder, builder.expand(draft), ranks, draw=True)
             else:
-                add_top_ranks(growth, growth.top_tokens(draft, 1 + max(map(max, ranks))), ranks)
-        return growth.build()
+                add_top_ranks(builder, builder.top_tokens(draft, 1 + max(map(max, ranks))), ranks)
+        return builder.build()

@@ -17,8 +17,8 @@ class PathCounts:
     watched. `fade`: what is left of old counts after each addition.
     """
 
-    def __init__(self, ranks: int = 10, fade: float = 0.98) -> None:
-        self._ranks, self._fade = ranks, fade
+    def __init__(self, ranks: int = 10, decay: float = 0.98) -> None:
+        self._ranks, self._decay = ranks, decay
         self._counts: dict[Path, float] = {}
         self._total = 0.0
 
@@ -28,17 +28,17 @@ class PathCounts:
         Positions where one is not known are left out.
         """
         rank = rank[known.all(1)]
-        self._counts = {path: self._fade * c for path, c in self._counts.items() if self._fade * c > 1e-3}
-        self._total = self._fade * self._total + len(rank)
+        self._counts = {path: self._decay * c for path, c in self._counts.items() if self._decay * c > 1e-3}
+        self._total = self._decay * self._total + len(rank)
         for depth in range(1, rank.shape[1] + 1):
             rank = rank[rank[:, depth - 1] < self._ranks]
             found, times = np.unique(rank[:, :depth], axis=0, return_counts=True)
             for path, count in zip(map(tuple, found.tolist()), times.tolist(), strict=True):
                 self._counts[path] = self._counts.get(path, 0.0) + count
 
-    def best(self, most: int = 128) -> tuple[tuple[Path, ...], tuple[float, ...]]:
+    def most_frequent(self, limit: int = 128) -> tuple[tuple[Path, ...], tuple[float, ...]]:
         """The paths that came true most often, each after its beginnings, and how often: a share of all positions."""
-        order = sorted(self._counts, key=lambda p: (-self._counts[p], len(p), p))[:most]
+        order = sorted(self._counts, key=lambda p: (-self._counts[p], len(p), p))[:limit]
         return tuple(order), tuple(round(self._counts[p] / self._total, 4) for p in order)
 
     def state(self) -> dict[str, np.ndarray]:

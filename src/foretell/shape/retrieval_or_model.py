@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.engine_bound import Exclusive
+from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree, concatenate_trees, merge_trees
 from foretell.draft.base import Predictor
 from foretell.draft.hybrid import HybridDrafter
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
-from foretell.shape.cost_aware_trie import CostAwareTrie, DraftEstimate, DraftPlan, accepted
+from foretell.shape.cost_aware_trie import CostAwareTrie, DraftEstimate, DraftPlan, num_accepted
 from foretell.shape.trie import trie_from_prefixes
 
 
@@ -46,7 +46,7 @@ _TRIALS = 3
 """Guesses before it is decided whether they pay; the first of them often takes as long as ten others."""
 
 
-class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
+class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
     """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree beside
     it, or no drafts.
 
@@ -59,17 +59,17 @@ class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
 
     label = "trie, tree or none, by expected speed"
 
-    needs = HybridDrafter
+    drafter_type = HybridDrafter
 
     def __init__(
         self,
-        frugal: CostAwareTrie,
-        guess: Shape[Predictor],
-        again: int = 128,
+        trie: CostAwareTrie,
+        model_shape: Shape[Predictor],
+        retry_interval: int = 128,
     ) -> None:
-        if isinstance(guess, Chain) and (guess.draw or guess.length < 1):
+        if isinstance(model_shape, Chain) and (model_shape.draw or model_shape.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
-        self.frugal, self.guess, self._again = frugal, guess, again
+        self.trie, self.model_shape, self._again = trie, model_shape, retry_interval
         self._stood, self._size = dict[int, RunningMean](), RunningMean()
         self._usual = RunningMean(memory=64.0, value=_HOPED, weight=_DOUBT)
         """What stood of the guesses at all texts."""
@@ -90,10 +90,10 @@ class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
 
     def grow(self, draft: HybridDrafter, context: Context) -> TokenTree:
         """A trie, a guess or a root per text."""
-        self._plan, self._guessed, self._timed = self.frugal.plan(draft.retriever, context), {}, False
+        self._plan, self._guessed, self._timed = self.trie.plan(draft.retriever, context), {}, False
         able = replace(context, max_depth=draft.predictor.max_depths(context))
         weak = []
-        if not self._plan.timing:
+        if not self._plan.measures_plain:
             if draft.predictor.hidden_layers:
                 # It lives on what the target has read, and has nothing to read itself.
                 self._read.update(context.rows)
@@ -112,7 +112,7 @@ class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
             return bid.row in self._read or not len(text.generated)
         assert self._plan is not None
         b, size = len(self._plan.estimates), round(self._size.value)
-        cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
+        cost = self.trie.cost.seconds(b, b + max(size, bid.size))
         share = cost[0] / b - cost[0]
         stood = self._stood_at(bid.row).value
         # The quickest: what took longer was mostly the machine's other work, and a guess that seems too dear is hardly
@@ -127,7 +127,7 @@ class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
     def _with_guesses(self, draft: HybridDrafter, context: Context, weak: Sequence[int], plan: DraftPlan) -> TokenTree:
         """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
         asking = context.select(weak)
-        guesses = self.guess.grow(draft.predictor, asking)
+        guesses = self.model_shape.grow(draft.predictor, asking)
         self._timed = all(context.rows[i] in self._read for i in weak)
         self._read.update(context.rows[i] for i in weak)
         self._guessed = {context.rows[i]: int(n) - 1 for i, n in zip(weak, guesses.valid.sum(1), strict=True)}
@@ -149,12 +149,12 @@ class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
         if self._timed:
             self._times.append(max(0.0, step.draft_seconds - self._retrieval.value) / len(self._guessed))
             self._tries += 1
-        elif not self._guessed and any(bid.asked for bid in self._plan.estimates):
+        elif not self._guessed and any(bid.attempted for bid in self._plan.estimates):
             self._retrieval.add(step.draft_seconds)
-        self.frugal.learn_cost(step, self._plan)
-        self.frugal.settle(step, self._plan, self._retrieval.value, but=self._guessed)
+        self.trie.learn_cost(step, self._plan)
+        self.trie.update_controllers(step, self._plan, self._retrieval.value, but=self._guessed)
         for row in self._guessed.keys() & set(step.context.rows):
-            stood = accepted(step, row)
+            stood = num_accepted(step, row)
             self._stood_at(row).add(stood)
             self._usual.add(stood)
         self._plan, self._guessed = None, {}
@@ -163,4 +163,4 @@ class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
         """Forget a row; what passes and guesses cost stays known."""
         self._read.discard(row)
         self._stood.pop(row, None)
-        self.frugal.release(row)
+        self.trie.release(row)

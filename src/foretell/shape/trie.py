@@ -23,9 +23,9 @@ class Trie(Shape[Retriever]):
     label = "trie"
 
     budget: int
-    least: float = 0.0
+    min_probability: float = 0.0
 
-    needs = Retriever
+    drafter_type = Retriever
 
     def __post_init__(self) -> None:
         if self.budget < 0:
@@ -35,14 +35,14 @@ class Trie(Shape[Retriever]):
         """A trie per text, padded to the largest."""
         found = draft.retrieve(context, self.budget)
         chosen = [
-            [prefix for prefix, _ in rank_prefixes(continuations, max_depth, self.least)[: self.budget]]
+            [prefix for prefix, _ in rank_prefixes(continuations, max_depth, self.min_probability)[: self.budget]]
             for max_depth, continuations in zip(context.max_depth.tolist(), found, strict=True)
         ]
         return trie_from_prefixes(context.last_tokens, chosen)
 
 
 def rank_prefixes(
-    continuations: Sequence[Continuation], max_depth: int, least: float = 0.0
+    continuations: Sequence[Continuation], max_depth: int, min_probability: float = 0.0
 ) -> list[tuple[Prefix, float]]:
     """Prefixes of all continuations with their chances of acceptance, likeliest first; a prefix always comes after its
     own prefixes.
@@ -52,7 +52,7 @@ def rank_prefixes(
     chance: dict[Prefix, float] = {}
     for c in continuations:
         for i in range(min(len(c.tokens), max_depth)):
-            if c.cumulative_acceptance[i] < least:
+            if c.cumulative_acceptance[i] < min_probability:
                 break
             prefix = c.tokens[: i + 1]
             chance[prefix] = max(chance.get(prefix, 0.0), c.cumulative_acceptance[i])
