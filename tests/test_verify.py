@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from foretell.accept import Acceptor, AcceptResult, Match, Rejection, TypicalAcceptance
 from foretell.api import Model
 from foretell.core.context import ModelOutput
+from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft import DraftModel, PromptLookup
@@ -69,7 +70,7 @@ class Biased(Acceptor):
         if (
             honest.path
             or root not in children
-            or distributions.uniform(row, root, 99) >= self._share
+            or distributions.uniform(row, root, Stream.ACCEPT, 98) >= self._share
             or distributions.sampling_params(row).temperature == 0
         ):
             return honest
@@ -85,7 +86,7 @@ class Hasty(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         honest = Match().accept(tree, row, distributions)
-        if distributions.uniform(row, int(tree.prefix_length[row]) - 1, 99) < 0.1:
+        if distributions.uniform(row, int(tree.prefix_length[row]) - 1, Stream.ACCEPT, 98) < 0.1:
             return AcceptResult(
                 honest.path,
                 int(

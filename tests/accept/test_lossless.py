@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from exact import Chooser, Prefix, ScriptedDistributions, distance, outcome_distribution, random_distribution, sequence_distribution, tree_of
+from exact import (
+    Chooser,
+    Prefix,
+    ScriptedDistributions,
+    distance,
+    outcome_distribution,
+    random_distribution,
+    sequence_distribution,
+    tree_of,
+)
 from foretell.accept import Acceptor, AcceptResult, BlockVerification, Match, Rejection
 from foretell.accept.rejection import residual
 from foretell.core.tree import TokenTree

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from foretell.distributions.divergence import (
-    merge_tail,
     divergences,
     forward_kl,
     jensen_shannon,
+    merge_tail,
     reverse_kl,
     total_variation,
     total_variation_plus,

@@ -33,6 +33,7 @@ from foretell.speculator.network.pack import packed
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
+    after_prompt,
     chain_tree,
     context_of,
     drafted_paths,
@@ -41,7 +42,6 @@ from helpers import (
     generate,
     p_value,
     random_tokens,
-    after_prompt,
     target,
     unchecked,
 )

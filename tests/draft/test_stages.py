@@ -25,7 +25,7 @@ from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.speculator.network.pack import packed
 from foretell.testing import TINY, tiny_decoder
-from helpers import chain_tree, context_of, drafted_paths, random_tokens, after_prompt, run, tokens_of
+from helpers import after_prompt, chain_tree, context_of, drafted_paths, random_tokens, run, tokens_of
 
 CONFIG = replace(TINY, vocab=31)
 CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)

@@ -76,7 +76,7 @@ class Tasks:
 def load(source: str) -> Tasks:
     """Read questions: `builtin`, or a file.
 
-    JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `selected`), HumanEval (`task_id`,
+    JSONL, one object a line: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
     `prompt`), or a `prompt` with optional `id` and `category`; a line may also be a bare JSON string. Any other file is
     plain text, one prompt a line. Broken lines are reported in `problems` and left out.
 
@@ -130,7 +130,7 @@ def _json_line(line: str, number: int) -> Question:
         raise ValueError("a JSON object or a string was expected")
     turns, category = _turns(value)
     if not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise ValueError("a question needs `selected` (a list of texts) or a `prompt`, and none may be empty")
+        raise ValueError("a question needs `turns` (a list of texts) or a `prompt`, and none may be empty")
     name = next((value[k] for k in ("question_id", "task_id", "id") if k in value), number)
     return Question(str(name), str(value.get("category", category)), tuple(turns))
 

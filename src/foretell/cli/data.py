@@ -43,7 +43,7 @@ def generate(
     model: ModelReference = EMBEDDED,
     own: Annotated[bool, typer.Option("--self", help="The model writes its own prompts, then answers them.")] = False,
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts to answer: JSON lines with `prompt`, `messages` or `selected`.")
+        Path | None, typer.Option(help="Prompts to answer: JSON lines with `prompt`, `messages` or `turns`.")
     ] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="Plain text to learn as it is: files or directories; repeatable.")

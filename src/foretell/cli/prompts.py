@@ -25,9 +25,9 @@ class Turn(BaseModel):
 class Line(BaseModel):
     """What a line may say.
 
-    Exactly one of `prompt`, `messages` and `selected`; other keys (a data set's own) are left alone.
+    Exactly one of `prompt`, `messages` and `turns`; other keys (a data set's own) are left alone.
 
-    `selected` are the user's side of a conversation: each is answered in view of the earlier ones.
+    `turns` are the user's side of a conversation: each is answered in view of the earlier ones.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)

@@ -29,7 +29,7 @@ def skip(
     prompts: Annotated[
         Path,
         typer.Option(
-            help="Prompts: JSON lines (.jsonl) with `prompt`, `messages` or `selected`, or one prompt per line of text."
+            help="Prompts: JSON lines (.jsonl) with `prompt`, `messages` or `turns`, or one prompt per line of text."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Skip set to write, or to go on with.")],

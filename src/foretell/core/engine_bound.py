@@ -1,27 +1,27 @@
-"""State that serves one engine at a time."""
+"""State that is indexed by the rows of an engine, and so belongs to one engine at a time."""
 
 import weakref
 from typing import Protocol
 
 
 class BindingEngine(Protocol):
-    """An engine."""
+    """The engine that a part is bound to."""
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
 
 
 class EngineBound:
-    """State indexed by an engine's rows, so that two engines at once would confuse it."""
+    """A drafter or shape with state per row: two engines at once would mix up their rows."""
 
     _engine: "weakref.ref[BindingEngine] | None" = None
 
     def bind(self, engine: BindingEngine) -> bool:
-        """Serve this engine from now on; whether another one was served before, whose rows must be cleared.
+        """Bind this to `engine`; whether it was bound to another one before, whose rows must be released.
 
         Raises:
-            ValueError: another engine is busy with it.
+            ValueError: it is bound to another engine that is busy.
         """
         known = self._engine
         before = None if known is None else known()

@@ -1,4 +1,4 @@
-"""The best tokens of many scores: the CPU kernels where they run, torch elsewhere."""
+"""Argmax and top-k over the vocabulary, on the CPU kernels where they run, with torch elsewhere."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,12 +10,14 @@ from foretell.model.kernels import topk as native_topk
 
 
 def argmax(scores: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:
-    """Best token of every row; the lowest id where several tie."""
+    """Highest-scoring token of every row; the lowest id among equals."""
     return native_argmax(scores) if _use_kernels(scores) else scores.argmax(-1)
 
 
-def top_k(scores: Float[torch.Tensor, "k v"], count: int) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
-    """Scores and ids of the `count` best tokens of every row, best first."""
+def top_k(
+    scores: Float[torch.Tensor, "k v"], count: int
+) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
+    """Scores and ids of the `count` highest-scoring tokens of every row, in falling order."""
     if _use_kernels(scores):
         return native_topk(scores, count)
     top = scores.topk(count)
@@ -25,7 +27,7 @@ def top_k(scores: Float[torch.Tensor, "k v"], count: int) -> tuple[Float[torch.T
 def top_probabilities(
     scores: Float[torch.Tensor, "k v"], count: int
 ) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
-    """Probabilities, under the softmax of its row, and ids of the `count` best tokens of every row, best first."""
+    """Softmax probabilities and ids of the `count` most probable tokens of every row, in falling order."""
     return native_likeliest(scores, count) if _use_kernels(scores) else top_k(torch.softmax(scores, -1), count)
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import EngineBound, BindingEngine
+from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree
 from foretell.distributions.topk import top_probabilities
 

@@ -40,7 +40,7 @@ class Proposer(Protocol):
     def rewind(self, row: int, length: int) -> int:
         """Prepare a row for a request that begins as its last one did."""
 
-    def claim(self, owner: BindingEngine) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """Serve this engine from now on."""
 
 
@@ -162,4 +162,4 @@ class CascadeDrafter(Predictor):
 
     def bind(self, engine: BindingEngine) -> bool:
         """With the other method."""
-        return any([super().bind(engine), self.ahead.claim(engine)])
+        return any([super().bind(engine), self.ahead.bind(engine)])

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree
-from foretell.distributions.divergence import Divergence, merge_tail, forward_kl
+from foretell.distributions.divergence import Divergence, forward_kl, merge_tail
 from foretell.draft.base import Predictor
 from foretell.draft.draft_model import DraftModel
 from foretell.speculator.network.draft_model import DraftNetwork

@@ -1,4 +1,4 @@
-"""The engine: one loop for every method, every batch size, prompts and answers alike."""
+"""The engine: one loop for all methods and batch sizes, for prefill and decoding."""
 
 import time
 from collections import deque
@@ -23,7 +23,7 @@ from foretell.tokenizer.codec import Detokenizer, StopStrings
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what is wanted of it."""
+    """A prompt and how to continue it."""
 
     prompt: Sequence[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
@@ -31,30 +31,30 @@ class Request:
     stop: tuple[str, ...] = ()
     eos: tuple[int, ...] = ()
     logprobs: bool = False
-    """Report the natural logarithm of every token's probability under the model's own softmax."""
+    """Report the natural logarithm of every token's probability under the model's softmax."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one step gave one request."""
+    """What a request got in one step."""
 
     request: int
     tokens: tuple[int, ...]
     text: str
     accepted: int
-    """How many of `tokens`, counted from the front, were drafted."""
+    """Number of `tokens`, from the first one on, that were drafted."""
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
-    """`stop` (end of sequence or stop string), `length`, `cancelled`, `error`; None: it goes on."""
+    """`stop` (end of sequence or stop string), `length`, `cancelled` or `error`; None: the request goes on."""
     error: Exception | None = None
-    """What ended the request, where `finish_reason` is `error`."""
+    """The exception that ended the request, if `finish_reason` is `error`."""
     statistics: RequestStatistics | None = None
-    """What the request cost, in its last update."""
+    """Only in the last update of the request."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request got in all."""
+    """All that a request got."""
 
     tokens: tuple[int, ...]
     text: str
@@ -65,7 +65,7 @@ class Completion:
 
     @staticmethod
     def of(updates: Sequence[Update]) -> "Completion":
-        """From all updates of a request.
+        """Join all updates of a request.
 
         Raises:
             ValueError: the last update is not among them.
@@ -84,7 +84,7 @@ class Completion:
 
 
 class _RunningRequest:
-    """A request that holds a row."""
+    """A request that occupies a row."""
 
     def __init__(self, number: int, request: Request, row: int, detokenizer: Detokenizer | None, context: int) -> None:
         self.number, self.request, self.row = number, request, row
@@ -97,12 +97,12 @@ class _RunningRequest:
 
     @property
     def remaining_tokens(self) -> int:
-        """New tokens it may still get."""
+        """Number of new tokens that it may still get."""
         return self.max_new_tokens - len(self.sequence.generated)
 
     def detokenize(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
-        """Turn new tokens into text: how many of them count, the text that may be shown, and whether a stop string
-        ended it.
+        """Detokenize new tokens: how many of them count, the text that may be shown, and whether a stop string ended
+        it.
         """
         if self.detokenizer is None:
             return len(tokens), "", False
@@ -117,7 +117,7 @@ class _RunningRequest:
         return len(tokens), shown, False
 
     def flush(self) -> tuple[str, bool]:
-        """The text held back so far, and whether a stop string ended it after all."""
+        """The text held back so far, and whether it contains a stop string."""
         if self.detokenizer is None:
             return "", False
         text, stopped = self.stop_strings.push(self.detokenizer.finish())
@@ -125,16 +125,16 @@ class _RunningRequest:
 
 
 class Engine:
-    """Runs requests of unequal length with one method; they join and leave at any step.
+    """Runs requests with one method by continuous batching and chunked prefill.
 
-    `rows`: most requests decoded together; `chunk`: most prompt tokens read in a step; `detokenizer` makes the
-    incremental decoder of a request (None: tokens only, no stop strings). `prefix_caching`: a request goes on from the
-    longest prefix of its prompt that the cache of a finished request still holds. `clock` gives seconds.
+    `rows`: maximum number of requests per batch; `chunk`: maximum number of prompt tokens per step; `detokenizer` makes
+    the incremental detokenizer of a request (None: tokens only, no stop strings). `prefix_caching`: a request reuses
+    the longest prefix of its prompt that the cache of a finished request still holds. `clock` gives seconds.
 
-    A request whose step fails ends with `finish_reason` `error`; the others go on.
+    A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
     Raises:
-        ValueError: no rows, chunks of no tokens, or the method serves another engine that is busy.
+        ValueError: `rows` or `chunk` below 1, or the method is bound to another engine that is busy.
     """
 
     def __init__(
@@ -153,22 +153,21 @@ class Engine:
         self._chunk, self._detokenizer, self._clock = chunk, detokenizer, clock
         self._free_rows = list(range(rows))[::-1]
         self._prefix_caching, self._cached_sequences = prefix_caching, dict[int, TokenBuffer]()
-        """Texts of finished requests whose rows hold their keys and values still, oldest first."""
+        """Sequences of finished requests whose keys and values are still in their rows, the oldest first."""
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: list[_RunningRequest] = []
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
         self._one_by_one = False
-        """The drafter failed in the last step: step requests one by one, to see whose it was."""
+        """The drafter failed in the last step; the next one runs the requests one by one, to find the one that fails."""
         self._bind_method()
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number.
 
         Raises:
-            ValueError: a field of a wrong type or out of range, an empty prompt, one that leaves no room in the model's
-                context, a token outside the
-                vocabulary; or the method serves another engine by now.
+            ValueError: a field has a wrong type or is out of range, the prompt is empty or fills the model's context,
+                a token is outside the vocabulary, or the method is bound to another engine by now.
         """
         validate_request(request, self.runner.vocab, self.runner.context)
         if request.stop and self._detokenizer is None:
@@ -185,16 +184,19 @@ class Engine:
                 self.method.release(row)
 
     def cancel(self, number: int) -> Update | None:
-        """End a request now; its last update, with the text that was held back and what `run` has not yet given of it,
-        or None if it was over.
+        """End a request now; its last update, with the text held back and what `run` has not delivered yet, or None if
+        the request was over.
         """
         running = next((r for r in self._running if r.number == number), None)
         if running is not None:
-            given = [u for u in self._undelivered if u.request == number]
+            pending = [u for u in self._undelivered if u.request == number]
             self._undelivered = deque(u for u in self._undelivered if u.request != number)
-            text = "".join(u.text for u in given) + running.flush()[0]
-            tokens, logprobs = tuple(t for u in given for t in u.tokens), tuple(p for u in given for p in u.logprobs)
-            accepted = sum(u.accepted for u in given)
+            text = "".join(u.text for u in pending) + running.flush()[0]
+            tokens, logprobs = (
+                tuple(t for u in pending for t in u.tokens),
+                tuple(p for u in pending for p in u.logprobs),
+            )
+            accepted = sum(u.accepted for u in pending)
             return self._finish(running, Update(number, tokens, text, accepted, logprobs, finish_reason="cancelled"))
         waiting = next((request for n, request in self._waiting if n == number), None)
         if waiting is None:
@@ -205,19 +207,19 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
     @property
     def statistics(self) -> Mapping[int, RequestStatistics]:
-        """What the requests that wait and run have cost so far, by number; those of a finished request are in its last
+        """Statistics of the waiting and running requests by number; those of a finished request are in its last
         update.
         """
         waiting = {number: RequestStatistics(prompt_tokens=len(request.prompt)) for number, request in self._waiting}
         return waiting | {r.number: r.statistics for r in self._running}
 
     def run(self) -> Iterator[Update]:
-        """Step until every request is over. Requests may be submitted and cancelled between updates."""
+        """Run steps until every request is over. Requests may be submitted and cancelled between updates."""
         while self._undelivered or self.busy:
             if not self._undelivered:
                 self._undelivered.extend(self.step())
@@ -230,13 +232,13 @@ class Engine:
         on_update: Callable[[Update], None] | None = None,
         raise_errors: bool = True,
     ) -> list[Completion]:
-        """Submit requests and run until all are over; what each got, in their order.
+        """Submit requests and run until all are over; their completions in the same order.
 
-        `on_update` sees every update as it comes.
+        `on_update` is called with every update.
 
         Raises:
-            ValueError: the engine is busy, or a request is refused: then none is run. Exception: what ended a request,
-                once all are over; with `raise_errors` False it is in the request's completion instead.
+            ValueError: the engine is busy, or a request is invalid; then none is run. Exception: the one that ended a
+                request, once all are over; with `raise_errors` False it is in the request's completion instead.
         """
         if self.busy:
             raise ValueError("the engine is busy with other requests: wait until they are over")
@@ -261,8 +263,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One pass of the target over all requests; where it fails, one pass for each, so that only those end that fail
-        by themselves.
+        """One pass of the target over all requests; if it fails, one pass for each, so that only the requests that
+        fail end.
         """
         self._admit()
         scheduled = self._schedule()
@@ -279,9 +281,9 @@ class Engine:
             return [self._finish_with_error(r, error)]
 
     def _run_step(self, scheduled: dict[_RunningRequest, list[int]]) -> list[Update]:
-        """Propose, forward, accept, keep, tell.
+        """Propose, forward, accept, commit, observe, emit updates.
 
-        What it raises, it raises before anything is kept, so that it may be called again.
+        An exception is raised only before anything is committed, so that the call may be repeated.
         """
         started = self._clock()
         context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
@@ -294,19 +296,20 @@ class Engine:
         distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index)
         results = [self.method.accept.accept(tree, i, distributions) if yes else None for i, yes in enumerate(ready)]
         try:
-            paths, decided = self._commit(scheduled, tree, results)
+            paths, new_tokens = self._commit(scheduled, tree, results)
         except Exception as error:
-            # Some texts have grown and some have not: none can be gone on with.
+            # Some requests were committed and some were not, so none can go on.
             return [self._finish_with_error(r, error) for r in scheduled]
-        kept = self._clock()
-        step = StepResult(context, tree, output, paths, decided, starts, drafted - started, kept - drafted)
+        committed = self._clock()
+        step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
         failure = self._observe(step)
-        over = self._clock()
-        cost = StepTime(draft=drafted - started + over - kept, verify=verified - drafted, total=over - started)
+        ended = self._clock()
+        draft_seconds = drafted - started + ended - committed
+        step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             try:
-                update = self._emit_update(r, result, step, i, cost)
+                update = self._emit_update(r, result, step, i, step_time)
             except Exception as error:
                 updates.append(self._finish_with_error(r, error))
                 continue
@@ -328,12 +331,12 @@ class Engine:
             self._running.append(running)
 
     def _allocate_row(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """A free row, and how many tokens of the prompt it holds already."""
+        """A free row, and how many tokens of the prompt its cache holds already."""
         if not self._prefix_caching:
             return self._free_rows.pop(), 0
         tokens = np.asarray(prompt, np.int64)
-        # The last common token is read again: drafters need the target's state at it, and what follows it may differ.
-        common = {row: _common_prefix(text.tokens, tokens) - 1 for row, text in self._cached_sequences.items()}
+        # The last common token is read again: drafters need its hidden state, and the token after it may differ.
+        common = {row: _common_prefix(s.tokens, tokens) - 1 for row, s in self._cached_sequences.items()}
         row = max(common, key=lambda r: common[r], default=-1)
         length = common.get(row, 0)
         if length <= 0:
@@ -348,37 +351,37 @@ class Engine:
         return row, self.method.rewind(row, length)
 
     def _schedule(self) -> dict[_RunningRequest, list[int]]:
-        """Decided tokens that each request has the target read now: the whole backlog, or as much as the chunk
-        allows.
+        """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
+        chunk allows.
         """
         left, out = self._chunk, dict[_RunningRequest, list[int]]()
         for r in self._running:
-            have = self.runner.length(r.row)
-            backlog = r.sequence.length - have
+            cached = self.runner.length(r.row)
+            backlog = r.sequence.length - cached
             take = min(backlog, left) if backlog > 1 else 1
             if take > 0:
-                out[r] = r.sequence.tokens[have : have + take].tolist()
+                out[r] = r.sequence.tokens[cached : cached + take].tolist()
                 left -= take if backlog > 1 else 0
         return out
 
     def _propose(
         self, context: Context, scheduled: dict[_RunningRequest, list[int]], starts: Sequence[int]
     ) -> tuple[TokenTree, np.ndarray]:
-        """Trees below the unread tokens: drafts for requests that have no more to read, in the order of `scheduled`; which
-        those are.
+        """The tree of each request below its scheduled tokens, and which requests are ready to decode: they have no
+        further tokens to read. Only these have drafts.
         """
-        ready = np.array([n + len(u) == r.sequence.length for n, (r, u) in zip(starts, scheduled.items(), strict=True)])
+        ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
         drafting = np.flatnonzero(ready).tolist()
         parts = []
         if drafting:
             parts.append(self.method.propose(context.select(drafting)))
         if len(drafting) < len(scheduled):
-            parts.append(root_tree([u[-1] for u, yes in zip(scheduled.values(), ready, strict=True) if not yes]))
+            parts.append(root_tree([t[-1] for t, yes in zip(scheduled.values(), ready, strict=True) if not yes]))
         tree = concatenate_trees(parts)
         if len(parts) > 1:
-            place = np.empty(len(ready), np.int64)
-            place[np.concatenate([np.nonzero(ready)[0], np.nonzero(~ready)[0]])] = np.arange(len(ready))
-            tree = tree.select(place)
+            order = np.empty(len(ready), np.int64)
+            order[np.concatenate([np.nonzero(ready)[0], np.nonzero(~ready)[0]])] = np.arange(len(ready))
+            tree = tree.select(order)
         return tree.with_prefix(list(scheduled.values())), ready
 
     def _context(self, running: Collection[_RunningRequest]) -> Context:
@@ -393,10 +396,11 @@ class Engine:
     def _commit(
         self, scheduled: dict[_RunningRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Add the decided tokens to the texts and keep what they and the trunks put in the target's cache: paths and
-        tokens.
+        """Append the new tokens to the sequences, and keep the keys and values of prefixes and accepted drafts.
+
+        Returns the kept paths and the new tokens.
         """
-        paths, decided = [], []
+        paths, new_tokens = [], []
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             path, tokens = list(range(int(tree.prefix_length[i]))), list[int]()
             if result is not None:
@@ -406,14 +410,14 @@ class Engine:
             r.sequence.append(tokens)
             self.runner.commit(r.row, path)
             paths.append(tuple(path))
-            decided.append(tuple(tokens))
-        return tuple(paths), tuple(decided)
+            new_tokens.append(tuple(tokens))
+        return tuple(paths), tuple(new_tokens)
 
     def _observe(self, step: StepResult) -> Exception | None:
-        """Tell drafter and shape what happened; what they raised, where it is a single request's.
+        """Update drafter and shape; the exception that they raise if the step has a single request.
 
-        Where there are several, the drafter forgets all of them, for nobody knows what it has taken in, and the next
-        step is taken one by one.
+        If it has several, all their rows are released, since the drafter's state is unknown, and the next step runs
+        them one by one.
         """
         try:
             self.method.observe(step)
@@ -426,33 +430,32 @@ class Engine:
         return None
 
     def _emit_update(
-        self, r: _RunningRequest, result: AcceptResult | None, step: StepResult, i: int, cost: StepTime
+        self, r: _RunningRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
     ) -> Update | None:
-        """Account for the step and report it; None while a prompt is still being read.
+        """Count the step for a request and make its update; None while its prompt is being read.
 
         Tokens after a stop string do not count.
         """
         count, text, stopped = r.detokenize(step.new_tokens[i])
         prefix_length, tokens, statistics = int(step.tree.prefix_length[i]), step.new_tokens[i][:count], r.statistics
-        stood = None if result is None else len(result.path)
-        statistics.add(cost, prefix_length, int(step.tree.valid[i].sum()) - prefix_length, stood, len(tokens))
+        accepted = None if result is None else len(result.path)
+        statistics.add(time, prefix_length, step.num_drafted(i), accepted, len(tokens))
         if result is None:
             return None
         if prefix_length == 1:
             statistics.experts_read += sum(step.output.experts)
             statistics.moe_layers_read += len(step.output.experts)
-        for toll in result.fidelity[: len(tokens)]:
-            statistics.fidelity.add(toll)
+        for token_fidelity in result.fidelity[: len(tokens)]:
+            statistics.fidelity.add(token_fidelity)
         logprobs = _logprobs(step, i)[:count] if r.request.logprobs else ()
-        accepted = min(len(result.path), len(tokens))
         reason = "stop" if stopped or tokens[-1] in r.request.eos else "length" if r.remaining_tokens <= 0 else None
         if reason is not None and not stopped:
             rest, stopped = r.flush()
             text, reason = text + rest, "stop" if stopped else reason
-        return Update(r.number, tokens, text, accepted, logprobs, reason)
+        return Update(r.number, tokens, text, min(len(result.path), len(tokens)), logprobs, reason)
 
     def _finish_with_error(self, r: _RunningRequest, error: Exception) -> Update:
-        """End a request whose step raised this, with the text that was held back."""
+        """End a request with an error and the text held back."""
         text = ""
         with suppress(Exception):
             text = r.flush()[0]
@@ -469,15 +472,15 @@ class Engine:
 
 
 def validate_request(request: Request, vocab: int, context: int) -> None:
-    """See that a model of this vocabulary and context can answer a request.
+    """Check a request against a model's vocabulary and context.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the request is invalid.
     """
     if isinstance(request.prompt, str) or not all(is_integer(t) for t in request.prompt):
         raise ValueError("the prompt must be a sequence of token ids, which are whole numbers; encode text first")
     if not isinstance(request.sampling_params, SamplingParams):
-        raise ValueError(f"sampling must be a Sampling, found {type(request.sampling_params).__name__}")
+        raise ValueError(f"sampling_params must be a SamplingParams, found {type(request.sampling_params).__name__}")
     if not is_integer(request.max_new_tokens):
         raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
     if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
@@ -495,11 +498,11 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
     if not all(0 <= t < vocab for t in request.prompt):
         raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
     if not all(0 <= t < vocab for t in request.sampling_params.logit_bias):
-        raise ValueError(f"the bias names a token outside the model's vocabulary of {vocab}")
+        raise ValueError(f"logit_bias names a token outside the model's vocabulary of {vocab}")
 
 
 def describe_error(error: Exception) -> str:
-    """What ended a request, in one line."""
+    """An exception as one line: the message of a ValueError, otherwise with its type."""
     lines = str(error).strip().splitlines()
     sentence = lines[0] if lines else "no reason given"
     return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
@@ -512,7 +515,7 @@ def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
 
 
 def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:
-    """Nodes whose scores are needed: from the root on, of texts that have no more to read."""
+    """Nodes whose logits are needed: those from the root on, of requests that are ready to decode."""
     if ready.all() and tree.is_decode:
         return tree.scored
     first = np.where(ready, tree.prefix_length - 1, tree.nodes)
@@ -520,13 +523,13 @@ def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.n
 
 
 def _truncate_at_eos(tokens: list[int], eos: tuple[int, ...]) -> list[int]:
-    """Tokens up to and with the first end of sequence."""
+    """Tokens up to the first end-of-sequence token, which is included."""
     end = next((i for i, t in enumerate(tokens) if t in eos), len(tokens) - 1)
     return tokens[: end + 1]
 
 
 def _logprobs(step: StepResult, i: int) -> tuple[float, ...]:
-    """Log-probability of each decided token at the node it follows."""
+    """Log-probability of each new token at the node that it follows."""
     nodes = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][: len(step.new_tokens[i])]
     scores = torch.log_softmax(step.output.logits[[int(step.output.logit_index[i, n]) for n in nodes]], -1)
     return tuple(float(scores[j, t]) for j, t in enumerate(step.new_tokens[i]))

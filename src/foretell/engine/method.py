@@ -1,6 +1,4 @@
-"""A decoding method: a drafter that guesses, a shape that arranges the guesses into a tree, an acceptor that decides
-which of them stand.
-"""
+"""A decoding method: a drafter, a shape that arranges its tokens into a tree, and an acceptor."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -31,15 +29,15 @@ class Method(Generic[D]):
     def __post_init__(self) -> None:
         if not isinstance(self.draft, self.tree.drafter_type):
             shape, drafter = type(self.tree).__name__, type(self.draft).__name__
-            cure = "Chain, Branch, Fixed or Beam" if shape == "Trie" else "Trie"
+            suggestion = "Chain, BranchingTree, FixedTree or DynamicTree" if shape == "Trie" else "Trie"
             raise ValueError(
-                f"{shape} grows from a {self.tree.drafter_type.__name__.lower()}, and {drafter} is not one; try {cure} as the "
-                f"tree"
+                f"{shape} needs a {self.tree.drafter_type.__name__}, and {drafter} is not one; try {suggestion} as the "
+                "tree"
             )
 
     @property
     def lossless(self) -> bool:
-        """Whether the text follows the target's law exactly."""
+        """Whether answers follow the target's distribution exactly."""
         return self.accept.lossless
 
     @property
@@ -48,17 +46,17 @@ class Method(Generic[D]):
         return self.draft.hidden_layers
 
     def propose(self, context: Context) -> TokenTree:
-        """Draft trees for the texts of `context`, no deeper than they have room for and the drafter can reach."""
-        able = replace(context, max_depth=self.draft.max_depths(context))
-        return self.draft.add_probes(self.tree.grow(self.draft, able).limit_depth(able.max_depth), context)
+        """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's."""
+        limited = replace(context, max_depth=self.draft.max_depths(context))
+        return self.draft.add_probes(self.tree.grow(self.draft, limited).limit_depth(limited.max_depth), context)
 
     def observe(self, step: StepResult) -> None:
-        """Tell drafter and shape what happened."""
+        """Update drafter and shape after a pass of the target."""
         self.draft.observe(step)
         self.tree.observe(step)
 
     def release(self, row: int) -> None:
-        """Have drafter and shape forget a row: its request is over."""
+        """Forget a row whose request is over."""
         self.draft.release(row)
         self.tree.release(row)
 
@@ -70,7 +68,7 @@ class Method(Generic[D]):
         return self.draft.rewind(row, length)
 
     def bind(self, engine: BindingEngine) -> bool:
-        """Serve this engine from now on; whether another one was served before. See `EngineBound.claim`."""
+        """Bind drafter and shape to `engine`; whether one was bound to another engine before. See `EngineBound.bind`."""
         return any([self.draft.bind(engine), self.tree.bind(engine)])
 
 

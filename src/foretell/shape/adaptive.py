@@ -1,4 +1,4 @@
-"""Chains whose length follows how well the last ones did."""
+"""Chains whose limits adapt to the acceptance of earlier chains."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -13,24 +13,24 @@ from foretell.shape.chain import Chain, ChainLimits, grow_chains
 
 @dataclass(frozen=True)
 class ChainHistory:
-    """A text's present pace and how its chains did so far: `acceptance` is a running mean share of accepted drafts."""
+    """One request's present limits; `acceptance`: running mean of the share of drafts that are accepted."""
 
     limits: ChainLimits
     acceptance: float = 0.0
 
 
 class LengthRule(ABC):
-    """How a chain's pace follows from what became of the one before."""
+    """How the limits of a chain follow from the acceptance of the chain before."""
 
     @abstractmethod
     def update(self, history: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
-        """The record after a chain of `drafted` tokens (1 or more) of which `accepted` stood."""
+        """The history after a chain of `drafted` tokens (1 or more) of which `accepted` were accepted."""
 
 
 @dataclass(frozen=True)
 class HeuristicSchedule(LengthRule):
-    """Hugging Face's `heuristic` schedule: `up` tokens more after a full chain was accepted, `down` fewer (at least
-    one) after any other.
+    """Hugging Face's `heuristic` schedule: `increase` more tokens after a chain of full length was accepted, `decrease`
+    fewer (at least one) after any other.
     """
 
     increase: int = 2
@@ -38,18 +38,20 @@ class HeuristicSchedule(LengthRule):
     max_length: int = 64
 
     def update(self, history: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
-        """Lengthen or shorten."""
-        limits = history.limits
-        length = min(self.max_length, limits.length + self.increase) if accepted == limits.length else max(1, limits.length - self.decrease)
-        return replace(history, limits=replace(limits, length=length))
+        """Lengthen or shorten the chain."""
+        length = history.limits.length
+        all_accepted = accepted == length
+        new = min(self.max_length, length + self.increase) if all_accepted else max(1, length - self.decrease)
+        return replace(history, limits=replace(history.limits, length=new))
 
 
 @dataclass(frozen=True)
 class ConfidenceRule(LengthRule):
-    """Draft & Verify's adaptive exit (arXiv 2309.08168): the confidence to stop at moves towards a wanted acceptance.
+    """Draft & Verify's adaptive exit (arXiv 2309.08168): moves the confidence threshold towards a target acceptance.
 
-    It rises by `step` (smoothed by `inertia`) while the running acceptance (smoothed by `memory`) is at most `wanted`,
-    and falls otherwise, unless the chain had reached its full length, as in the released code.
+    The threshold rises by `step` (smoothed by `confidence_momentum`) while the mean acceptance (smoothed by
+    `acceptance_momentum`) is at most `target_acceptance`. Otherwise it falls, unless the chain had its full length, as
+    in the released code.
     """
 
     target_acceptance: float = 0.9
@@ -58,20 +60,20 @@ class ConfidenceRule(LengthRule):
     confidence_momentum: float = 0.9
 
     def update(self, history: ChainHistory, drafted: int, accepted: int) -> ChainHistory:
-        """Move the confidence."""
-        limits = history.limits
+        """Move the confidence threshold."""
+        limits, momentum = history.limits, self.confidence_momentum
         acceptance = self.acceptance_momentum * history.acceptance + (1 - self.acceptance_momentum) * accepted / drafted
-        way = 1 if acceptance <= self.target_acceptance else 0 if drafted == limits.length else -1
-        aim = limits.confidence + way * self.step
-        confidence = self.confidence_momentum * limits.confidence + (1 - self.confidence_momentum) * aim
+        direction = 1 if acceptance <= self.target_acceptance else 0 if drafted == limits.length else -1
+        aim = limits.confidence + direction * self.step
+        confidence = momentum * limits.confidence + (1 - momentum) * aim
         return ChainHistory(replace(limits, confidence=confidence), acceptance)
 
 
 class AdaptiveChain(EngineBound, Shape[Predictor]):
-    """A chain that starts at the pace of `start` and changes it by `rule`, per text.
+    """A chain whose limits start at those of `start` and are updated by `rule`, per request.
 
-    The pace depends on earlier steps only, never on what the target says of the present chain, so every acceptor keeps
-    its law.
+    The limits depend on earlier steps only, never on the target's output for the present chain, so every lossless
+    acceptor stays lossless.
     """
 
     label = "adaptive chain"
@@ -84,21 +86,20 @@ class AdaptiveChain(EngineBound, Shape[Predictor]):
         self._drafted_rows: set[int] = set()
 
     def history(self, row: int) -> ChainHistory:
-        """The present state of a text."""
+        """The present state of a row."""
         return self._histories.get(row, ChainHistory(self.start.limits))
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
-        """A chain per text at its own pace."""
+        """A chain for each request with its present limits."""
         self._drafted_rows = set(context.rows)
         return grow_chains(draft, context, [self.history(row).limits for row in context.rows], self.start.draw)
 
     def observe(self, step: StepResult) -> None:
-        """Learn how the chains did."""
+        """Update the limits of the rows that drafted."""
         for i, row in enumerate(step.context.rows):
-            prefix_length = int(step.tree.prefix_length[i])
-            drafted = int(step.tree.valid[i].sum()) - prefix_length
+            drafted = step.num_drafted(i)
             if row in self._drafted_rows and drafted:
-                self._histories[row] = self.rule.update(self.history(row), drafted, len(step.paths[i]) - prefix_length)
+                self._histories[row] = self.rule.update(self.history(row), drafted, step.num_accepted(i))
         self._drafted_rows = set()
 
     def release(self, row: int) -> None:

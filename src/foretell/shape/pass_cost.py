@@ -1,4 +1,4 @@
-"""What a pass of the target costs by the number of tokens it reads: given, or learned from the passes themselves."""
+"""Seconds of a target pass by the number of tokens it reads: given, or learned from the passes of a run."""
 
 from collections.abc import Mapping
 
@@ -6,20 +6,24 @@ import numpy as np
 from jaxtyping import Float
 
 _MAX_TOKENS = 128
-"""Larger passes cost in proportion to this one."""
+"""Largest size with an estimate of its own; larger passes cost in proportion to it."""
 _MEMORY = 24.0
-"""Observations after which older ones begin to fade."""
-
+"""Observations per size after which older ones begin to fade."""
 _REFIT_INTERVAL = 8
-"""Passes after which expectations change, once there have been some."""
+"""Passes between two updates of the estimate, after the first `_MEMORY` passes."""
+_MAX_CHANGE = 2.0
+"""An observation counts as at most this many times the estimate, and at least one over it."""
 
 
 class PassCost:
     """Seconds of a pass over 1, 2, … tokens.
 
-    `table`: measured seconds by number of tokens, interpolated; nothing is learned then. Without one, a pass is
-    expected to cost `slope` more for every further token than for the first; passes that were seen correct this at
-    their size, sizes between them by interpolation.
+    `table`: measured seconds by number of tokens, interpolated; then nothing is learned. Without it, every further
+    token is first assumed to cost `slope` times the first one. Observed passes correct this at their size, and the
+    correction is interpolated between sizes.
+
+    Raises:
+        ValueError: an empty table, or values that are not positive.
     """
 
     def __init__(self, table: Mapping[int, float] | None = None, slope: float = 0.03) -> None:
@@ -32,13 +36,13 @@ class PassCost:
             known = sorted(table)
             self._prior = np.interp(sizes, known, [table[k] for k in known])
         self._ratio, self._weight = np.zeros(_MAX_TOKENS), np.zeros(_MAX_TOKENS)
+        """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
-        """Seen over expected seconds, interpolated."""
         self._estimate = self._prior
-        self._passes, self._last = 0, np.zeros(_MAX_TOKENS, np.int64)
+        self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
 
     def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
-        """Of passes over `first`, `first + 1`, …, `last` tokens."""
+        """Seconds of passes over `first`, `first + 1`, …, `last` tokens."""
         if last <= _MAX_TOKENS:
             return self._estimate[first - 1 : last]
         sizes = np.arange(first, last + 1)
@@ -46,33 +50,34 @@ class PassCost:
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
     def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
-        """Whether a pass of this size should be seen once more: none was among the last `every`, or among the first
-        `soon`.
+        """Whether a pass of this size should be measured: none was among the last `interval` passes, or among the first
+        `initial_interval`.
         """
         if self._fixed or size > _MAX_TOKENS:
             return False
-        return bool(self._passes - self._last[size - 1] >= (interval if self._weight[size - 1] else initial_interval))
+        seen = self._weight[size - 1]
+        return bool(self._passes - self._last_seen[size - 1] >= (interval if seen else initial_interval))
 
     def update(self, size: int, seconds: float) -> None:
-        """Count one pass; a value more than twice or less than half of what was expected counts as just that."""
+        """Count one pass over `size` tokens; outliers are clipped (`_MAX_CHANGE`)."""
         if self._fixed or size > _MAX_TOKENS or seconds <= 0:
             return
         i = size - 1
-        ratio = seconds / self._prior[i]
+        ratio, expected = seconds / self._prior[i], self._interpolated_ratio[i]
         if self._passes:
-            ratio = min(max(ratio, self._interpolated_ratio[i] / 2), self._interpolated_ratio[i] * 2)
+            ratio = min(max(ratio, expected / _MAX_CHANGE), expected * _MAX_CHANGE)
             if not self._weight[i]:
-                self._ratio[i], self._weight[i] = self._interpolated_ratio[i], 1
+                self._ratio[i], self._weight[i] = expected, 1
         self._passes += 1
-        self._last[i] = self._passes
+        self._last_seen[i] = self._passes
         self._ratio[i] += (ratio - self._ratio[i]) / (self._weight[i] + 1)
         self._weight[i] = min(self._weight[i] + 1, _MEMORY)
         if self._passes < _MEMORY or self._passes % _REFIT_INTERVAL == 0:
             self._refit()
 
     def _refit(self) -> None:
-        """Expect what was seen."""
+        """Interpolate the observations."""
         seen = np.flatnonzero(self._weight)
         self._interpolated_ratio = np.interp(np.arange(_MAX_TOKENS), seen, self._ratio[seen])
-        # A larger pass never costs less: what looks like it is noise.
+        # A larger pass cannot cost less: such an observation is measurement noise.
         self._estimate = np.maximum.accumulate(self._prior * self._interpolated_ratio)
