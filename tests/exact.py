@@ -1,4 +1,4 @@
-"""Exact distributions of randomised code: all outcomes of its random choices are enumerated with their probabilities."""
+"""Exact distributions of randomised code, by enumeration of all outcomes of its random choices."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -135,7 +135,7 @@ def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], 
 def sequence_distribution(
     acceptor: Acceptor, grow: Callable[[Chooser], TokenTree], distribution: Callable[[Prefix], np.ndarray], length: int
 ) -> dict[Prefix, float]:
-    """Probability of every sequence of `length` tokens from `acceptor` over trees of `grow`, completed by the target."""
+    """Probability of every sequence of `length` tokens by `acceptor` on trees of `grow`; the target completes it."""
 
     def run(chooser: Chooser) -> Prefix:
         tree = grow(chooser)

@@ -1,4 +1,4 @@
-"""SpecTr: exact laws by enumeration, its guarantees, and end to end."""
+"""SpecTr: exactness by enumeration, its guarantees, and end to end."""
 
 import itertools
 
@@ -31,8 +31,8 @@ def beta_of(p: torch.Tensor, q: torch.Tensor, rho: float) -> float:
     return float(torch.minimum(q, p / rho).sum())
 
 
-def decided(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor, float]:
-    """The law of the decided token, over all draws, and the chance that it is one of them by acceptance."""
+def outcome(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor, float]:
+    """The distribution of the new token over all samples, and the probability that one of them is accepted."""
     rho = division_factor(p, q, draws)
     out, accepted = torch.zeros_like(p), 0.0
     for tokens in itertools.product(range(len(p)), repeat=draws):
@@ -49,9 +49,9 @@ def decided(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("draws", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(9))
-def test_the_law_is_exact(draws: int, seed: int) -> None:
+def test_the_distribution_is_exact(draws: int, seed: int) -> None:
     p, q = distributions(4, seed)
-    out, accepted = decided(p, q, draws)
+    out, accepted = outcome(p, q, draws)
     assert float((out - p).abs().sum()) / 2 < 1e-12
     beta = beta_of(p, q, division_factor(p, q, draws))
     assert accepted == pytest.approx(1 - (1 - beta) ** draws, abs=1e-12)
@@ -91,7 +91,7 @@ def test_accepts_more_than_recursive_rejection() -> None:
         assert 1 - (1 - beta_of(p, q, division_factor(p, q, 3))) ** 3 >= recursive(p, q, 3) - 1e-9
 
 
-def test_nothing_in_common_leaves_the_target_s_law() -> None:
+def test_disjoint_distributions_leave_that_of_the_target() -> None:
     p, q = torch.tensor([0.5, 0.5, 0, 0]).double(), torch.tensor([0, 0, 0.25, 0.75]).double()
     assert torch.equal(residual_after_rejections(p, q, 3, division_factor(p, q, 3)), p)
 
@@ -100,7 +100,7 @@ def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-
     return Method(small_model(vocab), BranchingTree(widths, distinct=False), KSequentialSelection())
 
 
-def test_the_law_of_whole_answers() -> None:
+def test_the_distribution_of_whole_answers() -> None:
     vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 1500
     sampling = SamplingParams(temperature=1.2, frequency_penalty=0.4)
     distribution = exact_distribution(target(vocab), prompt, length, sampling)
@@ -114,8 +114,8 @@ def test_the_law_of_whole_answers() -> None:
     assert p_value(np.bincount(index, minlength=len(distribution)), distribution) > 1e-3
 
 
-def test_chains_side_by_side_are_independent() -> None:
-    """Equal draws at a node must not go on alike: their next tokens are draws of their own."""
+def test_parallel_chains_are_independent() -> None:
+    """Equal samples at a node have independent next tokens."""
     same = agree = 0
     draft = small_model(5)
     for seed in range(80):
@@ -129,13 +129,13 @@ def test_chains_side_by_side_are_independent() -> None:
     assert 0 < agree < same
 
 
-def test_draws_without_replacement_are_refused() -> None:
+def test_samples_without_replacement_are_refused() -> None:
     bad = Method(small_model(5), BranchingTree((2,)), KSequentialSelection())
     with pytest.raises(ValueError, match="distinct=False"):
         generate(bad, [Request([1, 2], SamplingParams(temperature=1), max_new_tokens=4)], vocab=5)
 
 
-def test_greedy_and_picked_drafts_follow_the_target() -> None:
+def test_greedy_drafts_follow_the_target() -> None:
     request = Request([3, 1, 4], max_new_tokens=12)
     plain = generate(Method(small_model(29), Chain(0), KSequentialSelection()), [request])
     assert generate(method(29, (3, 1, 1)), [request]) == plain

@@ -64,7 +64,7 @@ def test_zero_if_and_only_if_equal(name: str) -> None:
     assert function(target, draft).min() > 1e-3
 
 
-def test_disjoint_laws_are_as_far_apart_as_can_be_and_give_no_nan() -> None:
+def test_disjoint_distributions_have_the_largest_divergences_and_no_nan() -> None:
     inf = float("inf")
     target = torch.tensor([[0.0, -inf, -inf]], dtype=torch.float64)
     draft = torch.tensor([[-inf, 0.0, 0.0]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""LLMCad's paced tree: the pacer, the forks, and the threshold that adapts."""
+"""LLMCad's tree: the choice of the branch, the branching, and the adaptive threshold."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_shares_follow_cumulative_confidence_and_add_up() -> None:
     assert deficits.index(max(deficits)) == 1
 
 
-def test_without_forks_it_is_a_chain() -> None:
+def test_without_branching_it_is_a_chain() -> None:
     tree = LLMCadTree(budget=6, branch_threshold=1.0, threshold=1e-9).grow(good_model(VOCAB), context())
     assert tree.valid.sum(1).tolist() == [7, 7]
     for row in range(2):
@@ -57,7 +57,7 @@ def test_every_likely_token_opens_a_branch_and_the_budget_holds() -> None:
     assert tree.valid.sum(1).max() == 13
 
 
-def test_no_node_is_deeper_than_the_room() -> None:
+def test_no_node_is_deeper_than_the_maximum() -> None:
     tree = LLMCadTree(budget=30, branch_threshold=0.05, threshold=1e-9).grow(good_model(VOCAB), context(2, max_depth=2))
     assert tree.depth[tree.valid].max() == 2
     assert LLMCadTree().grow(good_model(VOCAB), context(1, max_depth=0)).nodes == 1
@@ -67,7 +67,7 @@ def test_a_high_threshold_stops_after_one_token() -> None:
     assert LLMCadTree(threshold=1.0, branch_threshold=1.0).grow(good_model(VOCAB), context(1)).valid.sum() == 2
 
 
-def test_the_threshold_halves_after_a_right_round() -> None:
+def test_the_threshold_halves_after_a_step_without_rejection() -> None:
     shape = LLMCadTree(8, branch_threshold=1.0, threshold=1e-3)
     engine = Engine(DecoderRunner(target()), Method(DraftModel(DecoderRunner(target())), shape, Match()))
     engine.submit(Request(random_tokens(7), max_new_tokens=40))
@@ -78,7 +78,7 @@ def test_the_threshold_halves_after_a_right_round() -> None:
     assert levels == pytest.approx([1e-3 * 0.5**i for i in range(4)])
 
 
-def test_the_rise_is_the_share_of_mistakes() -> None:
+def test_the_rise_is_the_share_of_rejected_tokens() -> None:
     shape = LLMCadTree(4, branch_threshold=1.0, threshold=0.01)
     engine = Engine(DecoderRunner(target()), Method(small_model(VOCAB), shape, Match()))
     number = engine.submit(Request(random_tokens(7), max_new_tokens=40))
@@ -97,12 +97,14 @@ def test_the_rise_is_the_share_of_mistakes() -> None:
     assert shape.threshold_for(0) == pytest.approx(math.exp(before)), "a finished request leaves nothing behind"
 
 
-def test_text_is_the_targets_whatever_the_settings() -> None:
+def test_tokens_are_the_targets_whatever_the_parameters() -> None:
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=15) for n in (3, 20, 8)]
     plain = None
-    for budget, fork, threshold in ((1, 0.3, 0.01), (5, 0.0, 0.5), (20, 0.1, 1e-6)):
+    for budget, branch_threshold, threshold in ((1, 0.3, 0.01), (5, 0.0, 0.5), (20, 0.1, 1e-6)):
         engine = Engine(
-            DecoderRunner(target()), Method(small_model(VOCAB), LLMCadTree(budget, fork, threshold), Match()), rows=2
+            DecoderRunner(target()),
+            Method(small_model(VOCAB), LLMCadTree(budget, branch_threshold, threshold), Match()),
+            rows=2,
         )
         found = [tokens_of(u) for u in run(engine, requests)]
         plain = found if plain is None else plain
@@ -110,6 +112,6 @@ def test_text_is_the_targets_whatever_the_settings() -> None:
 
 
 @pytest.mark.parametrize("values", [(0, 0.3, 0.01, 0.5), (4, 1.5, 0.01, 0.5), (4, 0.3, 0.0, 0.5), (4, 0.3, 0.01, 1.0)])
-def test_impossible_settings_are_refused(values: tuple[int, float, float, float]) -> None:
-    with pytest.raises(ValueError, match="a paced tree needs"):
+def test_impossible_parameters_are_refused(values: tuple[int, float, float, float]) -> None:
+    with pytest.raises(ValueError, match="an LLMCad tree needs"):
         LLMCadTree(*values)

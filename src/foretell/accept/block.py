@@ -10,10 +10,10 @@ from foretell.distributions.processed import ProcessedDistributions
 class BlockVerification(Acceptor):
     """Accepts the longest prefix of a sampled chain that passes the joint test (Sun et al., arXiv 2403.10444).
 
-    With w_i = min(1, w_{i-1} p_i(x_i)/q_i(x_i)), the prefix of length i < γ passes with probability r/(r + 1 - w_i), r =
-    sum max(0, w_i p_{i+1} - q_{i+1}); the full chain passes with w_γ. The token after the longest prefix that passes is
-    sampled from the normalised max(0, w p - q) there, or from p after the full chain. Chains with tokens that were not
-    sampled go to `Match`.
+    With w_i = min(1, w_{i-1} p_i(x_i)/q_i(x_i)), the prefix of length i < γ passes with probability r/(r + 1 - w_i),
+    where r = sum max(0, w_i p_{i+1} - q_{i+1}); the full chain passes with w_γ. The token after the longest prefix that
+    passes is sampled from the normalised max(0, w p - q) there, or from p after the full chain. Chains with tokens that
+    were not sampled go to `Match`.
 
     Raises:
         ValueError: the tree is not a chain.
@@ -32,7 +32,8 @@ class BlockVerification(Acceptor):
             below = children[chain[-1]]
             if len(below) > 1:
                 raise ValueError(
-                    "block verification needs a chain, and this tree branches: use Chain as shape, or Rejection as acceptor"
+                    "block verification needs a chain, and this tree branches: use Chain as shape, or Rejection as "
+                    "acceptor"
                 )
             chain.append(below[0])
         drafts = chain[1:]

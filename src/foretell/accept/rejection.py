@@ -1,4 +1,4 @@
-"""The rejection test of speculative sampling: for chains, several drafts of one token, and sampling without replacement."""
+"""The rejection test of speculative sampling, for chains and for several drafts of one token."""
 
 import torch
 from jaxtyping import Float
@@ -76,7 +76,7 @@ class DraftDistributions:
         return self._remaining[index]
 
     def reject(self, child: int) -> None:
-        """Remove a rejected child from the distribution of its later siblings, if they were sampled without replacement."""
+        """Remove a rejected child from its siblings' distribution if they were sampled without replacement."""
         index = int(self._tree.q_index[self._row, child])
         if index >= 0 and self._tree.distinct[self._row]:
             remaining = self._remaining[index].clone()

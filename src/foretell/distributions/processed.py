@@ -70,7 +70,7 @@ class ProcessedDistributions:
         )
 
     def softmax_at(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        """As `probabilities`, but at temperature 0 the softmax of the processed logits instead of a one-hot distribution."""
+        """As `probabilities`, but the softmax of the processed logits at temperature 0."""
         if self.sampling_params(row).temperature > 0:
             return self.probabilities(row, node)
         return torch.softmax(self._processed(row, node).double(), -1)

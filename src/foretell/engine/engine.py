@@ -159,7 +159,7 @@ class Engine:
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
         self._one_by_one = False
-        """The drafter failed in the last step; the next one runs the requests one by one, to find the one that fails."""
+        """Whether the next step runs the requests one by one to find the one that fails: the drafter has failed."""
         self._bind_method()
 
     def submit(self, request: Request) -> int:

@@ -7,7 +7,7 @@ from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Drafter
+from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.shape.base import Shape
 
 D = TypeVar("D", bound=Drafter)
@@ -29,7 +29,12 @@ class Method(Generic[D]):
     def __post_init__(self) -> None:
         if not isinstance(self.draft, self.tree.drafter_type):
             shape, drafter = type(self.tree).__name__, type(self.draft).__name__
-            suggestion = "Chain, BranchingTree, FixedTree or DynamicTree" if shape == "Trie" else "Trie"
+            fitting = {
+                Predictor: "Chain, BranchingTree, FixedTree or DynamicTree",
+                Retriever: "Trie",
+                Drafter: "RootOnly",
+            }
+            suggestion = next(names for kind, names in fitting.items() if isinstance(self.draft, kind))
             raise ValueError(
                 f"{shape} needs a {self.tree.drafter_type.__name__}, and {drafter} is not one; try {suggestion} as the "
                 "tree"
@@ -68,7 +73,7 @@ class Method(Generic[D]):
         return self.draft.rewind(row, length)
 
     def bind(self, engine: BindingEngine) -> bool:
-        """Bind drafter and shape to `engine`; whether one was bound to another engine before. See `EngineBound.bind`."""
+        """Bind drafter and shape to `engine`; whether one was bound to another before. See `EngineBound.bind`."""
         return any([self.draft.bind(engine), self.tree.bind(engine)])
 
 
