@@ -166,12 +166,16 @@ def trained_model(vocab: int) -> Predictor:
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 _RATES = [0.5, 0.2, 0.1]
 _BY_HAND = (
-    Variant("sure_chain", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Rejection()), same_seed=False),
     Variant(
-        "sure_block", lambda v: Method(small_model(v), Chain(4, confidence=0.3), BlockVerification()), same_seed=False
+        "confident_chain", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Rejection()), same_seed=False
     ),
-    Variant("picked_chain", lambda v: Method(good_model(v), Chain(4, draw=False), Rejection())),
-    Variant("drawn_and_matched", lambda v: Method(small_model(v), Chain(4), Match())),
+    Variant(
+        "confident_block",
+        lambda v: Method(small_model(v), Chain(4, confidence=0.3), BlockVerification()),
+        same_seed=False,
+    ),
+    Variant("argmax_chain", lambda v: Method(good_model(v), Chain(4, draw=False), Rejection())),
+    Variant("sampled_chain_match", lambda v: Method(small_model(v), Chain(4), Match())),
     Variant(
         "independent",
         lambda v: Method(small_model(v), BranchingTree((3, 2), distinct=False), Rejection()),
@@ -184,19 +188,19 @@ _BY_HAND = (
         same_seed=False,
     ),
     Variant("trained_draft", lambda v: Method(trained_model(v), Chain(4), Rejection()), same_seed=False),
-    Variant("fixed_picked", lambda v: Method(good_model(v), FixedTree(_CHOICES), Match())),
+    Variant("fixed_argmax", lambda v: Method(good_model(v), FixedTree(_CHOICES), Match())),
     Variant(
-        "fixed_drawn", lambda v: Method(good_model(v), FixedTree(_CHOICES, draw=True), Rejection()), same_seed=False
+        "fixed_sampled", lambda v: Method(good_model(v), FixedTree(_CHOICES, draw=True), Rejection()), same_seed=False
     ),
     Variant(
-        "optimal_drawn",
+        "optimal_sampled",
         lambda v: Method(small_model(v), optimal_tree(8, _RATES, draw=True), Rejection()),
         same_seed=False,
     ),
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
     Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),
-    Variant("beam", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
-    Variant("beam_rejected", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
+    Variant("dynamic_match", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
+    Variant("dynamic_rejection", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
     Variant("first_copy", lambda v: Method(PromptLookup(2, 1, 4, choice="first"), Trie(4), Match())),
     Variant(
         "typical_tree",

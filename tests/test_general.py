@@ -46,7 +46,7 @@ every_lossless = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lo
 every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
 every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
 every_counted = pytest.mark.parametrize("variant", [PLAIN, *(v for v in VARIANTS if not v.same_seed)], ids=str)
-KINDS = ("draft_model", "block_verification", "specinfer", "spectr", "sure_block", "independent", "fixed_drawn")
+KINDS = ("draft_model", "block_verification", "specinfer", "spectr", "confident_block", "independent", "fixed_sampled")
 every_kind_of_rejection = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in KINDS], ids=str)
 every_rejecting = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
 

@@ -241,7 +241,7 @@ SHORT: Mapping[str, Callable[[], AnyMethod]] = {
     "trained": lambda: build("draft_model", short_parts("draft_model")),
     "eagle": lambda: build("eagle", short_parts("eagle")),
     "eagle3": lambda: build("eagle3", short_parts("eagle3")),
-    "drawn eagle3": lambda: build(
+    "sampled eagle3": lambda: build(
         "eagle3", short_parts("eagle3"), SpeculativeConfig(draft_sample_method="probabilistic")
     ),
 }

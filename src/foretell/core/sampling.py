@@ -96,9 +96,9 @@ class Stream(IntEnum):
     DRAFT = 1 << 22
     """Drafted tokens, one number each."""
     JACOBI = 1 << 30
-    """First guesses of Jacobi decoding."""
+    """Initial tokens of Jacobi decoding."""
     LOOKAHEAD = (1 << 30) + 1
-    """First guesses in the window of lookahead decoding."""
+    """Initial tokens in the window of lookahead decoding."""
 
 
 DEPTHS_PER_STREAM = 1 << 10
