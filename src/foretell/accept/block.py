@@ -26,7 +26,7 @@ class BlockVerification(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a prefix of the chain of batch row `row`."""
-        children, root = tree.children(row), int(tree.prefix_length[row]) - 1
+        children, root = tree.children(row), tree.root(row)
         chain = [root]
         while chain[-1] in children:
             below = children[chain[-1]]

@@ -68,7 +68,7 @@ class LossyAcceptor(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept the longest path that passes in the tree of batch row `row`."""
-        children, root = tree.children(row), int(tree.prefix_length[row]) - 1
+        children, root = tree.children(row), tree.root(row)
         decisions: dict[int, _NodeDecision] = {}
         best: tuple[int, float, tuple[int, ...]] = (0, 0.0, ())
         queue = [best]

@@ -19,7 +19,7 @@ class Match(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a path in the tree of batch row `row`."""
-        children, node, path = tree.children(row), int(tree.prefix_length[row]) - 1, list[int]()
+        children, node, path = tree.children(row), tree.root(row), list[int]()
         while True:
             token = distributions.sample(row, node)
             step = next((c for c in children.get(node, ()) if tree.token[row, c] == token), None)

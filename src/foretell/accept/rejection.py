@@ -26,7 +26,7 @@ class Rejection(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a path in the tree of batch row `row`."""
-        children, node, path = tree.children(row), int(tree.prefix_length[row]) - 1, list[int]()
+        children, node, path = tree.children(row), tree.root(row), list[int]()
         while True:
             child, token = self._accept_child(tree, row, node, children.get(node, []), distributions)
             if child is None:

@@ -32,7 +32,7 @@ class KSequentialSelection(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a path in the tree of batch row `row`, along all chains that hold the accepted tokens."""
-        children, chains = tree.children(row), [int(tree.prefix_length[row]) - 1]
+        children, chains = tree.children(row), [tree.root(row)]
         while True:
             drafts = [c for node in chains for c in children.get(node, ())]
             token = self._token(tree, row, chains[0], drafts, distributions)

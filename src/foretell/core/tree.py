@@ -81,6 +81,10 @@ class TokenTree:
             rows.append(depth)
         return np.array(rows)
 
+    def root(self, row: int) -> int:
+        """The root of a row: the last node of its prefix."""
+        return int(self.prefix_length[row]) - 1
+
     def ancestors(self, row: int, node: int) -> list[int]:
         """Path from node 0 down to `node`, both included."""
         parent, path = self.parent[row], []
@@ -100,7 +104,7 @@ class TokenTree:
 
     def find_path(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Nodes of the path below the root with these tokens, as far as the tree holds it."""
-        children, node, path = self.children(row), int(self.prefix_length[row]) - 1, list[int]()
+        children, node, path = self.children(row), self.root(row), list[int]()
         for token in tokens:
             child = next((c for c in children.get(node, ()) if self.token[row, c] == token), None)
             if child is None:
@@ -129,10 +133,10 @@ class TokenTree:
         `parents`: indices in the new tree; the parent of a probe may be the root, a draft or an earlier probe.
         `scored`: indices in the new tree of the probes whose logits are needed (None: all).
         """
-        first, most = self.nodes, max(len(t) for t in tokens)
-        if most == 0:
+        first, count = self.nodes, max(len(t) for t in tokens)
+        if count == 0:
             return self
-        out = concatenate_trees([self, _empty_trees(0, first + most)])
+        out = concatenate_trees([self, _empty_trees(0, first + count)])
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             end = first + len(token)
             out.token[row, first:end] = token

@@ -107,11 +107,11 @@ class TreeBuilder:
 
     def build(self) -> TokenTree:
         """The finished tree with the distributions that its nodes were sampled from."""
-        most = max(len(q) for q in self._q)
-        if most == 0:
+        count = max(len(q) for q in self._q)
+        if count == 0:
             return self.tree
         some = next(q for rows in self._q for q in rows)
-        packed = some.new_zeros(len(self._q), most, some.shape[-1])
+        packed = some.new_zeros(len(self._q), count, some.shape[-1])
         for row, distributions in enumerate(self._q):
             for i, q in enumerate(distributions):
                 packed[row, i] = q

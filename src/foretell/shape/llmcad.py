@@ -103,8 +103,8 @@ class LLMCadTree(EngineBound, Shape[Predictor]):
             return []
         left = self.budget - sum(b.size for b in branches)
         confidence = distributions.confidence(i, branch.leaf)
-        most = 1 + (int(1 / self.branch_threshold) if self.branch_threshold else left)
-        best = confidence.topk(min(most, left, len(confidence)))
+        count = 1 + (int(1 / self.branch_threshold) if self.branch_threshold else left)
+        best = confidence.topk(min(count, left, len(confidence)))
         pairs = list(zip(best.indices.tolist(), best.values.double().tolist(), strict=True))
         return [
             (t, math.log(max(p, _MIN_PROBABILITY)))
