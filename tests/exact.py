@@ -1,4 +1,4 @@
-"""Exact laws of randomised code: every outcome of its random decisions is explored, with its probability."""
+"""Exact distributions of randomised code, by enumeration of all outcomes of its random choices."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ import torch
 
 from foretell.accept import Acceptor
 from foretell.core.context import Context
+from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.distributions.processed import ProcessedDistributions
 
@@ -18,7 +19,7 @@ Prefix = tuple[int, ...]
 
 
 class Chooser:
-    """Takes decisions by a script, then the first one possible; remembers the ways it did not go."""
+    """Makes choices by a script, then the first possible ones; records the alternatives."""
 
     def __init__(self, script: Sequence[int]) -> None:
         self._script, self._taken = script, list[int]()
@@ -37,7 +38,7 @@ class Chooser:
         return choice
 
 
-def law_of(run: Callable[[Chooser], T]) -> dict[T, float]:
+def outcome_distribution(run: Callable[[Chooser], T]) -> dict[T, float]:
     """Probability of every result of `run`."""
     chances: dict[T, float] = defaultdict(float)
     scripts: list[list[int]] = [[]]
@@ -50,7 +51,7 @@ def law_of(run: Callable[[Chooser], T]) -> dict[T, float]:
 
 
 class Uniform(float):
-    """A uniform number that is every number at once: comparing it, or taking its quantile, is a decision."""
+    """A random number in [0, 1) without a value: each comparison or quantile of it is a choice of the chooser."""
 
     def __new__(cls, chooser: Chooser) -> "Uniform":
         self = super().__new__(cls, 0.5)
@@ -71,7 +72,7 @@ class Uniform(float):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any], kwargs: Any = None) -> Any:
-        """What `pick` does with it: scale by the total, and search the cumulative sums."""
+        """The operations of `sample_from`: scaling by the total, and a search in the cumulative sums."""
         self = next(a for a in args if isinstance(a, Uniform))
         if "mul" in function.__name__:
             return self
@@ -79,29 +80,29 @@ class Uniform(float):
         return torch.tensor(self.chooser.choose(torch.diff(args[0], prepend=args[0].new_zeros(1)).tolist()))
 
 
-class ScriptedLaws(ProcessedDistributions):
-    """A target whose laws depend on the drafted prefix, and whose random numbers are decisions."""
+class ScriptedDistributions(ProcessedDistributions):
+    """A target whose distributions depend on the drafted prefix, and whose random numbers are choices of a chooser."""
 
     def __init__(
         self, tree: TokenTree, distribution: Callable[[Prefix], np.ndarray], chooser: Chooser, start: Prefix = ()
     ) -> None:
         context = Context(rows=(0,), sequences=(), sampling_params=(), rngs=(), max_depth=np.array([99]))
         super().__init__(context, tree, torch.zeros(0, 1), np.zeros((1, 0), np.int64))
-        self._law, self._chooser, self._start = distribution, chooser, start
+        self._distribution, self._chooser, self._start = distribution, chooser, start
 
     def probabilities(self, row: int, node: int) -> torch.Tensor:
         path = self._tree.ancestors(row, node)[1:]
-        return torch.from_numpy(self._law((*self._start, *(int(self._tree.token[row, n]) for n in path))))
+        return torch.from_numpy(self._distribution((*self._start, *(int(self._tree.token[row, n]) for n in path))))
 
     def sample(self, row: int, node: int) -> int:
         return self._chooser.choose(self.probabilities(row, node).tolist())
 
-    def uniform(self, row: int, node: int, stream: int) -> float:
+    def uniform(self, row: int, node: int, stream: Stream, number: int = 0) -> float:
         return Uniform(self._chooser)
 
 
-def random_law(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
-    """A distribution for every prefix, each of them another, some with impossible tokens."""
+def random_distribution(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
+    """A different distribution for every prefix, some with tokens of probability 0."""
 
     @cache
     def distribution(prefix: Prefix) -> np.ndarray:
@@ -116,7 +117,7 @@ def random_law(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]:
 
 
 def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], distinct: bool = False) -> TokenTree:
-    """A tree from (parent, token, number of its law in `q` or -1) per node, numbered from 1 below the root."""
+    """A tree from (parent, token, index in `q` or -1) per node, numbered from 1 below the root."""
     tree = tree_from_lists([[0, *(t for _, t, _ in nodes.values())]], [[-1, *(p for p, _, _ in nodes.values())]])
     tree.q_index[0, 1:] = [o for _, _, o in nodes.values()]
     return TokenTree(
@@ -131,38 +132,36 @@ def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], 
     )
 
 
-def texts(
+def sequence_distribution(
     acceptor: Acceptor, grow: Callable[[Chooser], TokenTree], distribution: Callable[[Prefix], np.ndarray], length: int
 ) -> dict[Prefix, float]:
-    """Probability of every text of `length` tokens that `acceptor` makes from trees that `grow` draws; the target
-    completes it.
-    """
+    """Probability of every sequence of `length` tokens by `acceptor` on trees of `grow`; the target completes it."""
 
     def run(chooser: Chooser) -> Prefix:
         tree = grow(chooser)
-        verdict = acceptor.accept(tree, 0, ScriptedLaws(tree, distribution, chooser))
-        return (*(int(tree.token[0, n]) for n in verdict.path), verdict.token)[:length]
+        result = acceptor.accept(tree, 0, ScriptedDistributions(tree, distribution, chooser))
+        return (*(int(tree.token[0, n]) for n in result.path), result.token)[:length]
 
     found: dict[Prefix, float] = defaultdict(float)
-    for text, chance in law_of(run).items():
-        for whole, part in continued(text, chance, distribution, length).items():
+    for sequence, chance in outcome_distribution(run).items():
+        for whole, part in completed(sequence, chance, distribution, length).items():
             found[whole] += part
     return found
 
 
-def continued(
-    text: Prefix, chance: float, distribution: Callable[[Prefix], np.ndarray], length: int
+def completed(
+    prefix: Prefix, chance: float, distribution: Callable[[Prefix], np.ndarray], length: int
 ) -> dict[Prefix, float]:
-    """Probability of every text of `length` tokens that the target makes of this beginning."""
-    if len(text) == length:
-        return {text: chance}
+    """Probability of every sequence of `length` tokens that the target continues this prefix to."""
+    if len(prefix) == length:
+        return {prefix: chance}
     longer = [
-        continued((*text, t), chance * p, distribution, length) for t, p in enumerate(distribution(text).tolist())
+        completed((*prefix, t), chance * p, distribution, length) for t, p in enumerate(distribution(prefix).tolist())
     ]
     return {whole: part for found in longer for whole, part in found.items()}
 
 
 def distance(found: Mapping[Prefix, float], distribution: Callable[[Prefix], np.ndarray]) -> float:
-    """Total variation between the found texts and those of the target alone."""
-    chances = continued((), 1.0, distribution, len(next(iter(found))))
+    """Total variation distance between the found sequences and those of the target alone."""
+    chances = completed((), 1.0, distribution, len(next(iter(found))))
     return sum(abs(c - found.get(text, 0.0)) for text, c in chances.items()) / 2

@@ -1,6 +1,4 @@
-"""Shared by the tests: tiny models, every method and variant under its name, and references written without the
-engine.
-"""
+"""Shared by the tests: tiny models, all methods and variants, and reference implementations without the engine."""
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +33,7 @@ from foretell.speculator.network import NETWORKS
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.tokenizer.codec import Detokenizer
 
-Law = np.ndarray
+Distribution = np.ndarray
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -44,9 +42,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Rotary scaling of Llama 3, small enough that a short text reaches the stretched frequencies."""
+"""Rotary scaling of Llama 3, so small that a short sequence reaches the scaled frequencies."""
 VOCAB = 29
-"""Vocabulary of the tests that compare texts; the law tests have a smaller one."""
+"""Vocabulary of the tests that compare tokens; those of distributions have a smaller one."""
 SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "blockwise": {"heads": 3, "inner": 24},
     "draft_model": {"model": replace(TINY, layers=1)},
@@ -69,7 +67,7 @@ def target(vocab: int = VOCAB, layers: int = 2) -> Decoder:
 
 @cache
 def sibling(vocab: int = VOCAB) -> Decoder:
-    """Another model, smaller and mostly of another opinion."""
+    """A smaller, unrelated model."""
     return tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5)
 
 
@@ -81,10 +79,10 @@ def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
 
 @cache
 def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
-    """Directory of a speculator with random weights for the tiny target, or the wide one; it drafts three quarters of
-    the vocabulary.
+    """Directory of a speculator with random weights for the tiny target, or the wide one, over three quarters of the
+    vocabulary.
 
-    `context`: the longest text that it reads, for the kinds that have a limit.
+    `context`: the longest sequence that it reads, for the kinds that have a limit.
     """
     config_type, network_type = NETWORKS[kind]
     context_of_target = BuildContext(vocab, wide_target() if wide else target(vocab))
@@ -109,7 +107,7 @@ def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int =
 
 @dataclass(frozen=True)
 class Variant:
-    """A method under test: how to build it afresh for a vocabulary, and what it promises."""
+    """A method under test: how to build it for a vocabulary, and what it guarantees."""
 
     name: str
     make: Callable[[int], AnyMethod]
@@ -150,7 +148,7 @@ def small_model(vocab: int) -> DraftModel:
 
 
 def looking_ahead(vocab: int, groups: int) -> AnyMethod:
-    """PaSS with so many groups of vectors per pass."""
+    """PaSS with this many groups of look-ahead embeddings per pass."""
     parts = BuildContext(vocab, target(vocab), speculators=(speculator("pass", vocab),))
     return build("pass", parts, {"look_ahead_groups": groups})
 
@@ -168,12 +166,16 @@ def trained_model(vocab: int) -> Predictor:
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 _RATES = [0.5, 0.2, 0.1]
 _BY_HAND = (
-    Variant("sure_chain", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Rejection()), same_seed=False),
     Variant(
-        "sure_block", lambda v: Method(small_model(v), Chain(4, confidence=0.3), BlockVerification()), same_seed=False
+        "confident_chain", lambda v: Method(small_model(v), Chain(4, confidence=0.3), Rejection()), same_seed=False
     ),
-    Variant("picked_chain", lambda v: Method(good_model(v), Chain(4, draw=False), Rejection())),
-    Variant("drawn_and_matched", lambda v: Method(small_model(v), Chain(4), Match())),
+    Variant(
+        "confident_block",
+        lambda v: Method(small_model(v), Chain(4, confidence=0.3), BlockVerification()),
+        same_seed=False,
+    ),
+    Variant("argmax_chain", lambda v: Method(good_model(v), Chain(4, draw=False), Rejection())),
+    Variant("sampled_chain_match", lambda v: Method(small_model(v), Chain(4), Match())),
     Variant(
         "independent",
         lambda v: Method(small_model(v), BranchingTree((3, 2), distinct=False), Rejection()),
@@ -186,19 +188,19 @@ _BY_HAND = (
         same_seed=False,
     ),
     Variant("trained_draft", lambda v: Method(trained_model(v), Chain(4), Rejection()), same_seed=False),
-    Variant("fixed_picked", lambda v: Method(good_model(v), FixedTree(_CHOICES), Match())),
+    Variant("fixed_argmax", lambda v: Method(good_model(v), FixedTree(_CHOICES), Match())),
     Variant(
-        "fixed_drawn", lambda v: Method(good_model(v), FixedTree(_CHOICES, draw=True), Rejection()), same_seed=False
+        "fixed_sampled", lambda v: Method(good_model(v), FixedTree(_CHOICES, draw=True), Rejection()), same_seed=False
     ),
     Variant(
-        "optimal_drawn",
+        "optimal_sampled",
         lambda v: Method(small_model(v), optimal_tree(8, _RATES, draw=True), Rejection()),
         same_seed=False,
     ),
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
     Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),
-    Variant("beam", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
-    Variant("beam_rejected", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
+    Variant("dynamic_match", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
+    Variant("dynamic_rejection", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
     Variant("first_copy", lambda v: Method(PromptLookup(2, 1, 4, choice="first"), Trie(4), Match())),
     Variant(
         "typical_tree",
@@ -209,35 +211,35 @@ _BY_HAND = (
 )
 
 VARIANTS = tuple(_of_catalogue(e) for e in BUILT_IN) + _BY_HAND
-"""The catalogue, then parts that it does not combine."""
+"""The catalogue's methods, then combinations that it does not contain."""
 
 
 def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
-    """Tokens drawn evenly."""
+    """Tokens sampled uniformly."""
     tokens: list[int] = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     return tokens
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[Update]]:
-    """The updates of every request, all submitted at once."""
+    """The updates of every request; all are submitted at once."""
     updates: dict[int, list[Update]] = {}
     engine.complete(requests, lambda update: updates.setdefault(update.request, []).append(update))
     return [updates[number] for number in sorted(updates)]
 
 
 def statistics_of(updates: Sequence[Update]) -> RequestStatistics:
-    """What a request that is over cost."""
+    """Statistics of a finished request."""
     assert updates[-1].statistics is not None
     return updates[-1].statistics
 
 
 def tokens_of(updates: Sequence[Update]) -> list[int]:
-    """What a request got."""
+    """All tokens of a request."""
     return [t for u in updates for t in u.tokens]
 
 
 def engine_for(method: AnyMethod, rows: int = 3, chunk: int = 16, vocab: int = VOCAB) -> Engine:
-    """The tiny target under a method, with letters for tokens."""
+    """An engine for the tiny target; tokens are letters."""
     return Engine(
         DecoderRunner(target(vocab)), method, rows=rows, chunk=chunk, detokenizer=lambda: Detokenizer(letters)
     )
@@ -246,7 +248,7 @@ def engine_for(method: AnyMethod, rows: int = 3, chunk: int = 16, vocab: int = V
 def generate(
     method: AnyMethod, requests: Sequence[Request], rows: int = 3, chunk: int = 16, vocab: int = VOCAB
 ) -> list[list[int]]:
-    """What every request got from the tiny target."""
+    """Tokens of every request from the tiny target."""
     return [tokens_of(u) for u in run(engine_for(method, rows, chunk, vocab), requests)]
 
 
@@ -256,12 +258,12 @@ def letters(tokens: Sequence[int]) -> str:
 
 
 def chain_tree(tokens: Sequence[int]) -> TokenTree:
-    """Decided tokens as the tree of a pass."""
+    """A tree of these tokens as prefix, without drafts."""
     return root_tree(tokens[-1:]).with_prefix([tokens])
 
 
-def reading(network: Network, context: Context, hidden_layers: Sequence[int]) -> StepResult:
-    """The target has read all texts up to their last tokens, which it decided."""
+def after_prompt(network: Network, context: Context, hidden_layers: Sequence[int]) -> StepResult:
+    """A step in which the target has read all sequences up to their last tokens, which are new."""
     texts = [t.tokens.tolist() for t in context.sequences]
     tree = root_tree([t[-2] for t in texts]).with_prefix([t[:-1] for t in texts])
     output = DecoderRunner(network).forward(context.rows, tree, hidden_layers=hidden_layers)
@@ -269,8 +271,8 @@ def reading(network: Network, context: Context, hidden_layers: Sequence[int]) ->
     return StepResult(context, tree, output, paths, tuple((t[-1],) for t in texts), (0,) * len(texts))
 
 
-def drafted(shape: Shape[Any], drafter: Predictor, step: StepResult) -> list[set[tuple[int, ...]]]:
-    """What a shape grows below each text after that step: the tokens on the way to every node, the root's first."""
+def drafted_paths(shape: Shape[Any], drafter: Predictor, step: StepResult) -> list[set[tuple[int, ...]]]:
+    """The tree of a shape for each request after that step: the tokens on the path to every node, the root's first."""
     drafter.observe(step)
     tree = shape.grow(drafter, step.context)
     return [
@@ -280,7 +282,7 @@ def drafted(shape: Shape[Any], drafter: Predictor, step: StepResult) -> list[set
 
 
 def all_logits(network: Network, tokens: Sequence[int]) -> np.ndarray:
-    """Scores after every token of a text read in one pass without a past."""
+    """Logits after every token of a sequence, in one pass without a cache."""
     output = DecoderRunner(network).forward([0], chain_tree(tokens))
     scores: np.ndarray = output.logits.double().numpy()
     return scores
@@ -288,13 +290,13 @@ def all_logits(network: Network, tokens: Sequence[int]) -> np.ndarray:
 
 @torch.no_grad()
 def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """The same from a model of transformers."""
+    """The same with a model of transformers."""
     logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
 
 
-def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingParams) -> Law:
-    """The processed distribution, written plainly: penalties, bias, temperature, top-k, top-p, min-p."""
+def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingParams) -> Distribution:
+    """Reference of the processed distribution: penalties, bias, temperature, top-k, top-p, min-p."""
     x = logits.astype(np.float64).copy()
     for token in set(text):
         x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
@@ -305,9 +307,9 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingPar
     for token, value in s.logit_bias.items():
         x[token] += value
     if s.temperature == 0:
-        best: Law = np.eye(len(x))[x.argmax()]
+        best: Distribution = np.eye(len(x))[x.argmax()]
         return best
-    p: Law = np.exp((x - x.max()) / s.temperature)
+    p: Distribution = np.exp((x - x.max()) / s.temperature)
     order = np.argsort(-p, kind="stable")
     if s.top_k:
         p[order[s.top_k :]] = 0
@@ -323,21 +325,19 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingPar
 
 
 def naive(network: Decoder, request: Request) -> list[int]:
-    """Decoding without cache, batch, tree or engine: one whole pass per token, and the token at the request's own
-    quantile.
-    """
-    text, noise, prompt = list(request.prompt), CounterRNG(request.sampling_params.seed), len(request.prompt)
+    """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token."""
+    tokens, rng, prompt = list(request.prompt), CounterRNG(request.sampling_params.seed), len(request.prompt)
     for position in range(prompt, prompt + request.max_new_tokens):
-        distribution = process(all_logits(network, text)[-1], text, prompt, request.sampling_params)
-        text.append(
-            int(np.searchsorted(distribution.cumsum(), noise.uniform(position) * distribution.sum(), side="right"))
+        distribution = process(all_logits(network, tokens)[-1], tokens, prompt, request.sampling_params)
+        tokens.append(
+            int(np.searchsorted(distribution.cumsum(), rng.uniform(position) * distribution.sum(), side="right"))
         )
-        if text[-1] in request.eos or any(s in letters(text[prompt:]) for s in request.stop):
+        if tokens[-1] in request.eos or any(s in letters(tokens[prompt:]) for s in request.stop):
             break
-    return text[prompt:]
+    return tokens[prompt:]
 
 
-def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: SamplingParams) -> Law:
+def exact_distribution(network: Decoder, prompt: Sequence[int], length: int, sampling: SamplingParams) -> Distribution:
     """Probability of every continuation of `length` tokens, in lexical order."""
 
     def grow(text: list[int], chance: float) -> list[float]:
@@ -349,10 +349,8 @@ def exact_law(network: Decoder, prompt: Sequence[int], length: int, sampling: Sa
     return np.array(grow(list(prompt), 1.0))
 
 
-def p_value(counts: np.ndarray, distribution: Law) -> float:
-    """Chance of counts at least as far from `distribution`, by Pearson's test with rare outcomes taken together; 0 if
-    something impossible happened.
-    """
+def p_value(counts: np.ndarray, distribution: Distribution) -> float:
+    """p-value of Pearson's chi-squared test, rare outcomes merged; 0 if an outcome of probability 0 was counted."""
     if counts[distribution == 0].any():
         return 0.0
     expected = distribution * counts.sum()
@@ -365,7 +363,7 @@ def p_value(counts: np.ndarray, distribution: Law) -> float:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Without the run-time type checks, which other tests make on the same code: for thousands of requests."""
+    """No run-time type checks, which are slow: for tests with thousands of requests."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
@@ -376,7 +374,7 @@ def unchecked() -> Iterator[None]:
 def context_of(
     *texts: Sequence[int], sampling: SamplingParams | None = None, max_depth: int = 99, prompt: int = 0
 ) -> Context:
-    """What a drafter sees of these texts; their first `prompt` tokens are the prompt (0: all)."""
+    """The context of these sequences; their first `prompt` tokens are the prompt (0: all)."""
     whole = [TokenBuffer(t[: prompt or len(t)]) for t in texts]
     for text, tokens in zip(whole, texts, strict=True):
         text.append(tokens[text.length :])

@@ -138,13 +138,13 @@ def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
 def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
     method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
     assert isinstance(method.tree, RetrievalOrModel)
-    assert method.tree.guess == DynamicTree(7, 10, 60) and method.tree.frugal.budget == 9
+    assert method.tree.model_shape == DynamicTree(7, 10, 60) and method.tree.trie.budget == 9
     with pytest.raises(ValueError, match="hybrid_model, which drafts with eagle3 here, does not read 'exit_layer'"):
         build("hybrid_model", context("eagle3"), {"exit_layer": 1})
     with pytest.raises(ValueError, match="hybrid_model, which has a draft model here, does not read 'eagle_topk'"):
         build("hybrid_model", context(drafts=1), {"eagle_topk": 1})
     early = build("hybrid_model", context(), {"exit_layer": 1, "num_speculative_tokens": 2}).tree
-    assert isinstance(early, RetrievalOrModel) and early.guess == Chain(2, draw=False, confidence=0.4)
+    assert isinstance(early, RetrievalOrModel) and early.model_shape == Chain(2, draw=False, confidence=0.4)
 
 
 def test_schedules_and_drawn_trees() -> None:

@@ -1,6 +1,4 @@
-"""What every method promises, whatever its parts: greedy text, the target's law, no dependence on company, and clean
-caches.
-"""
+"""What every method must fulfil: greedy tokens, the target's distribution, batch independence, correct caches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from helpers import (
     all_logits,
     chain_tree,
     engine_for,
-    exact_law,
+    exact_distribution,
     generate,
     naive,
     p_value,
@@ -36,7 +34,7 @@ from helpers import (
 )
 
 SMALL = 4
-"""Vocabulary of the law tests."""
+"""Vocabulary of the tests of distributions."""
 START = [1, 0, 2]
 FLAT = SamplingParams(temperature=2.5)
 PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 40, 9, 1, 25)]
@@ -48,7 +46,7 @@ every_lossless = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lo
 every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
 every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
 every_counted = pytest.mark.parametrize("variant", [PLAIN, *(v for v in VARIANTS if not v.same_seed)], ids=str)
-KINDS = ("draft_model", "block_verification", "specinfer", "spectr", "sure_block", "independent", "fixed_drawn")
+KINDS = ("draft_model", "block_verification", "specinfer", "spectr", "confident_block", "independent", "fixed_sampled")
 every_kind_of_rejection = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in KINDS], ids=str)
 every_rejecting = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
 
@@ -74,7 +72,7 @@ def requests_of(temperature: float, eos: tuple[int, ...] = ()) -> list[Request]:
 
 @cache
 def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
-    """A request for every sampling parameter at this temperature, with what naive decoding makes of it."""
+    """A request for every sampling parameter at this temperature, with the tokens of naive decoding."""
     prompt = PROMPTS[3]
     plain = Request(prompt, SamplingParams(temperature=temperature, seed=7), max_new_tokens=14)
     start = naive(target(), plain)
@@ -98,7 +96,7 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
 
 
 @every_lossless
-def test_greedy_text_is_that_of_naive_decoding(variant: Variant) -> None:
+def test_greedy_tokens_are_those_of_naive_decoding(variant: Variant) -> None:
     assert generate(variant.make(VOCAB), requests_of(0, eos=(3,))) == greedy_texts()
 
 
@@ -120,28 +118,23 @@ GREEDY_RULES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "typical_lossy": best,
     "typical_tree": best,
 }
-"""Tokens that each lossy variant may write at temperature 0, given the target's softmax."""
+"""Tokens that each lossy variant may give at temperature 0, by the target's softmax."""
 
 
 @every_lossy
-def test_lossy_greedy_text_keeps_to_its_rule_and_counts_every_change(variant: Variant) -> None:
+def test_lossy_greedy_tokens_follow_the_rule_and_changes_are_counted(variant: Variant) -> None:
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=20) for n in range(1, 25)]
     rule = GREEDY_RULES[variant.name]
-    engine = engine_for(variant.make(VOCAB))
-    numbers = [engine.submit(r) for r in requests]
-    texts: dict[int, list[int]] = {n: [] for n in numbers}
-    for update in engine.run():
-        texts[update.request] += update.tokens
     changes = []
-    for number, request in zip(numbers, requests, strict=True):
-        text = texts[number]
-        assert len(text) == request.max_new_tokens
-        logits = all_logits(target(), [*request.prompt, *text])[len(request.prompt) - 1 : -1]
+    for request, completion in zip(requests, engine_for(variant.make(VOCAB)).complete(requests), strict=True):
+        tokens = completion.tokens
+        assert len(tokens) == request.max_new_tokens
+        logits = all_logits(target(), [*request.prompt, *tokens])[len(request.prompt) - 1 : -1]
         p = np.exp(logits - logits.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
-        assert all(rule(row)[token] for row, token in zip(p, text, strict=True))
-        changes.append(int(sum(row.argmax() != token for row, token in zip(p, text, strict=True))))
-        assert engine.statistics[number].fidelity.changed == changes[-1]
+        assert all(rule(row)[token] for row, token in zip(p, tokens, strict=True))
+        changes.append(int(sum(row.argmax() != token for row, token in zip(p, tokens, strict=True))))
+        assert completion.statistics.fidelity.changed == changes[-1]
     assert any(changes) is (rule is not best)
 
 
@@ -152,14 +145,14 @@ def greedy_texts() -> list[list[int]]:
 
 @cache
 def texts_to_the_end() -> tuple[list[Request], list[list[int]]]:
-    """Greedy requests that the context ends, and one that it does not."""
+    """Greedy requests that end at the context's end, and one that does not."""
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=25) for n in (246, 255, 9, 241)]
     naive_texts = [naive(target(), replace(r, max_new_tokens=min(25, 256 - len(r.prompt)))) for r in requests]
     return requests, naive_texts
 
 
 @every_lossless
-def test_texts_go_on_up_to_the_end_of_the_context(variant: Variant) -> None:
+def test_sequences_grow_up_to_the_end_of_the_context(variant: Variant) -> None:
     requests, expected = texts_to_the_end()
     with unchecked():
         assert generate(variant.make(VOCAB), requests, rows=4, chunk=512) == expected
@@ -173,13 +166,13 @@ def sampled(variant: Variant, sampling: SamplingParams, number: int) -> list[lis
 
 
 def fit(variant: Variant, sampling: SamplingParams, number: int) -> float:
-    """Chance of texts as far from the target's law as those of `number` seeds."""
+    """p-value of the answers of `number` seeds under the target's distribution."""
     where = np.ravel_multi_index(np.array(sampled(variant, sampling, number)).T, (SMALL,) * 3)
-    return p_value(np.bincount(where, minlength=SMALL**3), exact_law(target(SMALL), START, 3, sampling))
+    return p_value(np.bincount(where, minlength=SMALL**3), exact_distribution(target(SMALL), START, 3, sampling))
 
 
 @every_counted
-def test_sampled_text_follows_the_law_of_the_target_and_only_lossy_methods_fail(variant: Variant) -> None:
+def test_samples_follow_the_distribution_of_the_target_and_only_lossy_methods_fail(variant: Variant) -> None:
     assert fit(variant, FLAT, 4000) > 1e-3 if variant.lossless else fit(variant, FLAT, 2000) < 1e-6
 
 
@@ -189,12 +182,12 @@ def plain_texts() -> list[list[int]]:
 
 
 @every_matching
-def test_every_seed_gives_the_text_of_plain_decoding_and_thereby_its_law(variant: Variant) -> None:
+def test_every_seed_gives_the_tokens_of_plain_decoding(variant: Variant) -> None:
     assert sampled(variant, FLAT, 600) == plain_texts()
 
 
 @every_variant
-def test_answers_do_not_depend_on_company_order_rows_or_chunks(variant: Variant) -> None:
+def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -> None:
     requests = requests_of(1.0)
     with unchecked():
         alone = [generate(variant.make(VOCAB), [r], rows=1, chunk=512)[0] for r in requests]
@@ -211,7 +204,7 @@ def sampled_texts() -> list[list[int]]:
 
 
 def late_joiners(method: AnyMethod, requests: Sequence[Request]) -> list[list[int]]:
-    """Each request joins two steps after the one before."""
+    """Answers when each request joins two steps after the one before."""
     engine, texts = engine_for(method, rows=4), dict[int, list[int]]()
     for request in requests:
         texts[engine.submit(request)] = []
@@ -224,7 +217,7 @@ def late_joiners(method: AnyMethod, requests: Sequence[Request]) -> list[list[in
 
 
 @every_variant
-def test_caches_hold_what_a_fresh_pass_over_the_text_writes(variant: Variant) -> None:
+def test_caches_equal_those_of_a_fresh_pass(variant: Variant) -> None:
     method = variant.make(VOCAB)
     engine = engine_for(method, rows=len(PROMPTS), chunk=64)
     for i, prompt in enumerate(PROMPTS):
@@ -246,7 +239,7 @@ def draft_runners(drafter: Drafter) -> list[Runner]:
 
 
 def assert_fresh(runner: Runner, row: int, text: Sequence[int]) -> None:
-    """The row's keys and values are those of one pass over as much of the text as it has read."""
+    """The row's keys and values are those of one pass over the tokens that it has read."""
     assert isinstance(runner, DecoderRunner)
     length = runner.length(row)
     assert length > len(text) - 8
@@ -258,12 +251,12 @@ def assert_fresh(runner: Runner, row: int, text: Sequence[int]) -> None:
 
 @every_matching
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_sampling_parameter_gives_the_naive_text(variant: Variant, temperature: float) -> None:
+def test_every_sampling_parameter_gives_the_naive_tokens(variant: Variant, temperature: float) -> None:
     assert_naive(variant, temperature)
 
 
 @every_rejecting
-def test_every_sampling_parameter_gives_the_naive_greedy_text(variant: Variant) -> None:
+def test_every_sampling_parameter_gives_the_naive_greedy_tokens(variant: Variant) -> None:
     assert_naive(variant, 0.0)
 
 
@@ -288,5 +281,5 @@ def assert_naive(variant: Variant, temperature: float) -> None:
     ],
     ids=["truncated", "penalised"],
 )
-def test_every_sampling_parameter_keeps_the_law(variant: Variant, sampling: SamplingParams) -> None:
+def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
     assert fit(variant, sampling, 1000) > 1e-3

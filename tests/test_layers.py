@@ -10,7 +10,7 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.ownership"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
     (
         "core.tree",
         "model",
@@ -140,4 +140,11 @@ def test_the_analyzer_needs_no_weights() -> None:
     for module, path in MODULES.items():
         if module.startswith("roofline"):
             known = {m for m in _imports(path.read_text("utf-8")) if not m.startswith("roofline")}
-            assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, f"{module} imports {known}"
+            assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, (
+                f"{module} imports {known}"
+            )
+
+
+@pytest.mark.parametrize("name", foretell.__all__)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(foretell, name) is not None

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from foretell.accept import Acceptor, AcceptResult, Match, Rejection, TypicalAcceptance
 from foretell.api import Model
 from foretell.core.context import ModelOutput
+from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft import DraftModel, PromptLookup
@@ -76,7 +77,7 @@ class Biased(Acceptor):
         if (
             correct.path
             or root not in children
-            or distributions.uniform(row, root, 99) >= self._share
+            or distributions.uniform(row, root, Stream.ACCEPT, 98) >= self._share
             or distributions.sampling_params(row).temperature == 0
         ):
             return correct
@@ -92,7 +93,7 @@ class SecondChoice(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         correct = Match().accept(tree, row, distributions)
-        if distributions.uniform(row, int(tree.prefix_length[row]) - 1, 99) < 0.1:
+        if distributions.uniform(row, int(tree.prefix_length[row]) - 1, Stream.ACCEPT, 98) < 0.1:
             return AcceptResult(
                 correct.path,
                 int(

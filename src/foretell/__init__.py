@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretell.catalogue import catalogue
     from foretell.catalogue.config import SpeculativeConfig
     from foretell.core.sampling import SamplingParams
-    from foretell.engine.engine import Engine, Request, Update
+    from foretell.engine.engine import Completion, Engine, Request, Update
     from foretell.engine.method import Method
     from foretell.engine.statistics import RequestStatistics
     from foretell.load import load
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = version("foretell")
 __all__ = [
     "Answer",
+    "Completion",
     "Engine",
     "Method",
     "Model",
@@ -43,12 +44,13 @@ __all__ = [
 ]
 _HOME = {
     "Answer": "api",
+    "Completion": "engine.engine",
     "Engine": "engine.engine",
     "Method": "engine.method",
     "Model": "api",
     "Request": "engine.engine",
     "SamplingParams": "core.sampling",
-    "SpeculativeConfig": "config",
+    "SpeculativeConfig": "catalogue.config",
     "RequestStatistics": "engine.statistics",
     "Update": "engine.engine",
     "catalogue": "catalogue",

@@ -9,7 +9,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Completion, Engine, Request, Update, describe
+from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.method import AnyMethod
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
@@ -50,15 +50,17 @@ class Answer:
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,
-            error="" if completion.error is None else describe(completion.error),
+            error="" if completion.error is None else describe_error(completion.error),
         )
 
     @property
     def exact(self) -> bool:
-        """Whether drafts, batch and prompt chunks left the text bit for bit as it is without them.
+        """Whether the target's numbers were bit for bit those of plain decoding: drafts, batch and prompt chunks
+        change nothing.
 
-        False on a lossless method: a pass over several tokens rounds differently from a pass over one, so that the text
-        is equal in distribution up to rounding, and a tie may fall the other way.
+        A lossless answer that is not exact is equal in distribution up to rounding: a pass over several tokens rounds
+        differently from a pass over one, so that a near-tie may fall the other way, and log-probabilities differ in
+        their last digits.
         """
         return self.lossless and self.backend.batch_invariant
 

@@ -52,10 +52,11 @@ def load(
     """Load a model.
 
     `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id
-    (`owner/name`; only then is anything downloaded). `dtype`: float32, bfloat16 or int8; int8 quantises the weights, so
-    it is a target of its own. `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks beyond it
-    are read from the file in every pass (slow per pass, so meant for methods that need few). Architectures that the own
-    decoder does not know run through transformers, slowly (extra `hf`).
+    (`owner/name`; only then is anything downloaded). `dtype`: float32, bfloat16 or int8 (weights and activations, so it
+    is a target of its own). What a dtype stands for is in `foretell.model.backend`; it is the same with and without the
+    CPU kernels and under a memory limit. `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
+    beyond it are read from the file in every pass (slow per pass, so meant for methods that need few). Architectures
+    that the own decoder does not know run through transformers, slowly (extra `hf`).
 
     Raises:
         ValueError: the reference, dtype or device is not known here, the checkpoint is missing something or damaged, or

@@ -29,7 +29,7 @@ from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
     chain_tree,
-    exact_law,
+    exact_distribution,
     naive,
     of_catalogue,
     p_value,
@@ -180,7 +180,8 @@ def distribution_p_value(device: str, name: str) -> float:
     with unchecked():
         sequences = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
     outcomes = np.ravel_multi_index(np.array(sequences).T, (SMALL,) * LENGTH)
-    return p_value(np.bincount(outcomes, minlength=SMALL**LENGTH), exact_law(target(SMALL), START, LENGTH, FLAT))
+    expected = exact_distribution(target(SMALL), START, LENGTH, FLAT)
+    return p_value(np.bincount(outcomes, minlength=SMALL**LENGTH), expected)
 
 
 @on_every_device

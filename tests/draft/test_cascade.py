@@ -77,9 +77,9 @@ def test_the_draft_model_s_cache_holds_the_text() -> None:
         engine.step()
     for running in engine._running:
         have = draft.length(running.row)
-        tokens = running.text.tokens[:have].tolist()
+        tokens = running.sequence.tokens[:have].tolist()
         kept = draft.cache.k[:, running.row, :, :have]
-        assert have >= running.text.length - 2
+        assert have >= running.sequence.length - 2
         assert (kept - fresh_keys(tokens)).abs().max() < 1e-9
 
 

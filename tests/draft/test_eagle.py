@@ -33,15 +33,15 @@ from foretell.speculator.network.pack import packed
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
+    after_prompt,
     chain_tree,
     context_of,
-    drafted,
+    drafted_paths,
     engine_for,
-    exact_law,
+    exact_distribution,
     generate,
     p_value,
     random_tokens,
-    reading,
     target,
     unchecked,
 )
@@ -243,7 +243,7 @@ def test_nodes_see_their_ancestors_only_whatever_the_rows_lengths(kind: str) -> 
     """Scores at every node of trees that grow together are those of its path alone."""
     network, texts = network_of(kind, layers=2), [random_tokens(n, seed=n) for n in (9, 2, 17)]
     drafter, context = Recording(network), context_of(*texts)
-    drafter.observe(reading(target(), context, network.hidden_layers))
+    drafter.observe(after_prompt(target(), context, network.hidden_layers))
     choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1))
     FixedTree(choices).grow(drafter, replace(context, max_depth=np.array([99, 1, 3])))
     assert [sum(row == i for row, _ in drafter.found) for i in range(3)] == [5, 3, 5]
@@ -281,7 +281,7 @@ def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
         method = Method(EagleDrafter(network), SHAPES[name], Rejection())
         texts = generate(method, requests, rows=512, chunk=1 << 14, vocab=4)
     where = np.ravel_multi_index(np.array(texts).T, (4,) * 3)
-    distribution = exact_law(target(4), start, 3, sampling)
+    distribution = exact_distribution(target(4), start, 3, sampling)
     assert p_value(np.bincount(where, minlength=64), distribution) > 1e-3
 
 
@@ -380,8 +380,8 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
     decoder, network = kernel_network(precision, dtype, subset)
     texts = [random_tokens(n, seed=n) for n in (9, 3, 17, 5)]
     context = replace(context_of(*texts), max_depth=np.array([99, 2, 99, 0]))
-    step = reading(decoder, context, network.hidden_layers)
-    found = [drafted(shape, drafter, step) for drafter in (EagleDrafter(network), Stepwise(network))]
+    step = after_prompt(decoder, context, network.hidden_layers)
+    found = [drafted_paths(shape, drafter, step) for drafter in (EagleDrafter(network), Stepwise(network))]
     assert all(len(part) <= shape.budget for part in found[0])
     assert found[0] == found[1]
     assert [bool(part) for part in found[0]] == [True, True, True, False]

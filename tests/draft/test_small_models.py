@@ -42,7 +42,7 @@ class Stepwise(DraftModel):
 class Watched(Shape[Predictor]):
     """Remembers the trees of a shape: the tokens on the way to every node."""
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __init__(self, shape: Shape[Any]) -> None:
         self.shape, self.found = shape, list[list[set[Path]]]()
@@ -114,7 +114,7 @@ def test_a_chain_stays_in_the_cache_as_far_as_it_stood() -> None:
     for _ in range(4):
         (update,) = engine.step()
         # Its last token, which nobody read, and the target's own stay to be read.
-        assert update.accepted == 3 and runner.length(0) == engine._running[0].text.length - 2
+        assert update.accepted == 3 and runner.length(0) == engine._running[0].sequence.length - 2
 
 
 def test_a_network_that_bounds_its_logits_grows_level_by_level() -> None:

@@ -25,7 +25,7 @@ from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.speculator.network.pack import packed
 from foretell.testing import TINY, tiny_decoder
-from helpers import chain_tree, context_of, drafted, random_tokens, reading, run, tokens_of
+from helpers import after_prompt, chain_tree, context_of, drafted_paths, random_tokens, run, tokens_of
 
 CONFIG = replace(TINY, vocab=31)
 CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
@@ -253,8 +253,8 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
     network.choose(torch.arange(CONFIG.vocab)[3:23])
     texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
     context = replace(context_of(*texts), max_depth=np.array([99, 2, 99, 0]))
-    step = reading(small_target(), context, network.hidden_layers)
-    found = [drafted(shape, drafter, step) for drafter in (MLPSpeculatorDrafter(network), Stepwise(network))]
+    step = after_prompt(small_target(), context, network.hidden_layers)
+    found = [drafted_paths(shape, drafter, step) for drafter in (MLPSpeculatorDrafter(network), Stepwise(network))]
     assert found[0] == found[1]
     assert [bool(part) for part in found[0]] == [True, True, True, False]
     assert all(len(path) <= 3 for path in found[0][1]) and all(len(path) <= 5 for path in found[0][0])

@@ -1,4 +1,4 @@
-"""Chains that adapt: the published check values, and that adapting changes no answer."""
+"""Adaptive chains: published check values, and unchanged answers."""
 
 from copy import deepcopy
 
@@ -21,29 +21,29 @@ RULES = [HeuristicSchedule(), ConfidenceRule()]
 
 
 def test_the_heuristic_schedule() -> None:
-    record, lengths = ChainHistory(ChainLimits(5)), []
+    history, lengths = ChainHistory(ChainLimits(5)), []
     for accepted in (5, 6, 7, 0, 2, 6):
-        record = HeuristicSchedule().after(record, record.limits.length, accepted)
-        lengths.append(record.limits.length)
+        history = HeuristicSchedule().update(history, history.limits.length, accepted)
+        lengths.append(history.limits.length)
     assert lengths == [7, 6, 5, 4, 3, 2]
-    shortest = HeuristicSchedule().after(ChainHistory(ChainLimits(1)), 1, 0)
+    shortest = HeuristicSchedule().update(ChainHistory(ChainLimits(1)), 1, 0)
     assert shortest.limits.length == 1
-    assert HeuristicSchedule(most=6).after(ChainHistory(ChainLimits(5)), 5, 5).limits.length == 6
+    assert HeuristicSchedule(max_length=6).update(ChainHistory(ChainLimits(5)), 5, 5).limits.length == 6
 
 
 def test_draft_and_verify_check_values() -> None:
-    record, found = ChainHistory(ChainLimits(8, confidence=0.8)), []
+    history, found = ChainHistory(ChainLimits(8, confidence=0.8)), []
     for accepted, drafted in ((0, 4), (2, 4), (8, 8)):
-        record = ConfidenceRule().after(record, drafted, accepted)
-        found.append((record.acceptance, record.limits.confidence))
+        history = ConfidenceRule().update(history, drafted, accepted)
+        found.append((history.acceptance, history.limits.confidence))
     assert [a for a, _ in found] == [0, 0.25, 0.625]
     assert [c for _, c in found] == pytest.approx([0.801, 0.802, 0.803])
 
 
-def test_the_threshold_falls_only_before_the_cap() -> None:
+def test_the_threshold_falls_only_below_the_full_length() -> None:
     sure = ChainHistory(ChainLimits(8, confidence=0.8), acceptance=1.0)
-    assert ConfidenceRule().after(sure, 4, 4).limits.confidence == pytest.approx(0.799)
-    assert ConfidenceRule().after(sure, 8, 8).limits.confidence == 0.8
+    assert ConfidenceRule().update(sure, 4, 4).limits.confidence == pytest.approx(0.799)
+    assert ConfidenceRule().update(sure, 8, 8).limits.confidence == 0.8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
@@ -55,7 +55,7 @@ def test_adapting_changes_no_answer(rule: HeuristicSchedule | ConfidenceRule) ->
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
-def test_drawn_answers_do_not_depend_on_company(rule: HeuristicSchedule | ConfidenceRule) -> None:
+def test_sampled_answers_do_not_depend_on_the_batch(rule: HeuristicSchedule | ConfidenceRule) -> None:
     requests = [Request(r.prompt, SamplingParams(temperature=1, seed=3), 18) for r in REQUESTS]
 
     def answers(rows: int) -> list[list[int]]:
@@ -65,7 +65,7 @@ def test_drawn_answers_do_not_depend_on_company(rule: HeuristicSchedule | Confid
     assert answers(3) == answers(1)
 
 
-def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_forgotten() -> None:
+def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_released() -> None:
     def lengths(draft: DraftModel) -> list[int]:
         """Length of the chain after every step of a request."""
         shape, found = AdaptiveChain(Chain(4), HeuristicSchedule()), list[int]()
@@ -73,7 +73,7 @@ def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_forgott
         engine.submit(Request([1, 2, 3], max_new_tokens=40))
         while engine.busy:
             engine.step()
-            found.append(shape.record(0).limits.length)
+            found.append(shape.history(0).limits.length)
         return found
 
     assert lengths(DraftModel(DecoderRunner(target())))[:4] == [6, 8, 10, 12], "every draft is accepted"

@@ -106,10 +106,10 @@ def test_the_noted_paths_make_the_tree_that_accepts_most() -> None:
     shared = generator.integers(0, 4, (1200, 1))
     rank = np.minimum(generator.geometric(0.45, (1200, 3)) - 1 + shared // 2, 9)
     known = generator.random((1200, 3)) < 0.95
-    counts = PathCounts(ranks=6, fade=1.0)
+    counts = PathCounts(ranks=6, decay=1.0)
     counts.add(rank[:500], known[:500])
     counts.add(rank[500:], known[500:])
-    paths, chances = counts.best(20)
+    paths, chances = counts.most_frequent(20)
     seen = rank[known.all(1)]
 
     def accepted(choices: tuple[tuple[int, ...], ...]) -> float:
@@ -131,10 +131,10 @@ def test_the_noted_paths_make_the_tree_that_accepts_most() -> None:
 
 
 def test_old_observations_fade() -> None:
-    counts = PathCounts(fade=0.5)
+    counts = PathCounts(decay=0.5)
     for right in (3, 0, 0, 0, 0, 0, 0):
         counts.add(np.full((10, 1), right), np.ones((10, 1), bool))
-    paths, chances = counts.best()
+    paths, chances = counts.most_frequent()
     assert paths[0] == (0,)
     assert chances[0] > 0.95
 

@@ -1,4 +1,4 @@
-"""Acceptors: which drafts stand. One file per rule."""
+"""Acceptors: rules that decide which drafted tokens are accepted. One file per rule."""
 
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.accept.bild import BiLDRollback

@@ -1,4 +1,4 @@
-"""The contract of an acceptor: which drafts stand, and what the target says after them."""
+"""The interface of acceptors."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,26 +11,24 @@ from foretell.distributions.processed import ProcessedDistributions
 
 @dataclass(frozen=True)
 class AcceptResult:
-    """Drafted nodes that stand, root first and root excluded, and the token decided after the last of them."""
+    """Accepted nodes from the root down, the root excluded, and the token that follows the last of them."""
 
     path: tuple[int, ...]
     token: int
     fidelity: tuple[TokenFidelity, ...] = ()
-    """What each decided token cost in fidelity, in order; nothing for a lossless rule."""
+    """Deviation from the target for each new token; empty for a lossless rule."""
 
 
 class Acceptor(ABC):
-    """Decides over one text's tree from the target's processed distributions; never sees logits, flags or
-    parameters.
-    """
+    """Decides which drafted tokens of a request are accepted, from the target's processed distributions."""
 
     label: ClassVar[str] = ""
-    """The rule, in a few words, for the table of methods."""
+    """Short name of the rule for the table of methods."""
     lossless: ClassVar[bool]
-    """Whether the decided text follows the target's law exactly."""
+    """Whether new tokens follow the target's distribution exactly."""
     same_seed: ClassVar[bool]
-    """Whether equal seeds give the text of plain decoding, not only its law."""
+    """Whether a seed gives the tokens of plain decoding, not only their distribution."""
 
     @abstractmethod
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
-        """Walk the tree of text `row` from its root."""
+        """Accept a path in the tree of batch row `row`."""

@@ -1,7 +1,4 @@
-"""Big Little Decoder's rollback: a small model's token stands unless the target finds it too unlikely.
-
-Changes the text.
-"""
+"""Big Little Decoder's rollback: drafts are accepted unless the target finds them too unlikely. Lossy."""
 
 from dataclasses import dataclass
 
@@ -13,13 +10,15 @@ from foretell.accept.lossy import LossyAcceptor
 
 @dataclass(frozen=True)
 class BiLDRollback(LossyAcceptor):
-    """Tolerates tokens at most `distance` nats from a certain one, -log p(x) <= distance, and the target's best (BiLD,
-    arXiv 2302.07863). Lossy.
+    """Accepts tokens with -log p(x) <= `distance` nats, and the target's most probable one (BiLD, arXiv 2302.07863).
 
-    The distance is the cross-entropy of the small model's hard prediction under the target. At the first token beyond
-    it the target's own is written and the rest dropped. The best token never rolls back, since it would be replaced by
-    itself; the released code then skips the rollback of later tokens too, this does not. Pair it with a chain that
-    falls back: `Chain(10, draw=False, fallback=0.6)`.
+    The distance is the cross-entropy of the small model's hard prediction under the target. The first token beyond it
+    is replaced by the target's own, and the rest is dropped. The most probable token never rolls back, since it would
+    be replaced by itself; the released code then also skips the rollback of later tokens, this class does not. Use it
+    with a chain that falls back: `Chain(10, draw=False, fallback=0.6)`.
+
+    Raises:
+        ValueError: a negative distance.
     """
 
     label = "rollback (BiLD)"
@@ -32,7 +31,7 @@ class BiLDRollback(LossyAcceptor):
             raise ValueError(f"the distance to roll back at is 0 nats or more, found {self.distance}")
 
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
-        """Tokens likely enough, and the best."""
+        """Tokens within the distance, and the most probable one."""
         near = -p.log() <= self.distance
         near[p.argmax()] = True
         return near

@@ -1,4 +1,4 @@
-"""The approximate acceptance criteria of blockwise parallel decoding. They change the text."""
+"""The approximate acceptance criteria of blockwise parallel decoding (Stern et al., arXiv 1811.03115). Lossy."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,10 @@ from foretell.accept.lossy import LossyAcceptor
 
 @dataclass(frozen=True)
 class TopKAcceptor(LossyAcceptor):
-    """Tolerates the `count` most probable tokens of the target (Stern et al., arXiv 1811.03115, 5.1); 1 is greedy
-    decoding. Lossy.
+    """Accepts the `count` most probable tokens of the target (section 5.1); 1 is greedy decoding.
+
+    Raises:
+        ValueError: a count below 1.
     """
 
     label = "the target's top k"
@@ -21,10 +23,10 @@ class TopKAcceptor(LossyAcceptor):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.count < 1:
-            raise ValueError(f"at least the best token must be tolerated, found the best {self.count}")
+            raise ValueError(f"at least the best token must be acceptable, found the best {self.count}")
 
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
-        """The best tokens, never an impossible one."""
+        """The most probable tokens, except those of probability 0."""
         best = torch.zeros_like(p, dtype=torch.bool)
         best[p.topk(min(self.count, len(p))).indices] = True
         return best & (p > 0)
@@ -32,13 +34,14 @@ class TopKAcceptor(LossyAcceptor):
 
 @dataclass(frozen=True)
 class DistanceAcceptor(LossyAcceptor):
-    """Tolerates tokens whose number is at most `distance` from that of the target's best one: for ordered vocabularies,
-    such as pixel intensities.
+    """Accepts tokens whose id is at most `distance` from that of the target's most probable one (section 5.2): for
+    ordered vocabularies, such as pixel intensities. 0 is greedy decoding.
 
-    Stern et al. (arXiv 1811.03115, 5.2); 0 is greedy decoding. Lossy.
+    Raises:
+        ValueError: a negative distance.
     """
 
-    label = "distance in token number"
+    label = "distance in token id"
 
     distance: int = 2
 
@@ -48,5 +51,5 @@ class DistanceAcceptor(LossyAcceptor):
             raise ValueError(f"a distance is 0 or more, found {self.distance}")
 
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
-        """The tokens around the best."""
+        """The tokens around the most probable one."""
         return (torch.arange(len(p), device=p.device) - p.argmax()).abs() <= self.distance

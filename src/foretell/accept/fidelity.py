@@ -1,18 +1,21 @@
-"""What a lossy method costs in fidelity: how far the law of each decided token is from the target's."""
+"""How far the tokens of a lossy method deviate from the target's distribution."""
 
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 
+MIN_PROBABILITY = 1e-10
+"""Lower bound of the target's probabilities in divergences, which keeps sums finite."""
+
 
 @dataclass(frozen=True)
 class TokenFidelity:
-    """The price of one decided token.
+    """Deviation of one new token.
 
-    `variation`: total variation between the law that decided it (over the drafter's and the acceptor's randomness) and
-    the target's, 0..1. `divergence`: Kullback-Leibler divergence of the first from the second in nats. `changed`: the
-    target's own draw with this seed is another token.
+    `variation`: total variation distance, 0..1, between the distribution that the token was sampled from (over the
+    randomness of drafter and acceptor) and the target's. `divergence`: Kullback-Leibler divergence of the first from
+    the second, in nats. `changed`: plain decoding with this seed samples another token.
     """
 
     variation: float
@@ -22,44 +25,44 @@ class TokenFidelity:
 
 @dataclass
 class FidelityLoss:
-    """Sums of tolls over the decided tokens of a request; a lossless method pays nothing and counts nothing."""
+    """Sums over the new tokens of a request; a lossless method counts nothing."""
 
     tokens: int = 0
     variation: float = 0.0
     divergence: float = 0.0
     changed: int = 0
 
-    def add(self, toll: TokenFidelity) -> None:
+    def add(self, token: TokenFidelity) -> None:
         """Count one token."""
         self.tokens += 1
-        self.variation += toll.variation
-        self.divergence += toll.divergence
-        self.changed += toll.changed
+        self.variation += token.variation
+        self.divergence += token.divergence
+        self.changed += token.changed
 
     @property
     def mean_variation(self) -> float:
-        """Total variation per token."""
+        """Mean total variation distance per token."""
         return self.variation / self.tokens if self.tokens else 0.0
 
     @property
     def mean_divergence(self) -> float:
-        """Kullback-Leibler divergence per token, in nats."""
+        """Mean Kullback-Leibler divergence per token, in nats."""
         return self.divergence / self.tokens if self.tokens else 0.0
 
     @property
     def changed_share(self) -> float:
-        """Share of tokens that differ from the target's own draw."""
+        """Share of tokens that differ from those of plain decoding at the same position."""
         return self.changed / self.tokens if self.tokens else 0.0
 
 
 def total_variation(distribution: Float[torch.Tensor, " v"], target: Float[torch.Tensor, " v"]) -> float:
-    """Half the summed difference of two distributions."""
+    """Half the sum of the absolute differences of two distributions."""
     return float((distribution - target).abs().sum()) / 2
 
 
-def divergence(distribution: Float[torch.Tensor, " v"], target: Float[torch.Tensor, " v"]) -> float:
-    """KL(law || target) in nats; what the target forbids counts as having a probability of 1e-10, so that sums stay
-    finite.
-    """
+def kl_divergence(distribution: Float[torch.Tensor, " v"], target: Float[torch.Tensor, " v"]) -> float:
+    """KL(distribution || target) in nats, with the target's probabilities clamped to `MIN_PROBABILITY`."""
     some = distribution > 0
-    return max(0.0, float((distribution[some] * (distribution[some] / target[some].clamp_min(1e-10)).log()).sum()))
+    return max(
+        0.0, float((distribution[some] * (distribution[some] / target[some].clamp_min(MIN_PROBABILITY)).log()).sum())
+    )

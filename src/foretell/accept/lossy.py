@@ -1,5 +1,5 @@
-"""The lossy family: acceptors that let a draft stand where the target would have said something else, and report what
-that costs.
+"""The common walk of lossy acceptors, which accept drafts that the target would not have sampled, and report by how
+much they deviate.
 """
 
 import math
@@ -11,26 +11,32 @@ import torch
 from jaxtyping import Bool, Float
 
 from foretell.accept.base import Acceptor, AcceptResult
-from foretell.accept.fidelity import TokenFidelity, divergence, total_variation
-from foretell.accept.rejection import RESIDUAL, TRIAL, DraftDistributions
-from foretell.core.sampling import sample_from
+from foretell.accept.fidelity import MIN_PROBABILITY, TokenFidelity, kl_divergence, total_variation
+from foretell.accept.rejection import DraftDistributions
+from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
+
+_MIN_SCORE_PROBABILITY = 1e-300
+"""Lower bound of probabilities in the score of a path, before their logarithm is taken."""
 
 
 @dataclass(frozen=True)
 class LossyAcceptor(Acceptor):
-    """One idea, several rules: of the tokens that a drafter offers, a rule says which part of their probability may
-    stand.
+    """A rule that accepts part of the probability mass of each draft distribution.
 
-    A draft x from law q stands with probability accepted(p, q)[x] / q[x]; a picked draft is a draw from one point. A
-    rule is its `tolerated` set (a draft in it always stands), or overrides `accepted` and `rest` to be random. The
-    longest path of drafts that stand wins, ties by probability; what follows is drawn from what `rest` leaves of p. At
-    temperature 0 every rule is its set, and what follows is the target's best token.
+    A draft x from q is accepted with probability accepted_mass(p, q)[x] / q[x]; for a draft that was not sampled, q is
+    one-hot. A rule is its set of `acceptable` tokens, which are always accepted, or it overrides `accepted_mass` and
+    `residual` to be random. All accepted branches are followed; the longest path wins, ties by its probability. The
+    token after it is sampled from what `residual` makes of p. At temperature 0 every rule is its set, and the target's
+    most probable token follows.
 
-    `minimum`: as many tokens are decided by a pass as the tree allows whatever the rule says (the minimum block size of
-    Stern et al., arXiv 1811.03115; the authors found that it hurts). 1 changes nothing: the target's own token always
-    comes after the drafts.
+    `minimum_block`: tokens per pass that are decided whatever the rule says, as far as the tree allows (the minimum
+    block size of Stern et al., arXiv 1811.03115, who found that it hurts). 1 has no effect, since the target's own
+    token always follows.
+
+    Raises:
+        ValueError: a minimum block below 1.
     """
 
     minimum_block: int = field(default=1, kw_only=True)
@@ -38,11 +44,11 @@ class LossyAcceptor(Acceptor):
     lossless = False
     same_seed = False
     softmax_at_zero: ClassVar[bool] = True
-    """At temperature 0 the rule sees the model's softmax; False: the one-hot law, under which most rules tolerate
-    nothing.
+    """At temperature 0 the rule sees the model's softmax; False: the one-hot distribution, under which most rules
+    accept the most probable token only.
     """
-    exclusive: ClassVar[bool] = False
-    """At most one child of a node stands: the first that passes its test."""
+    first_only: ClassVar[bool] = False
+    """At most one child of a node is accepted: the first that passes its test."""
 
     def __post_init__(self) -> None:
         if self.minimum_block < 1:
@@ -50,94 +56,97 @@ class LossyAcceptor(Acceptor):
 
     @abstractmethod
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
-        """Tokens good enough where the target's law is p."""
+        """Tokens that are accepted where the target's distribution is p."""
 
     def accepted_mass(self, p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
-        """The part of q that may stand, at most q everywhere."""
+        """The part of q that is accepted, at most q everywhere."""
         return q * self.acceptable(p)
 
     def residual(self, p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
-        """The law that decides after a draft from q was refused."""
+        """The distribution of the token after a draft from q was rejected."""
         return p
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
-        """Walk all paths of text `row` that stand."""
-        children, root = tree.children(row), int(tree.prefix_length[row]) - 1
-        judged: dict[int, _NodeDecision] = {}
+        """Accept the longest path that passes in the tree of batch row `row`."""
+        children, root = tree.children(row), tree.root(row)
+        decisions: dict[int, _NodeDecision] = {}
         best: tuple[int, float, tuple[int, ...]] = (0, 0.0, ())
         queue = [best]
         while queue:
-            here = queue.pop()
-            best = max(best, here, key=lambda x: x[:2])
-            length, score, path = here
+            current = queue.pop()
+            best = max(best, current, key=lambda x: x[:2])
+            length, score, path = current
             node = path[-1] if path else root
-            judged[node] = self._judge(
-                tree, row, node, children.get(node, []), length + 1 < self.minimum_block, distributions
-            )
-            for child in judged[node].standing:
-                chance = float(judged[node].p[int(tree.token[row, child])])
-                queue.append((length + 1, score + math.log(max(chance, 1e-300)), (*path, child)))
+            accept_all = length + 1 < self.minimum_block
+            decision = self._decide_node(tree, row, node, children.get(node, []), accept_all, distributions)
+            decisions[node] = decision
+            for child in decision.accepted:
+                p = float(decision.p[int(tree.token[row, child])])
+                queue.append((length + 1, score + math.log(max(p, _MIN_SCORE_PROBABILITY)), (*path, child)))
         path = best[2]
         nodes = (root, *path)
-        left = judged[nodes[-1]].left
+        residual = decisions[nodes[-1]].residual
         token = (
             distributions.sample(row, nodes[-1])
-            if left is None
-            else sample_from(left, distributions.uniform(row, nodes[-1], RESIDUAL))
+            if residual is None
+            else sample_from(residual, distributions.uniform(row, nodes[-1], Stream.RESIDUAL))
         )
-        decided = [*(int(tree.token[row, n]) for n in path), token]
-        tolls = tuple(judged[n].toll(distributions, row, n, t) for n, t in zip(nodes, decided, strict=True))
-        return AcceptResult(path, token, tolls)
+        new_tokens = [*(int(tree.token[row, n]) for n in path), token]
+        fidelity = tuple(
+            decisions[n].token_fidelity(distributions, row, n, t) for n, t in zip(nodes, new_tokens, strict=True)
+        )
+        return AcceptResult(path, token, fidelity)
 
-    def _judge(
+    def _decide_node(
         self,
         tree: TokenTree,
         row: int,
         node: int,
         children: list[int],
-        free: bool,
+        accept_all: bool,
         distributions: ProcessedDistributions,
     ) -> "_NodeDecision":
-        """Which children of a node stand, what decides if none does, and the law that all this makes of the next
-        token.
-        """
+        """Test the children of a node."""
         p = (distributions.softmax_at if self.softmax_at_zero else distributions.probabilities)(row, node)
-        greedy, origins = distributions.sampling_params(row).temperature == 0, DraftDistributions(tree, row)
-        left, refused, distribution, standing = p, 1.0, torch.zeros_like(p), list[int]()
-        for trial, child in enumerate(children):
-            token, q = int(tree.token[row, child]), origins.distribution(child, p)
-            part = q if free else q * self.acceptable(p) if greedy else self.accepted_mass(left, q)
-            distribution = distribution + refused * part
-            refused *= max(0.0, 1 - float(part.sum()))
-            open_to_it = not (self.exclusive and standing)
-            if open_to_it and distributions.uniform(row, node, TRIAL + trial) * float(q[token]) < float(part[token]):
-                standing.append(child)
+        greedy, draft_distributions = distributions.sampling_params(row).temperature == 0, DraftDistributions(tree, row)
+        residual, rejected, distribution, accepted = p, 1.0, torch.zeros_like(p), list[int]()
+        for number, child in enumerate(children):
+            token, q = int(tree.token[row, child]), draft_distributions.distribution(child, p)
+            mass = q if accept_all else q * self.acceptable(p) if greedy else self.accepted_mass(residual, q)
+            distribution = distribution + rejected * mass
+            rejected *= max(0.0, 1 - float(mass.sum()))
+            if not (self.first_only and accepted):
+                uniform = distributions.uniform(row, node, Stream.ACCEPT, number)
+                if uniform * float(q[token]) < float(mass[token]):
+                    accepted.append(child)
             if not greedy:
-                left = self.residual(left, q)
-            origins.reject(child)
-        return _NodeDecision(p, standing, None if left is p else left, distribution + refused * left)
+                residual = self.residual(residual, q)
+            draft_distributions.reject(child)
+        return _NodeDecision(p, accepted, None if residual is p else residual, distribution + rejected * residual)
 
 
 @dataclass(frozen=True)
 class _NodeDecision:
-    """A node after the verdict: the target's law there, children that stand, what is left of p (None: p), and the law
-    of the decided token.
-    """
+    """The result of the tests at a node."""
 
     p: Float[torch.Tensor, " v"]
-    standing: list[int]
-    left: Float[torch.Tensor, " v"] | None
+    """The target's distribution."""
+    accepted: list[int]
+    residual: Float[torch.Tensor, " v"] | None
+    """The distribution of the token if no child is accepted; None: p."""
     distribution: Float[torch.Tensor, " v"]
+    """The distribution of the next token over all outcomes of the tests."""
 
-    def toll(self, distributions: ProcessedDistributions, row: int, node: int, token: int) -> TokenFidelity:
-        """What the decided token costs; exact for chains and for siblings that are judged in their order.
+    def token_fidelity(self, distributions: ProcessedDistributions, row: int, node: int, token: int) -> TokenFidelity:
+        """Deviation of the new token; exact for chains and for siblings that are tested in order.
 
-        At temperature 0 both laws are points: the variation is 1 where they differ, and the divergence is read as the
-        log of how much likelier the target's softmax holds its own token.
+        At temperature 0 both distributions are one-hot: the variation is 1 where they differ, and the divergence is the
+        log of the ratio of the target's softmax between its own token and the new one.
         """
         own = distributions.sample(row, node)
         if distributions.sampling_params(row).temperature == 0:
             p = distributions.softmax_at(row, node)
-            return TokenFidelity(float(token != own), float((p[own] / p[token].clamp_min(1e-10)).log()), token != own)
+            log_ratio = float((p[own] / p[token].clamp_min(MIN_PROBABILITY)).log())
+            return TokenFidelity(float(token != own), log_ratio, token != own)
         p = distributions.probabilities(row, node)
-        return TokenFidelity(total_variation(self.distribution, p), divergence(self.distribution, p), token != own)
+        return TokenFidelity(total_variation(self.distribution, p), kl_divergence(self.distribution, p), token != own)

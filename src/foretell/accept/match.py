@@ -1,4 +1,4 @@
-"""Let the target choose, and follow the tree while it holds what was chosen."""
+"""Sample from the target, and accept drafts while they match."""
 
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.core.tree import TokenTree
@@ -6,10 +6,10 @@ from foretell.distributions.processed import ProcessedDistributions
 
 
 class Match(Acceptor):
-    """The target's own token is drawn once per node and sought among its children.
+    """The target's token is sampled once per node; the child that holds it is accepted.
 
-    Greedy verification at temperature 0 (Stern et al., arXiv 1811.03115); above it every decided token is a draw from
-    the target, so the law is exact for any drafts, and equal seeds give the very text of plain decoding.
+    At temperature 0 this is greedy verification (Stern et al., arXiv 1811.03115). Above it, every new token is sampled
+    from the target, so the distribution is exact for any drafts, and a seed gives the tokens of plain decoding.
     """
 
     label = "match"
@@ -18,8 +18,8 @@ class Match(Acceptor):
     same_seed = True
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
-        """Walk the tree of text `row` from its root."""
-        children, node, path = tree.children(row), int(tree.prefix_length[row]) - 1, list[int]()
+        """Accept a path in the tree of batch row `row`."""
+        children, node, path = tree.children(row), tree.root(row), list[int]()
         while True:
             token = distributions.sample(row, node)
             step = next((c for c in children.get(node, ()) if tree.token[row, c] == token), None)

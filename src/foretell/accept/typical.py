@@ -1,4 +1,4 @@
-"""Medusa's typical acceptance: anything probable enough stands. Changes the law."""
+"""Medusa's typical acceptance: every token that is probable enough is accepted. Lossy."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from foretell.accept.lossy import LossyAcceptor
 
 @dataclass(frozen=True)
 class TypicalAcceptance(LossyAcceptor):
-    """Tolerates x where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats (Medusa, arXiv 2401.10774).
+    """Accepts x where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats (Medusa, arXiv 2401.10774).
 
-    Lossy.
+    At temperature 0 that is the target's most probable token only. `delta` None: sqrt(epsilon).
 
-    At temperature 0 that is the target's best token only. `delta` None stands for sqrt(epsilon).
+    Raises:
+        ValueError: an epsilon outside (0, 1].
     """
 
     label = "typical acceptance"
@@ -31,7 +32,7 @@ class TypicalAcceptance(LossyAcceptor):
             raise ValueError(f"typical acceptance: epsilon lies in (0, 1], found {self.epsilon}")
 
     def threshold(self, entropy: float) -> float:
-        """Least probability that is accepted where the target's entropy is `entropy` nats."""
+        """The probability that a token must exceed where the target's entropy is `entropy` nats."""
         delta = math.sqrt(self.epsilon) if self.delta is None else self.delta
         return min(self.epsilon, delta * math.exp(-entropy))
 

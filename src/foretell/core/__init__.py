@@ -1,1 +1,1 @@
-"""What every part shares: token trees, the context of a step, sampling parameters and random numbers."""
+"""What all rooms share: token trees, the context of a step, sampling parameters and random numbers."""

@@ -1,4 +1,4 @@
-"""What a drafter may look at before a step, and what it is told after one."""
+"""The state of the requests before a step, and the result of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from foretell.core.tree import TokenTree
 
 
 class TokenBuffer:
-    """The decided tokens of one request, prompt first; grows in place so that looking at it never copies."""
+    """Prompt and generated tokens of one request; grows in place, so that reading it never copies."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.prompt_length = len(prompt)
@@ -31,14 +31,14 @@ class TokenBuffer:
         return self._buffer[self.prompt_length : self.length]
 
     def prefix(self, length: int) -> "TokenBuffer":
-        """The text as it stood at an earlier length."""
+        """The sequence as it was at an earlier length, as a view."""
         out = TokenBuffer(())
         out.prompt_length, out.length = min(self.prompt_length, length), length
         out._buffer = self._buffer[:length]
         return out
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Add decided tokens."""
+        """Append generated tokens."""
         end = self.length + len(tokens)
         if end > len(self._buffer):
             grown = np.zeros(2 * end, np.int64)
@@ -50,9 +50,9 @@ class TokenBuffer:
 
 @dataclass(frozen=True)
 class Context:
-    """The `b` texts that a step continues.
+    """The `b` requests of a step.
 
-    `rows[i]` names text `i` for its whole life; stateful parts index their memory by it.
+    `rows[i]`: the engine's row of request `i`, the same in all of its steps; parts with state index it by this number.
     """
 
     rows: tuple[int, ...]
@@ -60,32 +60,33 @@ class Context:
     sampling_params: tuple[SamplingParams, ...]
     rngs: tuple[CounterRNG, ...]
     max_depth: Int[np.ndarray, " b"]
-    """Deepest draft worth making per text: tokens still wanted after the next one."""
+    """Greatest useful depth of drafts per request: the tokens it may still get after the next one."""
 
     @property
     def last_tokens(self) -> list[int]:
-        """The last decided token of every text: the roots."""
+        """The last token of every sequence: the roots of the drafts."""
         return [int(t.tokens[-1]) for t in self.sequences]
 
-    def select(self, which: Sequence[int]) -> "Context":
-        """The context of these texts only, in this order."""
-        if tuple(which) == tuple(range(len(self.rows))):
+    def select(self, indices: Sequence[int]) -> "Context":
+        """The context of these requests only, in this order."""
+        if tuple(indices) == tuple(range(len(self.rows))):
             return self
         return Context(
-            rows=tuple(self.rows[i] for i in which),
-            sequences=tuple(self.sequences[i] for i in which),
-            sampling_params=tuple(self.sampling_params[i] for i in which),
-            rngs=tuple(self.rngs[i] for i in which),
-            max_depth=self.max_depth[list(which)],
+            rows=tuple(self.rows[i] for i in indices),
+            sequences=tuple(self.sequences[i] for i in indices),
+            sampling_params=tuple(self.sampling_params[i] for i in indices),
+            rngs=tuple(self.rngs[i] for i in indices),
+            max_depth=self.max_depth[list(indices)],
         )
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What one pass of a model gave for the nodes it was asked about.
+    """Output of one forward pass.
 
-    `at[i, j]` is the row of `logits` for node `j` of text `i`, -1 where none was computed. `features` holds one tensor
-    per tapped layer, with a row for every node read: `feature_at` maps as `at` does.
+    `logits[logit_index[i, j]]` are the logits at node `j` of request `i`; an index of -1: none were computed.
+    `hidden_states` holds one tensor per requested layer, with a row for every node read, indexed by `hidden_index` in
+    the same way.
     """
 
     logits: Float[torch.Tensor, "k v"]
@@ -98,10 +99,10 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What happened to the texts of `context`, which already hold the new tokens.
+    """Result of a step; the sequences of `context` already hold the new tokens.
 
-    `paths[i]` lists the nodes of `tree` that were kept for text `i`, trunk included; `decided[i]` the tokens that the
-    step added.
+    `paths[i]`: the nodes of `tree` whose keys and values were kept for request `i`, its prefix included.
+    `new_tokens[i]`: the tokens that the step added.
     """
 
     context: Context
@@ -109,9 +110,17 @@ class StepResult:
     output: ModelOutput
     paths: tuple[tuple[int, ...], ...]
     new_tokens: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
-    """How many tokens of each text the target had read before the step: the position of node 0."""
+    start_positions: tuple[int, ...]
+    """Tokens of each sequence that were in the target's cache before the step: the position of node 0."""
     draft_seconds: float = 0.0
-    """What proposing the trees took."""
+    """Time spent on drafting."""
     pass_seconds: float = 0.0
-    """What the target's pass took, with accepting and keeping."""
+    """Time spent on the target's pass, acceptance and the cache update."""
+
+    def num_drafted(self, i: int) -> int:
+        """Drafted tokens of request `i`."""
+        return int(self.tree.valid[i].sum()) - int(self.tree.prefix_length[i])
+
+    def num_accepted(self, i: int) -> int:
+        """Drafted tokens of request `i` that were accepted."""
+        return len(self.paths[i]) - int(self.tree.prefix_length[i])

@@ -1,8 +1,7 @@
-"""The token tree: several drafted continuations of one text, sharing their prefixes, read by the target in a single
-pass.
+"""The token tree: drafted continuations of a sequence that share their prefixes and are verified in one pass.
 
-The structure (tokens, parents, flags) is host data and lives in numpy; distributions are device data and live in torch.
-Batched: row `i` of every array belongs to the `i`-th text of the step.
+The structure (tokens, parents, flags) is in numpy on the host; distributions are torch tensors on the device. Row `i`
+of every array belongs to the `i`-th request of the step.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,11 +15,11 @@ from jaxtyping import Bool, Float, Int
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens of `b` texts, `n` nodes each.
+    """Token trees of `b` requests with `n` nodes each.
 
-    Nodes `0 .. prefix_length-1` of a row are tokens already decided but not yet read by the target (a prompt chunk, or
-    just the last token): a chain whose end is the *root* of the drafts. Every other node is a guess; `parent[i] < i`
-    always. Worked example, trunk 1::
+    Nodes `0 .. prefix_length-1` of a row are tokens of the sequence that the target has not read yet (a prompt chunk,
+    or only the last token): a chain that ends in the *root* of the drafts. Every other node is a drafted token or a
+    probe; `parent[i] < i` always. Example with a prefix of 1::
 
         index   0     1     2     3         the ──┬─ cat ── sat
         token   the   cat   dog   sat             └─ dog
@@ -31,36 +30,34 @@ class TokenTree:
     token: Int[np.ndarray, "b n"]
     parent: Int[np.ndarray, "b n"]
     valid: Bool[np.ndarray, "b n"]
-    """False: padding or a probe; such a node is never accepted."""
+    """False: padding or a probe, which are never accepted."""
     probe: Bool[np.ndarray, "b n"]
-    """True: read by the target for the drafter's own sake."""
+    """True: the target reads the node for the drafter only."""
     q_index: Int[np.ndarray, "b n"]
-    """Row of `q` that the node was sampled from; -1: picked deterministically, so its distribution is a point mass."""
+    """Row of `q` that the node was sampled from; -1: chosen without sampling, so its distribution is one-hot."""
     prefix_length: Int[np.ndarray, " b"]
     distinct: Bool[np.ndarray, " b"]
-    """Whether the drawn siblings of a text were drawn without replacement."""
+    """Whether sampled siblings were drawn without replacement."""
     q: Float[torch.Tensor, "b m v"] | None = None
-    """Distributions the drawn nodes were sampled from, after temperature, truncation and penalties."""
+    """Distributions that nodes were sampled from, after all sampling parameters."""
     unscored: Bool[np.ndarray, "b n"] | None = None
-    """Probes whose scores nobody needs; None: there are none."""
+    """Probes whose logits are not needed; None: no node."""
     probe_embeddings: Float[torch.Tensor, "e d"] | None = None
-    """What the first block sees for the token ids from the vocabulary's size on, which probes may carry; None: all ids
-    are tokens.
-    """
+    """Input embeddings of the ids from the vocabulary's size on, which probes may have; None: all ids are tokens."""
 
     @property
     def rows(self) -> int:
-        """Number of texts."""
+        """Number of requests."""
         return len(self.token)
 
     @property
     def nodes(self) -> int:
-        """Number of nodes per text, padding included."""
+        """Number of nodes per request, padding included."""
         return int(self.token.shape[1])
 
     @property
     def is_decode(self) -> bool:
-        """Whether every trunk is the last token alone: the target has read all that came before."""
+        """Whether every prefix is the last token alone, so that no prompt is read."""
         return set(self.prefix_length.tolist()) == {1}
 
     @cached_property
@@ -70,12 +67,12 @@ class TokenTree:
 
     @cached_property
     def scored(self) -> Bool[np.ndarray, "b n"]:
-        """Nodes whose scores somebody may need."""
+        """Nodes whose logits may be needed."""
         return self.active if self.unscored is None else self.active & ~self.unscored
 
     @cached_property
     def depth(self) -> Int[np.ndarray, "b n"]:
-        """Distance of every node from node 0; of padding, 0."""
+        """Distance of every node from node 0; 0 for padding."""
         rows = list[list[int]]()
         for parents in self.parent.tolist():
             depth = [0]
@@ -83,6 +80,10 @@ class TokenTree:
                 depth.append(depth[parent] + 1 if parent >= 0 else 0)
             rows.append(depth)
         return np.array(rows)
+
+    def root(self, row: int) -> int:
+        """The root of a row: the last node of its prefix."""
+        return int(self.prefix_length[row]) - 1
 
     def ancestors(self, row: int, node: int) -> list[int]:
         """Path from node 0 down to `node`, both included."""
@@ -93,23 +94,23 @@ class TokenTree:
         return path[::-1]
 
     def children(self, row: int) -> dict[int, list[int]]:
-        """Live children of every node of a row that has any, in drawing order."""
+        """Valid children of every node of a row that has any, in the order in which they were drafted."""
         found: dict[int, list[int]] = {}
-        parent, live = self.parent[row].tolist(), self.valid[row].tolist()
+        parent, valid = self.parent[row].tolist(), self.valid[row].tolist()
         for node in range(int(self.prefix_length[row]), self.nodes):
-            if live[node]:
+            if valid[node]:
                 found.setdefault(parent[node], []).append(node)
         return found
 
     def find_path(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Nodes below the root that spell `tokens`, as far as the tree has them."""
-        children, node, path = self.children(row), int(self.prefix_length[row]) - 1, list[int]()
+        """Nodes of the path below the root with these tokens, as far as the tree holds it."""
+        children, node, path = self.children(row), self.root(row), list[int]()
         for token in tokens:
-            step = next((c for c in children.get(node, ()) if self.token[row, c] == token), None)
-            if step is None:
+            child = next((c for c in children.get(node, ()) if self.token[row, c] == token), None)
+            if child is None:
                 break
-            path.append(step)
-            node = step
+            path.append(child)
+            node = child
         return path
 
     def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
@@ -127,15 +128,15 @@ class TokenTree:
         parents: Sequence[Sequence[int]],
         scored: Sequence[Collection[int]] | None = None,
     ) -> "TokenTree":
-        """The tree and nodes that the target reads and never accepts, from index `nodes` on, padded to the longest row.
+        """The tree with probes appended from index `nodes` on, padded to the longest row.
 
-        `parents` are indices in the new tree; a probe may hang below the root, a draft or an earlier probe. `scored`:
-        indices in the new tree of the probes whose scores are needed (None: of all).
+        `parents`: indices in the new tree; the parent of a probe may be the root, a draft or an earlier probe.
+        `scored`: indices in the new tree of the probes whose logits are needed (None: all).
         """
-        first, most = self.nodes, max(len(t) for t in tokens)
-        if most == 0:
+        first, count = self.nodes, max(len(t) for t in tokens)
+        if count == 0:
             return self
-        out = concatenate_trees([self, _blank(0, first + most)])
+        out = concatenate_trees([self, _empty_trees(0, first + count)])
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             end = first + len(token)
             out.token[row, first:end] = token
@@ -143,10 +144,12 @@ class TokenTree:
             out.probe[row, first:end] = True
         if scored is None:
             return out
-        silent = np.zeros_like(out.probe) if out.unscored is None else out.unscored.copy()
-        for row, (token, wanted) in enumerate(zip(tokens, scored, strict=True)):
-            silent[row, first : first + len(token)] = [node not in wanted for node in range(first, first + len(token))]
-        return replace(out, unscored=silent)
+        unscored = np.zeros_like(out.probe) if out.unscored is None else out.unscored.copy()
+        for row, (token, needed) in enumerate(zip(tokens, scored, strict=True)):
+            unscored[row, first : first + len(token)] = [
+                node not in needed for node in range(first, first + len(token))
+            ]
+        return replace(out, unscored=unscored)
 
     def select(self, rows: Int[np.ndarray, " b"]) -> "TokenTree":
         """The trees of these rows, in this order."""
@@ -164,16 +167,16 @@ class TokenTree:
         )
 
     def with_prefix(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
-        """The tree hung below all decided but unread tokens; `unread[i]` ends with the present root of row `i`."""
+        """The tree below all tokens that the target has not read; `unread[i]` ends with the present root of row `i`."""
         sizes = np.array([len(u) for u in unread], dtype=np.int64)
         if (sizes == self.prefix_length).all():
             return self
         n = int(sizes.max()) + self.nodes - 1
-        out = _blank(self.rows, n)
-        silent = None if self.unscored is None else np.zeros_like(out.probe)
-        for row, decided in enumerate(unread):
-            k, end = len(decided), len(decided) + self.nodes - 1
-            out.token[row, :k] = decided
+        out = _empty_trees(self.rows, n)
+        unscored = None if self.unscored is None else np.zeros_like(out.probe)
+        for row, tokens in enumerate(unread):
+            k, end = len(tokens), len(tokens) + self.nodes - 1
+            out.token[row, :k] = tokens
             out.parent[row, :k] = np.arange(-1, k - 1)
             out.valid[row, :k] = True
             out.token[row, k:end] = self.token[row, 1:]
@@ -181,19 +184,19 @@ class TokenTree:
             out.valid[row, k:end] = self.valid[row, 1:]
             out.probe[row, k:end] = self.probe[row, 1:]
             out.q_index[row, k:end] = self.q_index[row, 1:]
-            if silent is not None and self.unscored is not None:
-                silent[row, k:end] = self.unscored[row, 1:]
+            if unscored is not None and self.unscored is not None:
+                unscored[row, k:end] = self.unscored[row, 1:]
         return replace(
             out,
             prefix_length=sizes,
             q=self.q,
             distinct=self.distinct,
-            unscored=silent,
+            unscored=unscored,
             probe_embeddings=self.probe_embeddings,
         )
 
 
-def _blank(rows: int, nodes: int) -> TokenTree:
+def _empty_trees(rows: int, nodes: int) -> TokenTree:
     return TokenTree(
         token=np.zeros((rows, nodes), np.int64),
         parent=np.full((rows, nodes), -1, np.int64),
@@ -206,16 +209,16 @@ def _blank(rows: int, nodes: int) -> TokenTree:
 
 
 def root_tree(tokens: Sequence[int]) -> TokenTree:
-    """Trees of a root only, one per text: what plain decoding verifies."""
-    out = _blank(len(tokens), 1)
+    """Trees of a root only, one per request: plain decoding."""
+    out = _empty_trees(len(tokens), 1)
     out.token[:, 0] = tokens
     out.valid[:, 0] = True
     return out
 
 
 def tree_from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> TokenTree:
-    """Trees of picked nodes from ragged lists; entry 0 of each is the root with parent -1. Padded to the longest."""
-    out = _blank(len(tokens), max(len(t) for t in tokens))
+    """Trees of nodes that were not sampled, from ragged lists; entry 0 of each is the root with parent -1."""
+    out = _empty_trees(len(tokens), max(len(t) for t in tokens))
     for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         out.token[row, : len(token)] = token
         out.parent[row, : len(token)] = parent
@@ -230,7 +233,7 @@ def tree_from_parents(
     parent: Int[np.ndarray, "a m"],
     count: Int[np.ndarray, " a"],
 ) -> TokenTree:
-    """Trees of `count` picked nodes below some of the roots; the others stand alone.
+    """Trees of the first `count` nodes, which were not sampled, below the roots `which`; the other roots get none.
 
     `parent` 0 is the root, 1 the first node.
     """
@@ -242,8 +245,8 @@ def tree_from_parents(
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:
-    """Both trees of picked nodes below the same roots in one: what both guess stands there once, children of `first`
-    before those of `second`.
+    """The union of two trees with the same roots whose nodes were not sampled; children of `first` come before those of
+    `second`.
     """
     tokens, parents = list[list[int]](), list[list[int]]()
     for row in range(first.rows):
@@ -263,10 +266,10 @@ def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:
 
 
 def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
-    """Stack trees of different texts into one batch, padding to the widest.
+    """Trees of different requests as one batch, padded to the widest.
 
     Raises:
-        ValueError: two trees have different `inputs`.
+        ValueError: two trees have different `probe_embeddings`.
     """
     if len(trees) == 1:
         return trees[0]
@@ -276,26 +279,26 @@ def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
     if qs:
         m = max(x.shape[1] for x in qs)
         q = torch.zeros(sum(t.rows for t in trees), m, qs[0].shape[2], dtype=qs[0].dtype, device=qs[0].device)
-    out, at = _blank(sum(t.rows for t in trees), n), 0
+    out, first = _empty_trees(sum(t.rows for t in trees), n), 0
     for t in trees:
-        rows = slice(at, at + t.rows)
+        rows = slice(first, first + t.rows)
         for name in ("token", "parent", "valid", "probe", "q_index"):
             getattr(out, name)[rows, : t.nodes] = getattr(t, name)
         out.prefix_length[rows], out.distinct[rows] = t.prefix_length, t.distinct
         if q is not None and t.q is not None:
             q[rows, : t.q.shape[1]] = t.q
-        at += t.rows
-    silent = None
+        first += t.rows
+    unscored = None
     if any(t.unscored is not None for t in trees):
-        padded = [np.pad(_silent(t), ((0, 0), (0, n - t.nodes))) for t in trees]
-        silent = np.concatenate(padded)
-    inputs = next((t.probe_embeddings for t in trees if t.probe_embeddings is not None), None)
-    if any(t.probe_embeddings is not None and t.probe_embeddings is not inputs for t in trees):
+        padded = [np.pad(_unscored_mask(t), ((0, 0), (0, n - t.nodes))) for t in trees]
+        unscored = np.concatenate(padded)
+    probe_embeddings = next((t.probe_embeddings for t in trees if t.probe_embeddings is not None), None)
+    if any(t.probe_embeddings is not None and t.probe_embeddings is not probe_embeddings for t in trees):
         raise ValueError(
-            "trees with inputs of their own cannot be read together: their token ids would mean two things"
+            "trees with different probe embeddings cannot be in one pass: their token ids would be ambiguous"
         )
-    return replace(out, q=q, unscored=silent, probe_embeddings=inputs)
+    return replace(out, q=q, unscored=unscored, probe_embeddings=probe_embeddings)
 
 
-def _silent(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
+def _unscored_mask(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
     return np.zeros_like(tree.probe) if tree.unscored is None else tree.unscored

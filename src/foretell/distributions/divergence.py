@@ -1,8 +1,7 @@
-"""How far a draft's next-token distribution is from the target's, per position and from logits: what distillation
-minimises.
+"""Divergences between the target's and the draft's next-token distributions, per position: losses of distillation.
 
-Numbers are computed in float32 or wider. No gradient flows into the target. Either may give a token probability zero; a
-divergence that divides by it is then infinite.
+They are computed from logits in float32 or wider. No gradient flows into the target. A divergence that divides by a
+probability of zero is infinite.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,47 +11,49 @@ import torch
 from jaxtyping import Float, Int
 
 Divergence = Callable[[Float[torch.Tensor, "*t v"], Float[torch.Tensor, "*t v"]], Float[torch.Tensor, "*t"]]
-"""From the target's logits and the draft's to one number a position."""
+"""A function of the target's and the draft's logits that gives one number per position."""
 
 
 def forward_kl(target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]) -> Float[torch.Tensor, "*t"]:
-    """KL(p || q) in nats: the cross-entropy with the target's soft labels, less their entropy."""
-    log_p, log_q = _logs(target, draft)
-    return _expected(log_p, log_p - log_q)
+    """KL(p || q) in nats: the cross-entropy with the target's soft labels minus their entropy."""
+    log_p, log_q = _log_probabilities(target, draft)
+    return _expectation(log_p, log_p - log_q)
 
 
 def reverse_kl(target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]) -> Float[torch.Tensor, "*t"]:
-    """KL(q || p) in nats: the draft keeps to what the target finds likely, and may leave out the rest."""
-    log_p, log_q = _logs(target, draft)
-    return _expected(log_q, log_q - log_p)
+    """KL(q || p) in nats: mode-seeking, so the draft may leave out tokens that the target finds likely."""
+    log_p, log_q = _log_probabilities(target, draft)
+    return _expectation(log_q, log_q - log_p)
 
 
 def jensen_shannon(
     target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"], beta: float = 0.5
 ) -> Float[torch.Tensor, "*t"]:
-    """b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q, in nats; at b = 1/2 symmetric and at most log 2.
+    """Generalised Jensen-Shannon divergence in nats: b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q.
+
+    At b = 1/2 it is symmetric and at most log 2.
 
     Raises:
         ValueError: `beta` outside 0..1, ends excluded.
     """
     if not 0 < beta < 1:
         raise ValueError(f"the beta of a Jensen-Shannon divergence lies between 0 and 1, found {beta}")
-    log_p, log_q = _logs(target, draft)
+    log_p, log_q = _log_probabilities(target, draft)
     log_b, log_rest = torch.log(torch.tensor([beta, 1 - beta], dtype=log_p.dtype)).tolist()
     middle = torch.logaddexp(log_p + log_b, log_q + log_rest)
-    return beta * _expected(log_p, log_p - middle) + (1 - beta) * _expected(log_q, log_q - middle)
+    return beta * _expectation(log_p, log_p - middle) + (1 - beta) * _expectation(log_q, log_q - middle)
 
 
 def total_variation(
     target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
 ) -> Float[torch.Tensor, "*t"]:
-    """Half the sum of |p - q|: one minus the chance that speculative sampling accepts a drafted token (DistillSpec,
-    arXiv 2310.08461).
+    """Half the sum of |p - q|: one minus the probability that speculative sampling accepts a drafted token
+    (DistillSpec, arXiv 2310.08461).
 
-    Its gradient is the expectation, over tokens drawn from the draft, of 1{q > p} grad log q; it vanishes where p and q
-    share no token, so that an untrained draft starts with another divergence.
+    Its gradient is the expectation, over tokens sampled from the draft, of 1{q > p} grad log q. It vanishes where p and
+    q share no token, so an untrained draft should start with another divergence.
     """
-    log_p, log_q = _logs(target, draft)
+    log_p, log_q = _log_probabilities(target, draft)
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
@@ -62,23 +63,23 @@ def total_variation_plus(
     """TVD++ (Goel et al., arXiv 2403.00858): the policy gradient of total variation with the reward 1{p > q}
     standardised over all positions.
 
-    What is returned has that gradient; its value is a surrogate and no distance. The expectation over drafted tokens is
+    The result has that gradient; its value is a surrogate and no distance. The expectation over drafted tokens is
     exact, not sampled.
     """
-    log_p, log_q = _logs(target, draft)
+    log_p, log_q = _log_probabilities(target, draft)
     q = log_q.detach().exp()
     reward = (log_p > log_q.detach()).to(q.dtype)
     mean = (q * reward).sum(-1).mean()
     # The reward is 0 or 1, so its variance under the draft follows from its mean.
-    spread = (mean * (1 - mean)).clamp_min(1e-6).sqrt()
-    advantage = (reward - mean) / spread
+    deviation = (mean * (1 - mean)).clamp_min(1e-6).sqrt()
+    advantage = (reward - mean) / deviation
     return -(q * advantage * log_q).masked_fill(q == 0, 0).sum(-1)
 
 
-def coarse(logits: Float[torch.Tensor, "*t v"], tokens: Int[torch.Tensor, "*t k"]) -> Float[torch.Tensor, "*t k1"]:
-    """Log-probabilities of some tokens, and at the end that of all others together: a distribution with k + 1 outcomes.
+def merge_tail(logits: Float[torch.Tensor, "*t v"], tokens: Int[torch.Tensor, "*t k"]) -> Float[torch.Tensor, "*t k1"]:
+    """Log-probabilities of the given tokens and, last, of all others together: a distribution with k + 1 outcomes.
 
-    Every divergence can be taken between two of them; merging outcomes never makes one larger.
+    Every divergence here may be taken between two such distributions; merging outcomes never increases it.
     """
     log_p = torch.log_softmax(logits, -1)
     some = log_p.gather(-1, tokens)
@@ -87,7 +88,7 @@ def coarse(logits: Float[torch.Tensor, "*t v"], tokens: Int[torch.Tensor, "*t k"
 
 
 def divergences(beta: float = 0.5) -> Mapping[str, Divergence]:
-    """All of them by the name that options use; `beta` is that of `jsd`."""
+    """All divergences by the name that options use; `beta`: the parameter of `jsd`."""
     return {
         "forward_kl": forward_kl,
         "reverse_kl": reverse_kl,
@@ -97,11 +98,11 @@ def divergences(beta: float = 0.5) -> Mapping[str, Divergence]:
     }
 
 
-def _logs(target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_probabilities(target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(draft.dtype, torch.float32)
     return torch.log_softmax(target.detach().to(wide), -1), torch.log_softmax(draft.to(wide), -1)
 
 
-def _expected(log_weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The sum of exp(log_weight) * value, nothing where the weight is nothing."""
+def _expectation(log_weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Sum of exp(log_weight) * value; a weight of zero contributes zero, even times infinity."""
     return (log_weight.exp() * value.masked_fill(log_weight == -torch.inf, 0)).sum(-1)

@@ -1,4 +1,4 @@
-"""Processed next-token distributions at the nodes of a tree, computed when an acceptor or a shape asks for one."""
+"""Next-token distributions at the nodes of a tree after all sampling parameters, computed on demand."""
 
 from dataclasses import replace
 
@@ -7,54 +7,56 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.sampling import SamplingParams, apply_penalties, sample_from, truncate_distribution
+from foretell.core.sampling import (
+    DEPTHS_PER_STREAM,
+    SamplingParams,
+    Stream,
+    apply_penalties,
+    sample_from,
+    truncate_distribution,
+)
 from foretell.core.tree import TokenTree
 from foretell.distributions.topk import argmax
 
-_DEPTHS = 1 << 10
-"""Streams of random numbers per use: one for every depth, so that a position drafted again in a later step draws
-afresh.
-"""
-
 
 class ProcessedDistributions:
-    """Distributions of what follows each scored node of `tree`, after every sampling parameter of the node's request.
+    """Next-token distributions after the scored nodes of `tree`, under the sampling parameters of each request.
 
-    `logits[at[i, j]]` are the scores at node `j` of text `i`, from the target or from a draft model. Random numbers
-    depend on the request's seed, the position that the node predicts, and the stream: 0 is the target's own draw, the
-    same with and without speculation.
+    `logits[logit_index[i, j]]` are the logits at node `j` of row `i`, from the target or from a draft model. Random
+    numbers depend on the request's seed, the position that the node predicts, and the stream.
     """
 
     def __init__(
-        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], at: Int[np.ndarray, "b n"]
+        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], logit_index: Int[np.ndarray, "b n"]
     ) -> None:
-        self._context, self._tree, self._logits, self._at = context, tree, logits, at
-        self._best: list[int] | None = None
+        self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
+        self._argmax: list[int] | None = None
 
     def sampling_params(self, row: int) -> SamplingParams:
-        """Parameters of text `row`."""
+        """Sampling parameters of a batch row."""
         return self._context.sampling_params[row]
 
-    def uniform(self, row: int, node: int, stream: int) -> float:
-        """A number in [0, 1) for use `stream` (1 or more) at this node."""
-        depth = self._below(row, node)
-        return self._context.rngs[row].uniform(self._context.sequences[row].length + depth, stream * _DEPTHS + depth)
+    def uniform(self, row: int, node: int, stream: Stream, number: int = 0) -> float:
+        """Random number `number` in [0, 1) of this stream at a node."""
+        depth = self._draft_depth(row, node)
+        position = self._context.sequences[row].length + depth
+        return self._context.rngs[row].uniform(position, stream + number * DEPTHS_PER_STREAM + depth)
 
     def sample(self, row: int, node: int) -> int:
-        """The target's own token after this node: equal for equal seed and position, whatever was drafted."""
+        """The token that plain decoding samples after this node: it depends on seed and position, not on the drafts."""
         if self.sampling_params(row).temperature == 0:
             return self.argmax(row, node)
-        position = self._context.sequences[row].length + self._below(row, node)
+        position = self._context.sequences[row].length + self._draft_depth(row, node)
         return sample_from(self.probabilities(row, node), self._context.rngs[row].uniform(position))
 
     def argmax(self, row: int, node: int) -> int:
         """The most probable token after this node."""
-        k = int(self._at[row, node])
+        k = int(self._logit_index[row, node])
         if not self.sampling_params(row).uses_raw_logits:
             return int(self._processed(row, node).argmax())
-        if self._best is None:
-            self._best = argmax(self._logits).tolist()
-        return self._best[k]
+        if self._argmax is None:
+            self._argmax = argmax(self._logits).tolist()
+        return self._argmax[k]
 
     def probabilities(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         """The distribution after this node, float64; one-hot at temperature 0."""
@@ -68,31 +70,33 @@ class ProcessedDistributions:
         )
 
     def softmax_at(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        """As `probabilities`, but at temperature 0 the softmax whose peak greedy decoding takes."""
+        """As `probabilities`, but the softmax of the processed logits at temperature 0."""
         if self.sampling_params(row).temperature > 0:
             return self.probabilities(row, node)
         return torch.softmax(self._processed(row, node).double(), -1)
 
     def confidence(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        """The model's own softmax after this node, before any sampling parameter: what drafters rank and stop by."""
-        return torch.softmax(self._logits[self._at[row, node]], -1)
+        """The model's softmax after this node, before any sampling parameter: what shapes rank and stop by."""
+        return torch.softmax(self._logits[self._logit_index[row, node]], -1)
 
     def _processed(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        logits, sampling = self._logits[self._at[row, node]], self.sampling_params(row)
+        logits, sampling = self._logits[self._logit_index[row, node]], self.sampling_params(row)
         if sampling.uses_raw_logits:
             return logits
-        text = self._context.sequences[row]
+        sequence = self._context.sequences[row]
         drafted = self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]
-        history = np.concatenate([text.tokens, self._tree.token[row, drafted]])
-        return apply_penalties(logits, history, text.prompt_length, sampling)
+        history = np.concatenate([sequence.tokens, self._tree.token[row, drafted]])
+        return apply_penalties(logits, history, sequence.prompt_length, sampling)
 
-    def _below(self, row: int, node: int) -> int:
+    def _draft_depth(self, row: int, node: int) -> int:
+        """Depth below the root of the token that the node predicts, less 1: 0 for the root."""
         return int(self._tree.depth[row, node] - self._tree.prefix_length[row]) + 1
 
 
 def target_distributions(step: StepResult) -> ProcessedDistributions:
-    """The target's distributions at the nodes of a finished step, as its acceptor saw them: before the texts grew."""
-    texts = tuple(t.prefix(t.length - len(d)) for t, d in zip(step.context.sequences, step.new_tokens, strict=True))
+    """The target's distributions at the nodes of a finished step, with the sequences as they were before it."""
+    pairs = zip(step.context.sequences, step.new_tokens, strict=True)
+    sequences = tuple(sequence.prefix(sequence.length - len(new)) for sequence, new in pairs)
     return ProcessedDistributions(
-        replace(step.context, sequences=texts), step.tree, step.output.logits, step.output.logit_index
+        replace(step.context, sequences=sequences), step.tree, step.output.logits, step.output.logit_index
     )

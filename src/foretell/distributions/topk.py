@@ -1,4 +1,4 @@
-"""The best tokens of many scores: the CPU kernels where they run, torch elsewhere."""
+"""Argmax and top-k over the vocabulary, on the CPU kernels where they run, with torch elsewhere."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,24 +10,26 @@ from foretell.model.kernels import topk as native_topk
 
 
 def argmax(scores: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:
-    """Best token of every row; the lowest id where several tie."""
-    return native_argmax(scores) if _fast(scores) else scores.argmax(-1)
+    """Highest-scoring token of every row; the lowest id among equals."""
+    return native_argmax(scores) if _use_kernels(scores) else scores.argmax(-1)
 
 
-def best(scores: Float[torch.Tensor, "k v"], count: int) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
-    """Scores and ids of the `count` best tokens of every row, best first."""
-    if _fast(scores):
+def top_k(
+    scores: Float[torch.Tensor, "k v"], count: int
+) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
+    """Scores and ids of the `count` highest-scoring tokens of every row, in falling order."""
+    if _use_kernels(scores):
         return native_topk(scores, count)
     top = scores.topk(count)
     return top.values, top.indices
 
 
-def likeliest(
+def top_probabilities(
     scores: Float[torch.Tensor, "k v"], count: int
 ) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
-    """Probabilities, under the softmax of its row, and ids of the `count` best tokens of every row, best first."""
-    return native_likeliest(scores, count) if _fast(scores) else best(torch.softmax(scores, -1), count)
+    """Softmax probabilities and ids of the `count` most probable tokens of every row, in falling order."""
+    return native_likeliest(scores, count) if _use_kernels(scores) else top_k(torch.softmax(scores, -1), count)
 
 
-def _fast(scores: torch.Tensor) -> bool:
+def _use_kernels(scores: torch.Tensor) -> bool:
     return scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous() and available()

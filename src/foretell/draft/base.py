@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Exclusive, Owner
+from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree
-from foretell.distributions.topk import likeliest
+from foretell.distributions.topk import top_probabilities
 
 
-class Drafter(Exclusive, ABC):
+class Drafter(EngineBound, ABC):
     """Guesses what the target will say. Memory is indexed by `context.rows`.
 
     A step may propose twice before it is kept: for each request alone, where proposing for all of them raised an
@@ -77,7 +77,7 @@ class NoDrafter(Drafter):
 
     label = "nothing"
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """There is no state: any number of engines may share it."""
         return False
 
@@ -114,7 +114,7 @@ def top_tokens(
     """The `count` best tokens of every row of scores, or as many as there are."""
     if not len(logits):
         return TopTokens(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
-    return TopTokens.of(*likeliest(logits, min(count, logits.shape[1])), at, token_of)
+    return TopTokens.of(*top_probabilities(logits, min(count, logits.shape[1])), at, token_of)
 
 
 class Predictor(Drafter):

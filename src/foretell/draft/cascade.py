@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.draft_model import read_backlog
@@ -40,7 +40,7 @@ class Proposer(Protocol):
     def rewind(self, row: int, length: int) -> int:
         """Prepare a row for a request that begins as its last one did."""
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """Serve this engine from now on."""
 
 
@@ -64,7 +64,7 @@ class CascadeDrafter(Predictor):
         self._chunk = chunk
         self._rows: tuple[int, ...] = ()
         self._tree: TokenTree | None = None
-        """What the model has read below each text's kept tokens; `live` marks just that."""
+        """What the model has read below each text's kept tokens; `valid` marks just that."""
         self._logits: list[Float[torch.Tensor, "k v"]] = []
         self._at: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
 
@@ -160,6 +160,6 @@ class CascadeDrafter(Predictor):
         self.runner.truncate(row, length)
         return length
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """With the other method."""
-        return any([super().claim(owner), self.ahead.claim(owner)])
+        return any([super().bind(engine), self.ahead.bind(engine)])

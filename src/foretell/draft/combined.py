@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Continuation, Retriever, with_hidden_layers
 
@@ -47,6 +47,6 @@ class CombinedRetriever(Retriever):
         # Those that were asked first may know more than the last ones left.
         return min(r.rewind(row, length) for r in self.retrievers)
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """With all of them."""
-        return any([super().claim(owner), *(r.claim(owner) for r in self.retrievers)])
+        return any([super().bind(engine), *(r.bind(engine) for r in self.retrievers)])

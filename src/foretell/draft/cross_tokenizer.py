@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.draft.base import Continuation, Retriever
@@ -134,9 +134,9 @@ class CrossTokenizerDrafter(Retriever):
         self._mirrors.pop(row, None)
         self.draft.release(row)
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """With the draft model."""
-        return any([super().claim(owner), self.draft.claim(owner)])
+        return any([super().bind(engine), self.draft.bind(engine)])
 
 
 @dataclass

@@ -3,7 +3,7 @@ text's end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -92,8 +92,8 @@ class EagleDrafter(Predictor):
         self._cache = KVCache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._known: dict[int, _Row] = {}
-        self._proposed: dict[int, _Row] = {}
-        """Rows that were proposed for in this step, as they were before: a step that failed proposes again."""
+        self._proposed: dict[int, tuple[int, _States | None]] = {}
+        """Length and waiting states of each row before this step's proposal: a step that fails proposes again."""
         self._branches = _Branches(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
@@ -118,7 +118,7 @@ class EagleDrafter(Predictor):
         self._proposed = {}
         for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
             known = self._known.setdefault(row, _Row())
-            if self._reach(known) != step.starts[i] or text.length > self.max_context:
+            if self._reach(known) != step.start_positions[i] or text.length > self.max_context:
                 # It has not seen how the text began, or the text is longer than it can read.
                 self.release(row)
                 continue
@@ -196,7 +196,8 @@ class EagleDrafter(Predictor):
         if not rows:
             return self._cache.k.new_zeros(0, self.network.card.hidden, dtype=self.network.dtype)
         for row in rows:
-            self._known[row] = replace(self._proposed.setdefault(row, replace(self._known[row])))
+            known = self._known[row]
+            known.length, known.waiting = self._proposed.setdefault(row, (known.length, known.waiting))
         counts = [self._known[row].behind for row in rows]
         read = self._read(rows, [context.sequences[i] for i in able], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]

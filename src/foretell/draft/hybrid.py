@@ -1,7 +1,7 @@
 """Two kinds of drafter side by side: what can be copied is copied, the rest is guessed by a model."""
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever, with_hidden_layers
 
@@ -38,6 +38,6 @@ class HybridDrafter(Drafter):
         length = self.predictor.rewind(row, self.retriever.rewind(row, length))
         return self.retriever.rewind(row, length)
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """With both."""
-        return any([super().claim(owner), self.retriever.claim(owner), self.predictor.claim(owner)])
+        return any([super().bind(engine), self.retriever.bind(engine), self.predictor.bind(engine)])

@@ -3,13 +3,12 @@
 from typing import Literal
 
 from foretell.core.context import Context, StepResult
+from foretell.core.sampling import Stream
 from foretell.distributions.processed import target_distributions
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
 Fresh = Literal["last", "random"]
-_STREAM = 1 << 30
-"""Stream of the random numbers that choose fresh guesses."""
 
 
 class JacobiDrafter(Retriever):
@@ -69,7 +68,7 @@ class JacobiDrafter(Retriever):
         text = context.sequences[i]
         if self.fresh == "last":
             return int(text.tokens[-1])
-        return int(text.tokens[int(context.rngs[i].uniform(text.length + ahead, _STREAM) * text.length)])
+        return int(text.tokens[int(context.rngs[i].uniform(text.length + ahead, Stream.JACOBI) * text.length)])
 
     def observe(self, step: StepResult) -> None:
         """The next iterate: what the target says after each guess that is not settled yet."""

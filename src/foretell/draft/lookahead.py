@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-
-_STREAM = (1 << 30) + 1
-"""Stream of the random numbers that choose the window's first guesses."""
 
 
 class Pool:
@@ -159,7 +157,7 @@ class LookaheadDrafter(Retriever):
         start = text.length
 
         def guess() -> int:
-            return int(text.tokens[int(noise.uniform(start + next(drawn), _STREAM) * start)])
+            return int(text.tokens[int(noise.uniform(start + next(drawn), Stream.LOOKAHEAD) * start)])
 
         return _Row(Window(self.width, self.ngram - 1, guess), Pool(self.candidates), self.candidates)
 

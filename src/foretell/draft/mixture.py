@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, with_hidden_layers
 
@@ -70,6 +70,6 @@ class MixtureDrafter(Predictor):
         # Those that were asked first may know more than the last ones left.
         return min(d.rewind(row, length) for d in self.drafters)
 
-    def claim(self, owner: Owner) -> bool:
+    def bind(self, engine: BindingEngine) -> bool:
         """With all of them."""
-        return any([super().claim(owner), *(d.claim(owner) for d in self.drafters)])
+        return any([super().bind(engine), *(d.bind(engine) for d in self.drafters)])

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree
-from foretell.distributions.divergence import Divergence, coarse, forward_kl
+from foretell.distributions.divergence import Divergence, forward_kl, merge_tail
 from foretell.draft.base import Predictor
 from foretell.draft.draft_model import DraftModel
 from foretell.speculator.network.draft_model import DraftNetwork
@@ -145,7 +145,7 @@ class OnlineDrafter(Predictor):
             weight = float(torch.softmax(logits, -1)[kept].sum())
             logits = logits[kept]
         likely = logits.topk(min(self._best, len(logits))).indices
-        return Correction(position, likely.cpu().numpy(), coarse(logits, likely).cpu().numpy(), weight)
+        return Correction(position, likely.cpu().numpy(), merge_tail(logits, likely).cpu().numpy(), weight)
 
     def release(self, row: int) -> None:
         """A request is over: keep what it taught."""
@@ -203,7 +203,7 @@ def distillation(
     likely = torch.from_numpy(np.stack([c.likely for c in used])).to(device)
     log_p = torch.from_numpy(np.stack([c.log_p for c in used])).to(device)
     weight = torch.tensor([c.weight for c in used], device=device)
-    return (divergence(log_p, coarse(draft, likely)) * weight).sum() / weight.sum().clamp_min(1e-9)
+    return (divergence(log_p, merge_tail(draft, likely)) * weight).sum() / weight.sum().clamp_min(1e-9)
 
 
 def _trainable(network: DraftNetwork) -> DraftNetwork:

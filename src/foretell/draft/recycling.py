@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from foretell.core.context import Context, StepResult
-from foretell.distributions.topk import best
+from foretell.distributions.topk import top_k
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
@@ -67,7 +67,7 @@ class TokenRecycling(Retriever):
         # Ids beyond the vocabulary stand for vectors, not for tokens.
         scored = (step.output.logit_index >= 0) & (step.tree.token < len(self.successors))
         if scored.any():
-            following = best(step.output.logits, self.width)[1].cpu().numpy()
+            following = top_k(step.output.logits, self.width)[1].cpu().numpy()
             self.successors[step.tree.token[scored]] = following[step.output.logit_index[scored]]
 
     def _known_odds(self, row: int) -> AcceptanceEstimator:

@@ -1,1 +1,1 @@
-"""The engine: requests, one loop for every method, and the statistics of a request."""
+"""The engine: requests, the decoding loop of all methods, and statistics per request."""

@@ -1,15 +1,13 @@
-"""A decoding method: a drafter that guesses, a shape that arranges the guesses into a tree, an acceptor that decides
-which of them stand.
-"""
+"""A decoding method: a drafter, a shape that arranges its tokens into a tree, and an acceptor."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
+from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Drafter
+from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.shape.base import Shape
 
 D = TypeVar("D", bound=Drafter)
@@ -29,17 +27,22 @@ class Method(Generic[D]):
     name: str = field(default="custom", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.draft, self.tree.needs):
+        if not isinstance(self.draft, self.tree.drafter_type):
             shape, drafter = type(self.tree).__name__, type(self.draft).__name__
-            cure = "Chain, Branch, Fixed or Beam" if shape == "Trie" else "Trie"
+            fitting = {
+                Predictor: "Chain, BranchingTree, FixedTree or DynamicTree",
+                Retriever: "Trie",
+                Drafter: "RootOnly",
+            }
+            suggestion = next(names for kind, names in fitting.items() if isinstance(self.draft, kind))
             raise ValueError(
-                f"{shape} grows from a {self.tree.needs.__name__.lower()}, and {drafter} is not one; try {cure} as the "
-                f"tree"
+                f"{shape} needs a {self.tree.drafter_type.__name__}, and {drafter} is not one; try {suggestion} as the "
+                "tree"
             )
 
     @property
     def lossless(self) -> bool:
-        """Whether the text follows the target's law exactly."""
+        """Whether answers follow the target's distribution exactly."""
         return self.accept.lossless
 
     @property
@@ -48,17 +51,17 @@ class Method(Generic[D]):
         return self.draft.hidden_layers
 
     def propose(self, context: Context) -> TokenTree:
-        """Draft trees for the texts of `context`, no deeper than they have room for and the drafter can reach."""
-        able = replace(context, max_depth=self.draft.max_depths(context))
-        return self.draft.add_probes(self.tree.grow(self.draft, able).limit_depth(able.max_depth), context)
+        """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's."""
+        limited = replace(context, max_depth=self.draft.max_depths(context))
+        return self.draft.add_probes(self.tree.grow(self.draft, limited).limit_depth(limited.max_depth), context)
 
     def observe(self, step: StepResult) -> None:
-        """Tell drafter and shape what happened."""
+        """Update drafter and shape after a pass of the target."""
         self.draft.observe(step)
         self.tree.observe(step)
 
     def release(self, row: int) -> None:
-        """Have drafter and shape forget a row: its request is over."""
+        """Forget a row whose request is over."""
         self.draft.release(row)
         self.tree.release(row)
 
@@ -69,9 +72,9 @@ class Method(Generic[D]):
         self.tree.release(row)
         return self.draft.rewind(row, length)
 
-    def claim(self, owner: Owner) -> bool:
-        """Serve this engine from now on; whether another one was served before. See `Exclusive.claim`."""
-        return any([self.draft.claim(owner), self.tree.claim(owner)])
+    def bind(self, engine: BindingEngine) -> bool:
+        """Bind drafter and shape to `engine`; whether one was bound to another before. See `EngineBound.bind`."""
+        return any([self.draft.bind(engine), self.tree.bind(engine)])
 
 
 AnyMethod = Method[Any]

@@ -1,4 +1,4 @@
-"""What requests cost and gained, counted step by step."""
+"""Statistics of a request, updated step by step."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from foretell.accept.fidelity import FidelityLoss
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds that a step took: in the drafter, in the target's pass, altogether."""
+    """Seconds of a step: drafting, the target's pass, and all together."""
 
     draft: float
     verify: float
@@ -16,56 +16,56 @@ class StepTime:
 
 @dataclass
 class RequestStatistics:
-    """What a request cost and gained. Times in seconds; a shared pass counts fully for every request in it."""
+    """Statistics of a request. Times are in seconds; the time of a shared pass counts fully for every request in it."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that were not read again, because the cache still held them."""
+    """Tokens of the prompt that were found in the cache and not read again."""
     new_tokens: int = 0
     target_passes: int = 0
-    """Passes that decided tokens. The last chunk of a prompt is read by such a pass."""
+    """Passes that gave new tokens; the one that reads the last chunk of the prompt is among them."""
     drafted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
-    """How many passes accepted a draft at depth 1, 2, …"""
+    """Number of passes that accepted a draft at depth 1, 2, …"""
     prefill_seconds: float = 0.0
-    """Until the first new token."""
+    """Time until the first new token."""
     decode_seconds: float = 0.0
-    """After the first new token."""
+    """Time after the first new token."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_tokens: int = 0
-    """New tokens that `decode_seconds` paid for."""
+    """New tokens within `decode_seconds`."""
     fidelity: FidelityLoss = field(default_factory=FidelityLoss)
-    """How far a lossy method strayed from the target; zero for lossless ones."""
+    """Deviation of a lossy method from the target; zero for lossless ones."""
     experts_read: int = 0
-    """Distinct experts that passes after the prompt read, summed over their mixture-of-experts layers."""
-    mixtures_read: int = 0
-    """Mixture-of-experts layers of those passes."""
+    """Distinct experts read by passes after the prompt, summed over their mixture-of-experts layers."""
+    moe_layers_read: int = 0
+    """Mixture-of-experts layers of those passes, summed over the passes."""
 
     @property
     def experts_per_pass(self) -> float:
-        """Mean distinct experts that a decoding pass reads in a mixture-of-experts layer; 0 for dense models."""
-        return self.experts_read / self.mixtures_read if self.mixtures_read else 0.0
+        """Mean distinct experts that a decoding pass reads per mixture-of-experts layer; 0 for dense models."""
+        return self.experts_read / self.moe_layers_read if self.moe_layers_read else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean tokens decided by a pass, the target's own included."""
+        """Mean new tokens per pass, the target's own included."""
         return self.new_tokens / self.target_passes if self.target_passes else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of decoding, prefill apart."""
+        """Decoding speed, without prefill."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def add(self, cost: StepTime, prefix_length: int, drafted: int, accepted: int | None, tokens: int) -> None:
-        """Count one step; `accepted` is None while a prompt is being read."""
+    def add(self, time: StepTime, prefix_length: int, drafted: int, accepted: int | None, tokens: int) -> None:
+        """Count one step; `accepted` is None while the prompt is being read."""
         if prefix_length > 1 or self.new_tokens == 0:
-            self.prefill_seconds += cost.total
+            self.prefill_seconds += time.total
         else:
-            self.decode_seconds += cost.total
+            self.decode_seconds += time.total
             self.decode_tokens += tokens
-            self.draft_seconds += cost.draft
-            self.verify_seconds += cost.verify
+            self.draft_seconds += time.draft
+            self.verify_seconds += time.verify
         if accepted is None:
             return
         self.new_tokens += tokens

@@ -1,4 +1,4 @@
-"""Shapes: how a drafter's guesses become a token tree. One file per way to grow."""
+"""Shapes: how a drafter's tokens are arranged into a token tree. One file per shape."""
 
 from foretell.shape.adaptive import AdaptiveChain, ConfidenceRule, HeuristicSchedule
 from foretell.shape.base import RootOnly, Shape, TreeBuilder

@@ -1,7 +1,4 @@
-"""The contract of a shape: it arranges a drafter's guesses into a token tree.
-
-Also the steps that predictor shapes share.
-"""
+"""The interface of shapes, which build token trees from a drafter, and functions that shapes over predictors share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,49 +10,46 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Owner
-from foretell.core.sampling import sample_from
+from foretell.core.engine_bound import BindingEngine
+from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Drafter, Predictor, TopTokens
 
 D = TypeVar("D", bound=Drafter, contravariant=True)
 
-DRAFT = 1 << 12
-"""First random stream of drafting; acceptors use the ones below it."""
-
 
 class Shape(ABC, Generic[D]):
-    """Grows trees from one kind of drafter."""
+    """Builds token trees from one kind of drafter."""
 
     label: ClassVar[str] = ""
-    """The form of the tree, in a few words, for the table of methods."""
-    needs: ClassVar[type[Drafter]]
-    """The kind of drafter it can work with."""
+    """Short description of the tree for the table of methods."""
+    drafter_type: ClassVar[type[Drafter]]
+    """The kind of drafter that it needs."""
 
     @abstractmethod
     def grow(self, draft: D, context: Context) -> TokenTree:
-        """One tree per text, trunk 1."""
+        """One tree per request with a prefix of 1."""
 
     def observe(self, step: StepResult) -> None:
-        """Learn what became of the trees, after every pass of the target."""
+        """Update state after every pass of the target."""
         return
 
     def release(self, row: int) -> None:
         """Forget a row: its request is over."""
         return
 
-    def claim(self, owner: Owner) -> bool:
-        """Serve this engine from now on (see `Exclusive`); shapes without state serve any number of them."""
+    def bind(self, engine: BindingEngine) -> bool:
+        """Bind this to `engine` (see `EngineBound`); a shape without state may be shared by any number of engines."""
         return False
 
 
 class RootOnly(Shape[Drafter]):
-    """No drafts at all: the tree of plain decoding."""
+    """No drafts: plain decoding."""
 
     label = "root"
 
-    needs = Drafter
+    drafter_type = Drafter
 
     def grow(self, draft: Drafter, context: Context) -> TokenTree:
         """Roots only."""
@@ -63,7 +57,7 @@ class RootOnly(Shape[Drafter]):
 
 
 class TreeBuilder:
-    """A tree under construction: all rows grow the same places, dead where a row has nothing to put there."""
+    """Builds trees of several requests level by level; a node is not valid where a request has no token for it."""
 
     def __init__(self, context: Context, distinct: bool = False) -> None:
         self.context = context
@@ -71,23 +65,23 @@ class TreeBuilder:
         self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
         self.depth = 0
-        """Levels below the roots so far."""
+        """Levels below the roots built so far."""
 
     def can_expand(self, row: int, node: int) -> bool:
-        """Whether this node of the frontier may have children: it is live, and its text has room for them."""
+        """Whether a node of the frontier may have children: it is valid and above the maximum depth."""
         return bool(self.tree.valid[row, node] and self.depth < self.context.max_depth[row])
 
     def expand(self, draft: Predictor) -> ProcessedDistributions:
         """The drafter's distributions after the frontier."""
-        logits, at = draft.expand(self.tree, self.frontier, self.context)
-        return ProcessedDistributions(self.context, self.tree, logits, at)
+        logits, logit_index = draft.expand(self.tree, self.frontier, self.context)
+        return ProcessedDistributions(self.context, self.tree, logits, logit_index)
 
     def top_tokens(self, draft: Predictor, count: int) -> TopTokens:
-        """The drafter's likeliest tokens after the frontier."""
+        """The drafter's most probable tokens after the frontier."""
         return draft.top_tokens(self.tree, self.frontier, self.context, count)
 
     def add_distribution(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
-        """Keep a distribution that nodes of `row` are drawn from; its number."""
+        """Store a distribution that nodes of `row` are sampled from; its index in `q`."""
         self._q[row].append(q)
         return len(self._q[row]) - 1
 
@@ -95,29 +89,29 @@ class TreeBuilder:
         self,
         parent: Int[np.ndarray, "b f"],
         token: Int[np.ndarray, "b f"],
-        live: Bool[np.ndarray, "b f"],
+        valid: Bool[np.ndarray, "b f"],
         q_index: Int[np.ndarray, "b f"] | None = None,
     ) -> None:
-        """Append nodes, which become the frontier."""
+        """Append a level of nodes, which becomes the frontier."""
         t, first = self.tree, self.tree.nodes
         self.tree = replace(
             t,
             token=np.concatenate([t.token, token], 1),
             parent=np.concatenate([t.parent, parent], 1),
-            valid=np.concatenate([t.valid, live], 1),
-            probe=np.concatenate([t.probe, np.zeros_like(live)], 1),
+            valid=np.concatenate([t.valid, valid], 1),
+            probe=np.concatenate([t.probe, np.zeros_like(valid)], 1),
             q_index=np.concatenate([t.q_index, np.full_like(token, -1) if q_index is None else q_index], 1),
         )
         self.frontier = np.arange(first, first + token.shape[1]) + np.zeros_like(token)
         self.depth += 1
 
     def build(self) -> TokenTree:
-        """The finished tree, with the distributions its drawn nodes came from."""
-        most = max(len(q) for q in self._q)
-        if most == 0:
+        """The finished tree with the distributions that its nodes were sampled from."""
+        count = max(len(q) for q in self._q)
+        if count == 0:
             return self.tree
         some = next(q for rows in self._q for q in rows)
-        packed = some.new_zeros(len(self._q), most, some.shape[-1])
+        packed = some.new_zeros(len(self._q), count, some.shape[-1])
         for row, distributions in enumerate(self._q):
             for i, q in enumerate(distributions):
                 packed[row, i] = q
@@ -125,73 +119,77 @@ class TreeBuilder:
 
 
 def add_top_ranks(
-    growth: TreeBuilder, best: TopTokens, ranks: Sequence[Sequence[int]], going: Bool[np.ndarray, " b"] | None = None
+    builder: TreeBuilder, best: TopTokens, ranks: Sequence[Sequence[int]], active: Bool[np.ndarray, " b"] | None = None
 ) -> None:
-    """Give the `i`-th frontier node of every row the tokens of the ranks `ranks[i]` as children; dead where it does not
-    grow or has no such token.
+    """Add the tokens of the ranks `ranks[i]` as children of the `i`-th frontier node of every row.
 
-    `going`: the rows that may have children; None: all.
+    A child is not valid where its parent cannot be expanded or has no token of that rank. `active`: the rows that may
+    have children; None: all.
     """
-    which, rank = (
-        np.repeat(np.arange(len(ranks)), [len(r) for r in ranks]),
-        np.array([r for part in ranks for r in part]),
+    which = np.repeat(np.arange(len(ranks)), [len(r) for r in ranks])
+    rank = np.array([r for part in ranks for r in part])
+    parent, row = builder.frontier[:, which], np.arange(len(builder.frontier))[:, None]
+    index, count = best.logit_index[row, parent], best.token.shape[1]
+    valid = (
+        builder.tree.valid[row, parent]
+        & (builder.depth < builder.context.max_depth)[:, None]
+        & (index >= 0)
+        & (rank < count)
     )
-    parent, row = growth.frontier[:, which], np.arange(len(growth.frontier))[:, None]
-    at, most = best.logit_index[row, parent], best.token.shape[1]
-    live = (
-        growth.tree.valid[row, parent] & (growth.depth < growth.context.max_depth)[:, None] & (at >= 0) & (rank < most)
-    )
-    if going is not None:
-        live &= going[:, None]
+    if active is not None:
+        valid &= active[:, None]
     token = np.zeros_like(parent)
-    if live.any():
-        place = np.maximum(at, 0), np.minimum(rank, most - 1)[None]
-        live &= best.probability[place] > 0
-        token[live] = best.token[place][live]
-    growth.add(parent, token, live)
+    if valid.any():
+        place = np.maximum(index, 0), np.minimum(rank, count - 1)[None]
+        valid &= best.probability[place] > 0
+        token[valid] = best.token[place][valid]
+    builder.add(parent, token, valid)
 
 
 def expand_level(
-    growth: TreeBuilder,
+    builder: TreeBuilder,
     distributions: ProcessedDistributions,
     ranks: Sequence[Sequence[int]],
     draw: bool,
-    going: Sequence[int] | None = None,
+    active: Sequence[int] | None = None,
 ) -> None:
-    """Give the `i`-th frontier node of every row one child per entry of `ranks[i]`: the token of that rank, or a draw.
+    """Add one child per entry of `ranks[i]` to the `i`-th frontier node of every row: the token of that rank or, with
+    `draw`, a sampled one.
 
-    Children of nodes that do not grow are dead, as are those that the vocabulary or a truncated distribution cannot
-    fill. `going`: the rows that may have children; None: all.
+    A child is not valid where its parent cannot be expanded, or where the vocabulary or a truncated distribution has no
+    further token. `active`: the rows that may have children; None: all.
     """
-    b, width = len(growth.frontier), sum(len(r) for r in ranks)
-    parent = np.repeat(growth.frontier, [len(r) for r in ranks], axis=1)
-    token, live, origin = np.zeros((b, width), np.int64), np.zeros((b, width), bool), np.full((b, width), -1, np.int64)
-    for row in range(b) if going is None else going:
-        place = 0
-        for node, wanted in zip(growth.frontier[row].tolist(), ranks, strict=True):
-            if wanted and growth.can_expand(row, node):
-                for j, (t, number) in enumerate(
-                    _children(growth, distributions, row, node, wanted, draw, DRAFT + place)
-                ):
-                    token[row, place + j], live[row, place + j], origin[row, place + j] = t, True, number
-            place += len(wanted)
-    growth.add(parent, token, live, origin)
+    b, width = len(builder.frontier), sum(len(r) for r in ranks)
+    parent = np.repeat(builder.frontier, [len(r) for r in ranks], axis=1)
+    token, valid, q_index = (
+        np.zeros((b, width), np.int64),
+        np.zeros((b, width), bool),
+        np.full((b, width), -1, np.int64),
+    )
+    for row in range(b) if active is None else active:
+        first = 0
+        for node, node_ranks in zip(builder.frontier[row].tolist(), ranks, strict=True):
+            if node_ranks and builder.can_expand(row, node):
+                children = _child_tokens(builder, distributions, row, node, node_ranks, draw, first)
+                for i, (t, q) in enumerate(children, first):
+                    token[row, i], valid[row, i], q_index[row, i] = t, True, q
+            first += len(node_ranks)
+    builder.add(parent, token, valid, q_index)
 
 
-def _children(
-    growth: TreeBuilder,
+def _child_tokens(
+    builder: TreeBuilder,
     distributions: ProcessedDistributions,
     row: int,
     node: int,
     ranks: Sequence[int],
     draw: bool,
-    stream: int,
+    first: int,
 ) -> list[tuple[int, int]]:
-    """Children of a node as (token, number of the distribution drawn from; -1: picked).
+    """Children of a node as (token, index of the distribution that it was sampled from; -1: not sampled).
 
-    The `i`-th draw uses random stream `stream + i`: no two draws of a level share one, so that chains side by side are
-    independent. At temperature 0 a draw is a pick: the distribution is one point, and further ranks are points of their
-    own.
+    The `i`-th sample uses random number `first + i`: no two samples of a level share one, so that parallel chains are
+    independent. At temperature 0 children are the most probable tokens.
     """
     if not draw or distributions.sampling_params(row).temperature == 0:
         if tuple(ranks) == (0,):
@@ -200,12 +198,12 @@ def _children(
         best = confidence.topk(min(max(ranks) + 1, len(confidence))).indices.tolist()
         return [(best[r], -1) for r in ranks if r < len(best)]
     q = distributions.probabilities(row, node)
-    number, left, out = growth.add_distribution(row, q), q, list[tuple[int, int]]()
+    q_index, remaining, out = builder.add_distribution(row, q), q, list[tuple[int, int]]()
     for i in range(len(ranks)):
-        if i and growth.tree.distinct[row]:
-            left = left.clone()
-            left[out[-1][0]] = 0
-            if not left.sum() > 0:
+        if i and builder.tree.distinct[row]:
+            remaining = remaining.clone()
+            remaining[out[-1][0]] = 0
+            if not remaining.sum() > 0:
                 break
-        out.append((sample_from(left, distributions.uniform(row, node, stream + i)), number))
+        out.append((sample_from(remaining, distributions.uniform(row, node, Stream.DRAFT, first + i)), q_index))
     return out

@@ -1,4 +1,4 @@
-"""A tree that branches by a fixed count at every depth: the expansion configurations of SpecInfer."""
+"""A tree with a fixed number of children per depth: the expansion configurations of SpecInfer."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,12 @@ from foretell.shape.base import Shape, TreeBuilder, expand_level
 class BranchingTree(Shape[Predictor]):
     """Every node at depth `i` gets `widths[i]` children (SpecInfer, arXiv 2305.09781).
 
-    `distinct`: siblings are drawn without replacement, so none is verified twice; otherwise equal draws stay separate
-    nodes, because merging them into one trial would bias the law. `draw=False` picks the most probable tokens instead.
+    `distinct`: siblings are sampled without replacement, so that no token is verified twice. Otherwise equal samples
+    stay separate nodes, because merging them into one test would bias the distribution. `draw=False`: children are the
+    most probable tokens.
+
+    Raises:
+        ValueError: a width below 1.
     """
 
     label = "tree with fixed branching"
@@ -22,15 +26,15 @@ class BranchingTree(Shape[Predictor]):
     distinct: bool = True
     draw: bool = True
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         if not all(w >= 1 for w in self.widths):
             raise ValueError(f"every depth needs at least one branch, found {self.widths}")
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
-        """The full tree per text."""
-        growth = TreeBuilder(context, self.distinct)
+        """The full tree for each request."""
+        builder = TreeBuilder(context, self.distinct)
         for width in self.widths[: int(context.max_depth.max())]:
-            expand_level(growth, growth.expand(draft), [range(width)] * growth.frontier.shape[1], self.draw)
-        return growth.build()
+            expand_level(builder, builder.expand(draft), [range(width)] * builder.frontier.shape[1], self.draw)
+        return builder.build()

@@ -1,4 +1,4 @@
-"""One guess after another: the shape of speculative sampling."""
+"""Chains of drafted tokens: the shape of speculative sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from foretell.shape.base import Shape, TreeBuilder, add_top_ranks, expand_level
 
 @dataclass(frozen=True)
 class ChainLimits:
-    """How far one text's chain goes.
+    """Where one request's chain ends.
 
-    `confidence`: it ends *with* a token to which the drafter itself gives less than this probability (Draft & Verify,
-    arXiv 2309.08168; Hugging Face's `assistant_confidence_threshold`). `fallback`: it ends *before* a token where the
-    drafter's best guess has less (BiLD, arXiv 2302.07863). Which tokens end a chain may depend on draws, which tokens
-    are left out may not: that would bias what is drawn.
+    `confidence`: the chain ends *with* a token to which the drafter itself gives less than this probability (Draft &
+    Verify, arXiv 2309.08168; Hugging Face's `assistant_confidence_threshold`). `fallback`: it ends *before* a token
+    where the drafter's most probable token has less (BiLD, arXiv 2302.07863). A sampled token may end the chain but
+    must not be left out because of its own value: that would bias the distribution that it was sampled from.
     """
 
     length: int
@@ -31,8 +31,11 @@ class ChainLimits:
 class Chain(Shape[Predictor]):
     """A chain of up to `length` tokens (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-    `draw`: sampled from the drafter's distribution; else its most probable token. `confidence` and `fallback` stop a
-    row early: see `ChainLimits`.
+    `draw`: tokens are sampled from the drafter's distribution; otherwise they are its most probable ones. `confidence`
+    and `fallback` end a chain early: see `ChainLimits`.
+
+    Raises:
+        ValueError: a negative length, or a threshold outside 0..1.
     """
 
     label = "chain"
@@ -42,7 +45,7 @@ class Chain(Shape[Predictor]):
     confidence: float = 0.0
     fallback: float = 0.0
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -54,58 +57,62 @@ class Chain(Shape[Predictor]):
 
     @property
     def limits(self) -> ChainLimits:
-        """How far every text's chain goes."""
+        """Where every request's chain ends."""
         return ChainLimits(self.length, self.confidence, self.fallback)
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
-        """A chain per text; rows that stop early have dead nodes at the end."""
-        if self.length and not (self.confidence or self.fallback) and _picks(context, self.draw):
-            whole = draft.grow_dynamic_tree(context, (self.length, 1, self.length), (0.0, 0.0))
-            if whole is not None:
-                return whole
+        """A chain for each request; nodes after an early end are not valid."""
+        if self.length and not (self.confidence or self.fallback) and _takes_argmax(context, self.draw):
+            tree = draft.grow_dynamic_tree(context, (self.length, 1, self.length), (0.0, 0.0))
+            if tree is not None:
+                return tree
         return grow_chains(draft, context, [self.limits] * len(context.rows), self.draw)
 
 
-def grow_chains(draft: Predictor, context: Context, paces: Sequence[ChainLimits], draw: bool) -> TokenTree:
-    """A chain per text, each at its own pace."""
-    growth = TreeBuilder(replace(context, max_depth=np.minimum(context.max_depth, [p.length for p in paces])))
-    if _picks(context, draw):
-        return _picked_chains(draft, growth, paces)
-    going = list(range(len(paces)))
-    while going := [row for row in going if growth.can_expand(row, int(growth.frontier[row, 0]))]:
-        distributions, parents = growth.expand(draft), growth.frontier[:, 0].tolist()
-        going = [row for row in going if _sure(distributions, row, parents[row], paces[row].fallback)]
-        expand_level(growth, distributions, [(0,)], draw, going)
-        node = growth.tree.nodes - 1
-        going = [
+def grow_chains(draft: Predictor, context: Context, limits: Sequence[ChainLimits], draw: bool) -> TokenTree:
+    """A chain for each request, each with its own limits."""
+    builder = TreeBuilder(replace(context, max_depth=np.minimum(context.max_depth, [x.length for x in limits])))
+    if _takes_argmax(context, draw):
+        return _argmax_chains(draft, builder, limits)
+    active = list(range(len(limits)))
+    while active := [row for row in active if builder.can_expand(row, int(builder.frontier[row, 0]))]:
+        distributions, parents = builder.expand(draft), builder.frontier[:, 0].tolist()
+        active = [row for row in active if _is_confident(distributions, row, parents[row], limits[row].fallback)]
+        expand_level(builder, distributions, [(0,)], draw, active)
+        node = builder.tree.nodes - 1
+        active = [
             row
-            for row in going
-            if _sure(distributions, row, parents[row], paces[row].confidence, int(growth.tree.token[row, node]))
+            for row in active
+            if _is_confident(
+                distributions, row, parents[row], limits[row].confidence, int(builder.tree.token[row, node])
+            )
         ]
-    return growth.build()
+    return builder.build()
 
 
-def _picks(context: Context, draw: bool) -> bool:
-    """Whether nothing but the drafter's own best tokens is needed."""
+def _takes_argmax(context: Context, draw: bool) -> bool:
+    """Whether every drafted token is the argmax of the drafter's logits, whatever the sampling parameters."""
     return all(s.uses_raw_logits and not (draw and s.temperature) for s in context.sampling_params)
 
 
-def _picked_chains(draft: Predictor, growth: TreeBuilder, paces: Sequence[ChainLimits]) -> TokenTree:
-    """The same of the drafter's own best tokens."""
-    going = np.array([growth.can_expand(row, 0) for row in range(len(paces))])
-    while going.any():
-        best, row = growth.top_tokens(draft, 1), np.arange(len(paces))
-        at = best.logit_index[row, growth.frontier[:, 0]]
-        chance = best.probability[at, 0] if len(best.probability) else np.zeros(len(paces))
-        going &= (at >= 0) & (chance >= [p.fallback for p in paces])
-        add_top_ranks(growth, best, [(0,)], going)
-        going &= (chance >= [p.confidence for p in paces]) & (growth.depth < growth.context.max_depth)
-    return growth.build()
+def _argmax_chains(draft: Predictor, builder: TreeBuilder, limits: Sequence[ChainLimits]) -> TokenTree:
+    """`grow_chains` where every token is the argmax: vectorised over the requests."""
+    active = np.array([builder.can_expand(row, 0) for row in range(len(limits))])
+    while active.any():
+        best, row = builder.top_tokens(draft, 1), np.arange(len(limits))
+        index = best.logit_index[row, builder.frontier[:, 0]]
+        probability = best.probability[index, 0] if len(best.probability) else np.zeros(len(limits))
+        active &= (index >= 0) & (probability >= [x.fallback for x in limits])
+        add_top_ranks(builder, best, [(0,)], active)
+        active &= (probability >= [x.confidence for x in limits]) & (builder.depth < builder.context.max_depth)
+    return builder.build()
 
 
-def _sure(distributions: ProcessedDistributions, row: int, node: int, least: float, token: int | None = None) -> bool:
-    """Whether the drafter gives `token` (its best one if None) at least this probability after `node`."""
-    if least <= 0:
+def _is_confident(
+    distributions: ProcessedDistributions, row: int, node: int, threshold: float, token: int | None = None
+) -> bool:
+    """Whether the drafter gives `token` (None: its most probable one) at least this probability after `node`."""
+    if threshold <= 0:
         return True
     confidence = distributions.confidence(row, node)
-    return float(confidence.max() if token is None else confidence[token]) >= least
+    return float(confidence.max() if token is None else confidence[token]) >= threshold

@@ -1,4 +1,4 @@
-"""Retrieved trees that are only as large as pays: drafting that turns itself off."""
+"""Retrieved tries sized by the cost of a pass; drafting stops where it does not pay."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from foretell.core.context import Context, StepResult
-from foretell.core.ownership import Exclusive
+from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Retriever
 from foretell.shape.base import Shape
@@ -15,169 +15,191 @@ from foretell.shape.pass_cost import PassCost
 from foretell.shape.trie import Prefix, rank_prefixes, trie_from_prefixes
 
 Candidates = list[tuple[Prefix, float]]
+"""Prefixes with their probabilities of acceptance, the likeliest first."""
+
+_PRIOR_TOKENS = 8.0
+"""Weight of the prior of the calibration, in accepted tokens."""
+_CALIBRATION_DECAY = 0.95
+"""Share of the calibration's counts kept per step."""
+_PRIOR_TOKENS_PER_STEP = 0.4
+"""Prior added back per step, which holds its weight at `_PRIOR_TOKENS`."""
+_MAX_CALIBRATION = 1.5
+_PROFIT_DECAY = 0.97
+"""Share of the summed profit kept per step."""
+_MIN_STEPS_BEFORE_PAUSE = 24
+_STEPS_AFTER_PAUSE = 2
+"""Steps of drafting after a pause before the next decision."""
 
 
 class DraftController:
-    """Whether drafting has paid for one text lately, and how far promises were kept.
+    """Whether drafting has paid for one request lately, and the calibration of its acceptance estimates.
 
-    A text whose drafts lost time is left alone for some steps, then tried again; each failure doubles the pause, up to
-    `longest`.
+    A request whose drafts lost time pauses for some steps and is then tried again; each failure doubles the pause, up
+    to `max_pause` steps.
     """
 
-    def __init__(self, longest: int = 4) -> None:
-        self._longest = longest
-        self._promised = self._kept = 8.0
-        self._profit, self._seen, self._pause, self._length = 0.0, 0, 0, 1
+    def __init__(self, max_pause: int = 4) -> None:
+        self._max_pause = max_pause
+        self._predicted = self._accepted = _PRIOR_TOKENS
+        self._profit, self._steps = 0.0, 0
+        self._remaining_pause, self._pause = 0, 1
 
     def should_draft(self) -> bool:
         """Whether to draft in this step; counts the step."""
-        self._pause = max(0, self._pause - 1)
-        return self._pause == 0
+        self._remaining_pause = max(0, self._remaining_pause - 1)
+        return self._remaining_pause == 0
 
     @property
     def calibration(self) -> float:
-        """By how much promised chances are to be corrected."""
-        return min(1.5, self._kept / self._promised)
+        """Factor from predicted to calibrated acceptance probabilities: accepted over predicted tokens."""
+        return min(_MAX_CALIBRATION, self._accepted / self._predicted)
 
-    def update(self, promised: float, kept: int, profit: float) -> None:
-        """Book a step: the drafts' summed chances before correction, how many stood, and the seconds gained."""
-        # Both fade towards the start, so that a text that is promised nothing because promises were broken gets another
-        # chance.
-        self._promised = 0.95 * self._promised + 0.4 + promised
-        self._kept = 0.95 * self._kept + 0.4 + kept
-        self._profit, self._seen = 0.97 * self._profit + profit, self._seen + 1
+    def update(self, predicted: float, accepted: int, profit: float) -> None:
+        """Count a step: the drafts' summed probabilities before calibration, how many were accepted, and the seconds
+        gained.
+        """
+        # Both counts decay towards the prior, so that a request whose estimates were far too high drafts again later.
+        self._predicted = _CALIBRATION_DECAY * self._predicted + _PRIOR_TOKENS_PER_STEP + predicted
+        self._accepted = _CALIBRATION_DECAY * self._accepted + _PRIOR_TOKENS_PER_STEP + accepted
+        self._profit, self._steps = _PROFIT_DECAY * self._profit + profit, self._steps + 1
         if self._profit > 0:
-            self._length = 1
-        elif self._seen >= 24:
-            self._length = min(self._longest, 2 * self._length)
-            self._pause, self._seen, self._profit = self._length + 1, 22, 0.0
+            self._pause = 1
+        elif self._steps >= _MIN_STEPS_BEFORE_PAUSE:
+            self._pause = min(self._max_pause, 2 * self._pause)
+            self._remaining_pause, self._profit = self._pause + 1, 0.0
+            self._steps = _MIN_STEPS_BEFORE_PAUSE - _STEPS_AFTER_PAUSE
 
 
 @dataclass(frozen=True)
 class DraftEstimate:
-    """What drafting offered one text: how many drafts, their summed chances as promised and as expected after
-    correction.
-    """
+    """What drafting promises one request."""
 
     row: int
-    asked: bool
+    attempted: bool
+    """Whether the retriever was asked."""
     size: int
-    promised: float
+    """Drafted tokens."""
+    predicted: float
+    """Summed probabilities of acceptance before calibration."""
     expected: float
+    """The same after calibration: expected accepted tokens."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Trees for a step, and the bid behind each. `timing`: nothing was drafted, to see what a plain pass costs."""
+    """The tries of a step and the estimate behind each."""
 
     roots: tuple[int, ...]
     candidates: tuple[Candidates, ...]
-    """What each tree is planted from."""
+    """Prefixes that each trie holds."""
     estimates: tuple[DraftEstimate, ...]
-    timing: bool
+    measures_plain: bool
+    """Nothing is drafted in this step, so that the cost of a plain pass is measured."""
 
     @cached_property
     def tree(self) -> TokenTree:
-        """The offers below their roots."""
-        return trie_from_prefixes(self.roots, [[prefix for prefix, _ in offer] for offer in self.candidates])
+        """The candidates below their roots."""
+        return trie_from_prefixes(self.roots, [[prefix for prefix, _ in part] for part in self.candidates])
 
 
-class CostAwareTrie(Exclusive, Shape[Retriever]):
-    """Of all texts' offers, as many of the likeliest tokens as make the most tokens per second; none if that is plain
-    decoding.
+class CostAwareTrie(EngineBound, Shape[Retriever]):
+    """Of the candidates of all requests together, the likeliest ones that maximise expected tokens per second.
 
-    Expected tokens are summed chances of acceptance, corrected by how far promises were kept; seconds come from `cost`,
-    learned from the run itself unless given. Texts for which drafting did not pay are asked less often. Timing decides
-    what is drafted, so only acceptors of which equal seeds give equal text (`Match`) keep answers reproducible.
+    Expected tokens are summed probabilities of acceptance, calibrated by how many drafts were accepted so far. Seconds
+    come from `cost`, which is learned during the run unless given. Requests whose drafts did not pay draft less often
+    (`DraftController`). Since the choice depends on time, only acceptors whose output for a seed does not depend on the
+    drafts (`Match`) keep answers reproducible.
+
+    Raises:
+        ValueError: a negative budget.
     """
 
     label = "trie sized by cost"
 
-    needs = Retriever
+    drafter_type = Retriever
 
     def __init__(self, budget: int = 24, cost: PassCost | None = None) -> None:
         if budget < 0:
             raise ValueError(f"a tree holds 0 or more drafted tokens, found a budget of {budget}")
         self.budget, self.cost = budget, PassCost() if cost is None else cost
-        self._ledgers: dict[int, DraftController] = {}
+        self._controllers: dict[int, DraftController] = {}
         self._plan: DraftPlan | None = None
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
-        """The trie per text that pays."""
+        """The trie for each request that maximises expected tokens per second."""
         self._plan = self.plan(draft, context)
         return self._plan.tree
 
     def plan(self, draft: Retriever, context: Context) -> DraftPlan:
-        """The trees, and what they promise."""
-        decoding = all(len(text.generated) for text in context.sequences)
-        timing = decoding and self.cost.unsure(len(context.rows))
-        asked = [self._ledgers.setdefault(row, DraftController()).should_draft() and not timing for row in context.rows]
-        offers = self._offers(draft, context, [i for i, yes in enumerate(asked) if yes])
-        chosen = [o[:n] for o, n in zip(offers, self._choose(offers, len(offers)), strict=True)]
-        expected = [sum(chance for _, chance in offer) for offer in chosen]
-        bids = (
-            DraftEstimate(row, yes, len(offer), sum_ / self._ledgers[row].calibration, sum_)
-            for row, yes, offer, sum_ in zip(context.rows, asked, chosen, expected, strict=True)
+        """The tries and their estimates."""
+        decoding = all(len(sequence.generated) for sequence in context.sequences)
+        measures_plain = decoding and self.cost.needs_measurement(len(context.rows))
+        attempted = [
+            self._controllers.setdefault(row, DraftController()).should_draft() and not measures_plain
+            for row in context.rows
+        ]
+        candidates = self._retrieve_candidates(draft, context, [i for i, yes in enumerate(attempted) if yes])
+        sizes = self._choose_sizes(candidates, len(candidates))
+        chosen = [part[:size] for part, size in zip(candidates, sizes, strict=True)]
+        expected = [sum(probability for _, probability in part) for part in chosen]
+        estimates = (
+            DraftEstimate(row, yes, len(part), total / self._controllers[row].calibration, total)
+            for row, yes, part, total in zip(context.rows, attempted, chosen, expected, strict=True)
         )
-        return DraftPlan(tuple(context.last_tokens), tuple(chosen), tuple(bids), timing)
+        return DraftPlan(tuple(context.last_tokens), tuple(chosen), tuple(estimates), measures_plain)
 
-    def _offers(self, draft: Retriever, context: Context, asking: Sequence[int]) -> list[Candidates]:
-        """Ranked prefixes with corrected chances per text."""
-        offers: list[Candidates] = [[] for _ in context.rows]
-        if asking:
-            part = context.select(asking)
-            for i, max_depth, found in zip(
-                asking, part.max_depth.tolist(), draft.retrieve(part, self.budget), strict=True
-            ):
-                honesty = self._ledgers[context.rows[i]].calibration
-                offers[i] = [
-                    (p, min(1.0, honesty * chance)) for p, chance in rank_prefixes(found, max_depth)[: self.budget]
-                ]
-        return offers
+    def _retrieve_candidates(self, draft: Retriever, context: Context, which: Sequence[int]) -> list[Candidates]:
+        """Ranked prefixes with calibrated probabilities for the requests `which`; none for the others."""
+        candidates: list[Candidates] = [[] for _ in context.rows]
+        if which:
+            part = context.select(which)
+            found = draft.retrieve(part, self.budget)
+            for i, max_depth, continuations in zip(which, part.max_depth.tolist(), found, strict=True):
+                calibration = self._controllers[context.rows[i]].calibration
+                ranked = rank_prefixes(continuations, max_depth)[: self.budget]
+                candidates[i] = [(prefix, min(1.0, calibration * probability)) for prefix, probability in ranked]
+        return candidates
 
-    def _choose(self, offers: Sequence[Candidates], b: int) -> list[int]:
-        """How much of each offer to take: the common number of likeliest tokens that makes the most tokens per
-        second.
+    def _choose_sizes(self, candidates: Sequence[Candidates], rows: int) -> list[int]:
+        """How many candidates to draft per request: the likeliest of all requests together, as many as maximise tokens
+        per second.
         """
-        if not any(offers):
-            return [0] * b
-        pool = sorted(((chance, i) for i, offer in enumerate(offers) for _, chance in offer), key=lambda x: -x[0])
-        gain = b + np.concatenate([[0.0], np.cumsum([chance for chance, _ in pool])])
-        best = int(np.argmax(gain / self.cost.seconds(b, b + len(pool))))
-        return [sum(1 for _, j in pool[:best] if j == i) for i in range(b)]
+        if not any(candidates):
+            return [0] * rows
+        pool = sorted(((p, i) for i, part in enumerate(candidates) for _, p in part), key=lambda x: -x[0])
+        tokens = rows + np.concatenate([[0.0], np.cumsum([probability for probability, _ in pool])])
+        best = int(np.argmax(tokens / self.cost.seconds(rows, rows + len(pool))))
+        return [sum(1 for _, j in pool[:best] if j == i) for i in range(rows)]
 
     def observe(self, step: StepResult) -> None:
-        """Book what the step took and gave."""
+        """Update the cost of a pass and the controllers."""
         if self._plan is not None:
             self.learn_cost(step, self._plan)
-            self.settle(step, self._plan, step.draft_seconds)
+            self.update_controllers(step, self._plan, step.draft_seconds)
         self._plan = None
 
     def learn_cost(self, step: StepResult, plan: DraftPlan) -> None:
-        """Learn what a pass costs; one that also read a prompt does not say."""
-        if step.context.rows == tuple(bid.row for bid in plan.estimates) and step.tree.is_decode:
-            self.cost.learn(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
+        """Learn the cost of a pass, unless it also read a prompt."""
+        if step.context.rows == tuple(estimate.row for estimate in plan.estimates) and step.tree.is_decode:
+            self.cost.update(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
 
-    def settle(self, step: StepResult, plan: DraftPlan, seconds: float, but: Collection[int] = ()) -> None:
-        """Learn whether the drafts paid, which took `seconds` to find, `but` of the rows that something else drafted
-        for.
+    def update_controllers(
+        self, step: StepResult, plan: DraftPlan, draft_seconds: float, exclude: Collection[int] = ()
+    ) -> None:
+        """Tell the controllers whether retrieval, which took `draft_seconds`, paid; `exclude`: rows with drafts from
+        elsewhere.
         """
-        bids = [bid for bid in plan.estimates if bid.asked and bid.row in step.context.rows and bid.row not in but]
-        if not bids:
+        index = {row: i for i, row in enumerate(step.context.rows)}
+        estimates = [e for e in plan.estimates if e.attempted and e.row in index and e.row not in exclude]
+        if not estimates:
             return
-        b, size = len(plan.estimates), sum(bid.size for bid in plan.estimates)
-        first, last = self.cost.seconds(b, b + size)[[0, -1]].tolist()
-        for bid in bids:
-            stood = accepted(step, bid.row)
-            profit = (stood * first - seconds) / b - (last - first) * bid.size / max(1, size)
-            self._ledgers[bid.row].update(bid.promised, stood, profit)
+        rows, size = len(plan.estimates), sum(estimate.size for estimate in plan.estimates)
+        plain, drafted = self.cost.seconds(rows, rows + size)[[0, -1]].tolist()
+        for estimate in estimates:
+            accepted = step.num_accepted(index[estimate.row])
+            profit = (accepted * plain - draft_seconds) / rows - (drafted - plain) * estimate.size / max(1, size)
+            self._controllers[estimate.row].update(estimate.predicted, accepted, profit)
 
     def release(self, row: int) -> None:
-        """Forget a row; what passes cost stays known."""
-        self._ledgers.pop(row, None)
-
-
-def accepted(step: StepResult, row: int) -> int:
-    """How many drafts of a row stood."""
-    i = step.context.rows.index(row)
-    return len(step.paths[i]) - int(step.tree.prefix_length[i])
+        """Forget a row; the cost of a pass stays known."""
+        self._controllers.pop(row, None)

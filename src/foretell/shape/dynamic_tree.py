@@ -1,4 +1,4 @@
-"""A tree grown where the drafter is confident: EAGLE-2's dynamic draft tree."""
+"""EAGLE-2's dynamic draft tree, which expands the nodes that the drafter is most confident of."""
 
 from dataclasses import dataclass, replace
 
@@ -9,17 +9,20 @@ from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens
 from foretell.shape.base import Shape, TreeBuilder
 
-_HOPE = 1.5
-"""A node is gone on from where its best child, which is mostly half to two thirds as likely, may be worth its place."""
+_EXPAND_FACTOR = 1.5
+"""A node is expanded if its score is at least this times `min_score`: its best child mostly scores 1/2 to 2/3 of it."""
 
 
 @dataclass(frozen=True)
 class DynamicTree(Shape[Predictor]):
-    """Per depth the `width` best frontier nodes get `width` children each; at the end the best `budget` of all nodes
-    stay (arXiv 2406.16858).
+    """Per depth, the `width` best frontier nodes get `width` children each; finally the best `budget` of all nodes are
+    kept (EAGLE-2, arXiv 2406.16858).
 
-    A node's score is the product of the drafter's own probabilities along its path, so kept nodes always have their
-    ancestors. `least` prunes nodes whose score is below it.
+    A node's score is the product of the drafter's own probabilities along its path, so the ancestors of kept nodes are
+    kept. Nodes with a score below `min_score` are pruned.
+
+    Raises:
+        ValueError: a depth, width or budget below 1.
     """
 
     label = "dynamic tree"
@@ -27,60 +30,61 @@ class DynamicTree(Shape[Predictor]):
     depth: int
     width: int
     budget: int
-    least: float = 0.0
+    min_score: float = 0.0
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.budget) < 1:
             raise ValueError(
-                f"a beam needs depth, width and budget of at least 1, found {self.depth}, {self.width}, {self.budget}"
+                "a dynamic tree needs depth, width and budget of at least 1, found "
+                f"{self.depth}, {self.width}, {self.budget}"
             )
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
-        """The reranked tree per text."""
-        stop = min(1.0, _HOPE * self.least)
-        whole = draft.grow_dynamic_tree(context, (self.depth, self.width, self.budget), (self.least, stop))
-        if whole is not None:
-            return whole
-        growth = TreeBuilder(context)
+        """The reranked tree for each request."""
+        min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
+        tree = draft.grow_dynamic_tree(
+            context, (self.depth, self.width, self.budget), (self.min_score, min_expand_score)
+        )
+        if tree is not None:
+            return tree
+        builder = TreeBuilder(context)
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.max_depth.max()))):
-            going = score[np.arange(len(score))[:, None], growth.frontier] >= stop
-            # The best come first.
-            most = min(self.width, going.sum(1).max())
-            if not most:
+            active = score[np.arange(len(score))[:, None], builder.frontier] >= min_expand_score
+            # Nodes of the frontier are in falling order of score.
+            count = min(self.width, active.sum(1).max())
+            if not count:
                 break
-            growth.frontier = growth.frontier[:, :most]
-            new = self._deepen(growth, growth.top_tokens(draft, self.width), score, going[:, :most])
+            builder.frontier = builder.frontier[:, :count]
+            new = self._expand(builder, builder.top_tokens(draft, self.width), score, active[:, :count])
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
-        return self._rerank(growth.build(), score)
+        return self._rerank(builder.build(), score)
 
-    def _deepen(self, growth: TreeBuilder, ranks: TopTokens, score: np.ndarray, going: np.ndarray) -> np.ndarray:
-        """Add the children of the frontier where it is `going` on, the best of each text first; their scores."""
+    def _expand(self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray) -> np.ndarray:
+        """Add the children of the `active` frontier nodes, in falling order of score per row; their scores."""
         # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
         row = np.arange(len(score))[:, None]
-        at = ranks.logit_index[row, growth.frontier]
-        live = (
-            growth.tree.valid[row, growth.frontier]
-            & (growth.depth < growth.context.max_depth)[:, None]
-            & (at >= 0)
-            & going
+        index = ranks.logit_index[row, builder.frontier]
+        valid = (
+            builder.tree.valid[row, builder.frontier]
+            & (builder.depth < builder.context.max_depth)[:, None]
+            & (index >= 0)
+            & active
         )
-        token, new = np.zeros((*at.shape, self.width), np.int64), np.zeros((*at.shape, self.width))
-        if live.any():
-            width, which = ranks.token.shape[1], at[live]
-            token[live, :width] = ranks.token[which]
-            new[live, :width] = score[row, growth.frontier][live][:, None] * ranks.probability[which]
+        token, new = np.zeros((*index.shape, self.width), np.int64), np.zeros((*index.shape, self.width))
+        if valid.any():
+            width, which = ranks.token.shape[1], index[valid]
+            token[valid, :width] = ranks.token[which]
+            new[valid, :width] = score[row, builder.frontier][valid][:, None] * ranks.probability[which]
         token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
-        worth = (new > 0) & (new >= self.least)
-        order = np.argsort(-np.where(worth, new, -1.0), axis=1, kind="stable")[
-            :, : min(self.budget, worth.sum(1).max())
-        ]
+        good = (new > 0) & (new >= self.min_score)
+        order = np.argsort(-np.where(good, new, -1.0), axis=1, kind="stable")[:, : min(self.budget, good.sum(1).max())]
         if order.shape[1]:
-            growth.add(growth.frontier[row, order // self.width], token[row, order], worth[row, order])
+            builder.add(builder.frontier[row, order // self.width], token[row, order], good[row, order])
         return np.asarray(new[row, order])
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:
@@ -97,7 +101,7 @@ class DynamicTree(Shape[Predictor]):
 
         parent = np.take_along_axis(new_index, np.maximum(take(tree.parent), 0), 1)
         parent[:, 0] = -1
-        # A dead node kept as padding may name an ancestor that was dropped: hang it on the root.
+        # The parent of a kept node that is not valid may have been dropped: use the root.
         parent = np.where(take(tree.valid), parent, np.where(np.arange(keep.shape[1]) == 0, -1, 0))
         return replace(
             tree,

@@ -1,22 +1,24 @@
-"""A tree whose places are given in advance by rank paths, as Medusa's choices are."""
+"""A tree given in advance by paths of ranks: Medusa's tree choices."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
+from foretell.core.best_tree import Path
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape, TreeBuilder, add_top_ranks, expand_level
 
-Path = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class FixedTree(Shape[Predictor]):
-    """The node at path `(i, j, …)` is the `j`-th best guess after the `i`-th best guess … (Medusa, arXiv 2401.10774).
+    """The node at path `(i, j, …)` holds the token of rank `j` after the token of rank `i`, … (Medusa, arXiv
+    2401.10774); `choices`: all paths.
 
-    `draw`: siblings are drawn without replacement instead of picked by rank (Sequoia's sampled trees, arXiv
-    2402.12374).
+    `draw`: siblings are sampled without replacement instead of chosen by rank (Sequoia, arXiv 2402.12374).
+
+    Raises:
+        ValueError: a path without its ancestors.
     """
 
     label = "fixed tree"
@@ -24,17 +26,17 @@ class FixedTree(Shape[Predictor]):
     choices: tuple[Path, ...]
     draw: bool = False
 
-    needs = Predictor
+    drafter_type = Predictor
 
     def __post_init__(self) -> None:
         known = {(), *self.choices}
         orphan = next((p for p in self.choices if p[:-1] not in known), None)
         if orphan is not None:
-            raise ValueError(f"a tree must hold the ancestors of its nodes: {orphan} is there without {orphan[:-1]}")
+            raise ValueError(f"a tree must hold the ancestors of its nodes: it holds {orphan} without {orphan[:-1]}")
 
     @cached_property
     def _levels(self) -> list[tuple[list[int], list[list[int]]]]:
-        """Per depth: which nodes of the level above have children, and the ranks of these."""
+        """Per depth: the nodes of the level above that have children, and the ranks of the children."""
         above: list[Path] = [()]
         out = list[tuple[list[int], list[list[int]]]]()
         while True:
@@ -46,12 +48,12 @@ class FixedTree(Shape[Predictor]):
             above = [(*above[i], r) for i in inner for r in ranks[i]]
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
-        """The tree per text, down to the depth that the text has room for."""
-        growth = TreeBuilder(context, distinct=self.draw)
+        """The tree for each request, down to its maximum depth."""
+        builder = TreeBuilder(context, distinct=self.draw)
         for inner, ranks in self._levels[: int(context.max_depth.max())]:
-            growth.frontier = growth.frontier[:, inner]
+            builder.frontier = builder.frontier[:, inner]
             if self.draw:
-                expand_level(growth, growth.expand(draft), ranks, draw=True)
+                expand_level(builder, builder.expand(draft), ranks, draw=True)
             else:
-                add_top_ranks(growth, growth.top_tokens(draft, 1 + max(map(max, ranks))), ranks)
-        return growth.build()
+                add_top_ranks(builder, builder.top_tokens(draft, 1 + max(map(max, ranks))), ranks)
+        return builder.build()

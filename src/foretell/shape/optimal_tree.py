@@ -1,4 +1,4 @@
-"""The tree that promises most tokens for its size, from measured acceptance: Sequoia's shape."""
+"""The tree of a size with the most expected tokens, from measured acceptance rates: Sequoia's tree."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -47,7 +47,7 @@ def _by_depth(acceptance: Sequence[Sequence[float]] | Sequence[float]) -> list[l
 
 
 def expected_tokens(tree: FixedTree, acceptance: Sequence[float]) -> float:
-    """Tokens per pass that a tree promises under rank acceptance rates, the target's own token included."""
+    """Expected tokens per pass of a tree, the target's own token included; `acceptance`: rates by rank."""
     total = 1.0
     for path in tree.choices:
         product = 1.0

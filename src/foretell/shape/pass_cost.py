@@ -1,78 +1,83 @@
-"""What a pass of the target costs by the number of tokens it reads: given, or learned from the passes themselves."""
+"""Seconds of a target pass by the number of tokens it reads: given, or learned from the passes of a run."""
 
 from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Float
 
-_MOST = 128
-"""Larger passes cost in proportion to this one."""
+_MAX_TOKENS = 128
+"""Largest size with an estimate of its own; larger passes cost in proportion to it."""
 _MEMORY = 24.0
-"""Observations after which older ones begin to fade."""
-
-_EVERY = 8
-"""Passes after which expectations change, once there have been some."""
+"""Observations per size after which older ones begin to fade."""
+_REFIT_INTERVAL = 8
+"""Passes between two updates of the estimate, after the first `_MEMORY` passes."""
+_MAX_CHANGE = 2.0
+"""An observation counts as at most this many times the estimate, and at least one over it."""
 
 
 class PassCost:
     """Seconds of a pass over 1, 2, … tokens.
 
-    `table`: measured seconds by number of tokens, interpolated; nothing is learned then. Without one, a pass is
-    expected to cost `slope` more for every further token than for the first; passes that were seen correct this at
-    their size, sizes between them by interpolation.
+    `table`: measured seconds by number of tokens, interpolated; then nothing is learned. Without it, every further
+    token is first assumed to cost `slope` times the first one. Observed passes correct this at their size, and the
+    correction is interpolated between sizes.
+
+    Raises:
+        ValueError: an empty table, or values that are not positive.
     """
 
     def __init__(self, table: Mapping[int, float] | None = None, slope: float = 0.03) -> None:
-        sizes = np.arange(1, _MOST + 1)
-        self._given = table is not None
+        sizes = np.arange(1, _MAX_TOKENS + 1)
+        self._fixed = table is not None
         self._prior: Float[np.ndarray, " n"] = 1 + slope * (sizes - 1.0)
         if table is not None:
             if not table or min(table) < 1 or min(table.values()) <= 0:
                 raise ValueError("a cost table needs positive seconds for pass sizes of 1 token or more")
             known = sorted(table)
             self._prior = np.interp(sizes, known, [table[k] for k in known])
-        self._ratio, self._weight = np.zeros(_MOST), np.zeros(_MOST)
-        self._between = np.ones(_MOST)
-        """Seen over expected seconds, interpolated."""
+        self._ratio, self._weight = np.zeros(_MAX_TOKENS), np.zeros(_MAX_TOKENS)
+        """Observed over prior seconds of each size, and the weight of the observations."""
+        self._interpolated_ratio = np.ones(_MAX_TOKENS)
         self._estimate = self._prior
-        self._passes, self._last = 0, np.zeros(_MOST, np.int64)
+        self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
 
     def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
-        """Of passes over `first`, `first + 1`, …, `last` tokens."""
-        if last <= _MOST:
+        """Seconds of passes over `first`, `first + 1`, …, `last` tokens."""
+        if last <= _MAX_TOKENS:
             return self._estimate[first - 1 : last]
         sizes = np.arange(first, last + 1)
-        inside = self._estimate[np.minimum(sizes, _MOST) - 1]
-        return np.asarray(inside * np.maximum(sizes / _MOST, 1))
+        inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1]
+        return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
-    def unsure(self, size: int, every: int = 128, soon: int = 8) -> bool:
-        """Whether a pass of this size should be seen once more: none was among the last `every`, or among the first
-        `soon`.
+    def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
+        """Whether a pass of this size should be measured: none was among the last `interval` passes, or among the first
+        `initial_interval`.
         """
-        if self._given or size > _MOST:
+        if self._fixed or size > _MAX_TOKENS:
             return False
-        return bool(self._passes - self._last[size - 1] >= (every if self._weight[size - 1] else soon))
+        seen = self._weight[size - 1]
+        return bool(self._passes - self._last_seen[size - 1] >= (interval if seen else initial_interval))
 
-    def learn(self, size: int, seconds: float) -> None:
-        """Count one pass; a value more than twice or less than half of what was expected counts as just that."""
-        if self._given or size > _MOST or seconds <= 0:
+    def update(self, size: int, seconds: float) -> None:
+        """Count one pass over `size` tokens; outliers are clipped (`_MAX_CHANGE`)."""
+        if self._fixed or size > _MAX_TOKENS or seconds <= 0:
             return
         i = size - 1
-        ratio = seconds / self._prior[i]
+        ratio, expected = seconds / self._prior[i], self._interpolated_ratio[i]
         if self._passes:
-            ratio = min(max(ratio, self._between[i] / 2), self._between[i] * 2)
+            ratio = min(max(ratio, expected / _MAX_CHANGE), expected * _MAX_CHANGE)
             if not self._weight[i]:
-                self._ratio[i], self._weight[i] = self._between[i], 1
+                self._ratio[i], self._weight[i] = expected, 1
         self._passes += 1
-        self._last[i] = self._passes
+        self._last_seen[i] = self._passes
         self._ratio[i] += (ratio - self._ratio[i]) / (self._weight[i] + 1)
         self._weight[i] = min(self._weight[i] + 1, _MEMORY)
-        if self._passes < _MEMORY or self._passes % _EVERY == 0:
-            self._conclude()
+        if self._passes < _MEMORY or self._passes % _REFIT_INTERVAL == 0:
+            self._refit()
 
-    def _conclude(self) -> None:
-        """Expect what was seen."""
+    def _refit(self) -> None:
+        """Interpolate the observations."""
         seen = np.flatnonzero(self._weight)
-        self._between = np.interp(np.arange(_MOST), seen, self._ratio[seen])
-        # A larger pass never costs less: what looks like it is noise.
-        self._estimate = np.maximum.accumulate(self._prior * self._between)
+        self._interpolated_ratio = np.interp(np.arange(_MAX_TOKENS), seen, self._ratio[seen])
+        # A larger pass cannot cost less: such an observation is measurement noise.
+        self._estimate = np.maximum.accumulate(self._prior * self._interpolated_ratio)

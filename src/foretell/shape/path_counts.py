@@ -1,44 +1,44 @@
-"""Trees from what was seen: how often each rank path was right as a whole, and the best tree of any size by that."""
+"""Counts of correct rank paths, from which the best tree of any size follows."""
 
 from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from foretell.shape.fixed_tree import Path
+from foretell.core.best_tree import Path
 
 
 class PathCounts:
-    """How often rank paths came true. Old observations fade, so that it may watch a drafter that is still learning.
+    """How often each rank path was correct. Old counts decay, so that a drafter can be observed while it is trained.
 
-    Medusa (arXiv 2401.10774, 2.1.2) multiplies the accuracies of its heads as if they were independent; counting whole
-    paths keeps that heads tend to be right together, and the `n` most frequent paths are the tree of `n` nodes with
-    most expected tokens, because no path beats its own beginning. `ranks`: how many best guesses per position are
-    watched. `fade`: what is left of old counts after each addition.
+    Medusa (arXiv 2401.10774, 2.1.2) multiplies the accuracies of its heads as if they were independent. Counting paths
+    keeps their correlation, and the `n` most frequent paths are the tree of `n` nodes with the most expected tokens,
+    because no path is more frequent than its own prefix. `ranks`: ranks per position that are counted. `decay`: share
+    of the old counts that is kept at each addition.
     """
 
-    def __init__(self, ranks: int = 10, fade: float = 0.98) -> None:
-        self._ranks, self._fade = ranks, fade
+    def __init__(self, ranks: int = 10, decay: float = 0.98) -> None:
+        self._ranks, self._decay = ranks, decay
         self._counts: dict[Path, float] = {}
         self._total = 0.0
 
     def add(self, rank: Int[np.ndarray, "n k"], known: Bool[np.ndarray, "n k"]) -> None:
-        """Count positions: the rank that the drafter gave to each of the `k` right tokens.
+        """Count positions: the rank that the drafter gave to each of the `k` correct tokens.
 
-        Positions where one is not known are left out.
+        Positions with an unknown rank are left out.
         """
         rank = rank[known.all(1)]
-        self._counts = {path: self._fade * c for path, c in self._counts.items() if self._fade * c > 1e-3}
-        self._total = self._fade * self._total + len(rank)
+        self._counts = {path: self._decay * c for path, c in self._counts.items() if self._decay * c > 1e-3}
+        self._total = self._decay * self._total + len(rank)
         for depth in range(1, rank.shape[1] + 1):
             rank = rank[rank[:, depth - 1] < self._ranks]
             found, times = np.unique(rank[:, :depth], axis=0, return_counts=True)
             for path, count in zip(map(tuple, found.tolist()), times.tolist(), strict=True):
                 self._counts[path] = self._counts.get(path, 0.0) + count
 
-    def best(self, most: int = 128) -> tuple[tuple[Path, ...], tuple[float, ...]]:
-        """The paths that came true most often, each after its beginnings, and how often: a share of all positions."""
-        order = sorted(self._counts, key=lambda p: (-self._counts[p], len(p), p))[:most]
+    def most_frequent(self, limit: int = 128) -> tuple[tuple[Path, ...], tuple[float, ...]]:
+        """The most frequent paths, each after its prefixes, and their shares of all positions."""
+        order = sorted(self._counts, key=lambda p: (-self._counts[p], len(p), p))[:limit]
         return tuple(order), tuple(round(self._counts[p] / self._total, 4) for p in order)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -52,7 +52,7 @@ class PathCounts:
         return {"paths": paths, "counts": counts, "total": np.array(self._total)}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         paths = [tuple(r for r in path if r >= 0) for path in state["paths"].tolist()]
         self._counts = dict(zip(paths, state["counts"].tolist(), strict=True))
         self._total = float(state["total"])

@@ -1,4 +1,4 @@
-"""Retrieval first, the model where retrieval finds too little, nothing where neither pays."""
+"""Per request and step: drafts from retrieval, from the model, or none, whichever is expected to be fastest."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,20 +7,33 @@ from dataclasses import replace
 import numpy as np
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.ownership import Exclusive
+from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree, concatenate_trees, merge_trees
 from foretell.draft.base import Predictor
 from foretell.draft.hybrid import HybridDrafter
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
-from foretell.shape.cost_aware_trie import CostAwareTrie, DraftEstimate, DraftPlan, accepted
+from foretell.shape.cost_aware_trie import CostAwareTrie, DraftEstimate, DraftPlan
 from foretell.shape.trie import trie_from_prefixes
+
+_MIN_COPY_PROBABILITY = 0.25
+"""Retrieved tokens less likely than this are left out beside the model's drafts, which mostly contain the right ones
+anyway.
+"""
+_PRIOR_ACCEPTED = 1.0
+"""Least prior mean of accepted model drafts per step for a new request, however few were accepted in earlier ones."""
+_PRIOR_WEIGHT = 8.0
+"""Weight of the prior mean, in steps; with a low weight, a few bad steps would turn the model off for the request."""
+_MIN_TIMINGS = 3
+"""Timed model drafts before their cost decides; the first one often takes ten times as long as the others."""
+_TIMINGS = 9
+"""Last timings of the model's drafting that are kept."""
 
 
 class RunningMean:
-    """A running mean; old values fade once `memory` of them have been seen.
+    """A running mean in which old values fade once `memory` of them have been seen.
 
-    `value` is believed as if `weight` values had been so.
+    It starts at `value` with the weight of `weight` observations.
     """
 
     def __init__(self, memory: float = 16.0, value: float = 0.0, weight: float = 0.0) -> None:
@@ -32,135 +45,124 @@ class RunningMean:
         self.value += (value - self.value) / self._weight
 
 
-_BESIDE = 0.25
-"""Chance of a copy that is worth its place beside the model's guesses: where it is right, these mostly are as well."""
-_HOPED = 1.0
-"""Guesses per step that are expected to stand in a new text, at the least: another kind of text may gain nothing, and
-say nothing of this one.
-"""
-_DOUBT = 8.0
-"""Steps that what is expected of a text counts as: few say little, and a model that is thought too little of is hardly
-asked again.
-"""
-_TRIALS = 3
-"""Guesses before it is decided whether they pay; the first of them often takes as long as ten others."""
+class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
+    """For each request and step, the drafts with the most expected tokens per second: the retrieved trie, the model's
+    chain or tree merged with the likeliest retrieved tokens, or none.
 
+    The cost and the acceptance of the model's drafts are estimated from earlier steps. The first `_MIN_TIMINGS` drafts
+    are trials; one is made right after the prompt, so that the model reads the prompt then. A model that does not pay
+    is tried again every `retry_interval` steps, on requests that it has read. Since the choice depends on time, use an
+    acceptor whose output for a seed does not depend on the drafts (`Match`). It accepts a token chosen by argmax more
+    often than a sampled one, so a chain that samples is refused.
 
-class RetrievalOrModel(Exclusive, Shape[HybridDrafter]):
-    """Per text and step, what promises most tokens per second: the retriever's tree, the model's chain or tree beside
-    it, or no drafts.
-
-    What the model's guesses give a text, and what they take, is known from the last ones. The first few are trials, one
-    of them while the target still reads the prompt, so that the model reads it then too; when it does not pay, it is
-    tried again every `again` steps on texts that it has read. Timing decides who drafts, so the acceptor should be one
-    of which equal seeds give equal text (`Match`); it accepts picked tokens more often than drawn ones, and a chain
-    that draws is refused.
+    Raises:
+        ValueError: `model_shape` is a chain that samples or is empty.
     """
 
     label = "trie, tree or none, by expected speed"
 
-    needs = HybridDrafter
+    drafter_type = HybridDrafter
 
-    def __init__(
-        self,
-        frugal: CostAwareTrie,
-        guess: Shape[Predictor],
-        again: int = 128,
-    ) -> None:
-        if isinstance(guess, Chain) and (guess.draw or guess.length < 1):
+    def __init__(self, trie: CostAwareTrie, model_shape: Shape[Predictor], retry_interval: int = 128) -> None:
+        if isinstance(model_shape, Chain) and (model_shape.draw or model_shape.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
-        self.frugal, self.guess, self._again = frugal, guess, again
-        self._stood, self._size = dict[int, RunningMean](), RunningMean()
-        self._usual = RunningMean(memory=64.0, value=_HOPED, weight=_DOUBT)
-        """What stood of the guesses at all texts."""
-        self._retrieval = RunningMean()
-        """Seconds of a step's drafting without guesses."""
-        self._times = deque[float](maxlen=9)
-        """Seconds of the last guesses, per text."""
-        self._timed = False
-        """Whether what guessing takes in this step is to be noted."""
-        self._tries, self._idle = 0, 0
-        self._read: set[int] = set()
-        """Rows that the model has drafted for: its first guess at a text pays for reading the prompt, and does not
-        count.
-        """
-        self._guessed: dict[int, int] = {}
-        """Rows that the model drafts for in this step, and how many tokens."""
+        self.trie, self.model_shape, self._retry_interval = trie, model_shape, retry_interval
+        self._accepted = dict[int, RunningMean]()
+        """Accepted model drafts per step, by row."""
+        self._accepted_overall = RunningMean(memory=64.0, value=_PRIOR_ACCEPTED, weight=_PRIOR_WEIGHT)
+        self._model_draft_size = RunningMean()
+        """Drafted tokens per request and step."""
+        self._retrieval_seconds = RunningMean()
+        """Drafting time of steps without the model."""
+        self._model_seconds = deque[float](maxlen=_TIMINGS)
+        """Last drafting times of the model, per request."""
+        self._is_timed = False
+        """Whether this step's drafting time counts: no row of it had to read a prompt first."""
+        self._timings, self._steps_without_model = 0, 0
+        self._rows_read: set[int] = set()
+        """Rows whose prompt the model has read. Its first draft for a row includes that time and is not counted."""
+        self._model_drafts: dict[int, int] = {}
+        """Rows that the model drafts for in this step, with their numbers of drafted tokens."""
         self._plan: DraftPlan | None = None
 
     def grow(self, draft: HybridDrafter, context: Context) -> TokenTree:
-        """A trie, a guess or a root per text."""
-        self._plan, self._guessed, self._timed = self.frugal.plan(draft.retriever, context), {}, False
-        able = replace(context, max_depth=draft.predictor.max_depths(context))
-        weak = []
-        if not self._plan.timing:
+        """A trie, the model's tree or only a root for each request."""
+        self._plan, self._model_drafts, self._is_timed = self.trie.plan(draft.retriever, context), {}, False
+        limited = replace(context, max_depth=draft.predictor.max_depths(context))
+        with_model = []
+        if not self._plan.measures_plain:
             if draft.predictor.hidden_layers:
-                # It lives on what the target has read, and has nothing to read itself.
-                self._read.update(context.rows)
-            weak = [
+                # It drafts from the target's hidden states and has no prompt to read itself.
+                self._rows_read.update(context.rows)
+            with_model = [
                 i
-                for i, bid in enumerate(self._plan.estimates)
-                if able.max_depth[i] and self._weak(bid, able.sequences[i])
+                for i, estimate in enumerate(self._plan.estimates)
+                if limited.max_depth[i] and self._prefers_model(estimate, limited.sequences[i])
             ]
-        tree = self._with_guesses(draft, able, weak, self._plan) if weak else self._plan.tree
-        self._idle = 0 if weak else self._idle + 1
+        tree = self._with_model_drafts(draft, limited, with_model, self._plan) if with_model else self._plan.tree
+        self._steps_without_model = 0 if with_model else self._steps_without_model + 1
         return tree
 
-    def _weak(self, bid: DraftEstimate, text: TokenBuffer) -> bool:
-        """Whether the model promises this text more tokens per second than retrieval does, or is to be tried."""
-        if self._tries < _TRIALS or self._idle >= self._again:
-            return bid.row in self._read or not len(text.generated)
+    def _prefers_model(self, estimate: DraftEstimate, sequence: TokenBuffer) -> bool:
+        """Whether the model promises more tokens per second than retrieval does, or is due for a trial."""
+        if self._timings < _MIN_TIMINGS or self._steps_without_model >= self._retry_interval:
+            return estimate.row in self._rows_read or not len(sequence.generated)
         assert self._plan is not None
-        b, size = len(self._plan.estimates), round(self._size.value)
-        cost = self.frugal.cost.seconds(b, b + max(size, bid.size))
-        share = cost[0] / b - cost[0]
-        stood = self._stood_at(bid.row).value
-        # The quickest: what took longer was mostly the machine's other work, and a guess that seems too dear is hardly
-        # tried again.
-        model = (1 + stood) / (share + cost[size] + min(self._times))
-        return bool(model > (1 + bid.expected) / (share + cost[bid.size]))
+        rows, size = len(self._plan.estimates), round(self._model_draft_size.value)
+        seconds = self.trie.cost.seconds(rows, rows + max(size, estimate.size))
+        share = seconds[0] / rows - seconds[0]
+        # The least time: longer ones are mostly due to other work on the machine, and a model that seems too expensive
+        # is rarely tried again.
+        model = (1 + self._accepted_in(estimate.row).value) / (share + seconds[size] + min(self._model_seconds))
+        return bool(model > (1 + estimate.expected) / (share + seconds[estimate.size]))
 
-    def _stood_at(self, row: int) -> RunningMean:
-        """What stood of the guesses at a text; of a new one, what is thought of it."""
-        return self._stood.setdefault(row, RunningMean(value=max(_HOPED, self._usual.value), weight=_DOUBT))
+    def _accepted_in(self, row: int) -> RunningMean:
+        """Mean accepted model drafts per step of a row; of a new one, the prior."""
+        prior = max(_PRIOR_ACCEPTED, self._accepted_overall.value)
+        return self._accepted.setdefault(row, RunningMean(value=prior, weight=_PRIOR_WEIGHT))
 
-    def _with_guesses(self, draft: HybridDrafter, context: Context, weak: Sequence[int], plan: DraftPlan) -> TokenTree:
-        """The model's guesses beside what was retrieved for the `weak` texts, for the others the latter alone."""
-        asking = context.select(weak)
-        guesses = self.guess.grow(draft.predictor, asking)
-        self._timed = all(context.rows[i] in self._read for i in weak)
-        self._read.update(context.rows[i] for i in weak)
-        self._guessed = {context.rows[i]: int(n) - 1 for i, n in zip(weak, guesses.valid.sum(1), strict=True)}
-        for size in self._guessed.values():
-            self._size.add(size)
-        likely = [[prefix for prefix, chance in plan.candidates[i] if chance >= _BESIDE] for i in weak]
+    def _with_model_drafts(
+        self, draft: HybridDrafter, context: Context, with_model: Sequence[int], plan: DraftPlan
+    ) -> TokenTree:
+        """The model's drafts merged with the likeliest retrieved tokens for the requests `with_model`; for the others
+        the retrieved tokens alone.
+        """
+        part = context.select(with_model)
+        tree = self.model_shape.grow(draft.predictor, part)
+        self._is_timed = all(row in self._rows_read for row in part.rows)
+        self._rows_read.update(part.rows)
+        self._model_drafts = {row: int(n) - 1 for row, n in zip(part.rows, tree.valid.sum(1), strict=True)}
+        for size in self._model_drafts.values():
+            self._model_draft_size.add(size)
+        likely = [[prefix for prefix, p in plan.candidates[i] if p >= _MIN_COPY_PROBABILITY] for i in with_model]
         if any(likely):
-            guesses = merge_trees(guesses, trie_from_prefixes(asking.last_tokens, likely))
-        others = [i for i in range(len(context.rows)) if i not in set(weak)]
+            tree = merge_trees(tree, trie_from_prefixes(part.last_tokens, likely))
+        others = [i for i in range(len(context.rows)) if i not in set(with_model)]
         if not others:
-            return guesses
-        both = concatenate_trees([guesses, plan.tree.select(np.array(others, np.int64))])
-        return both.select(np.argsort([*weak, *others]))
+            return tree
+        both = concatenate_trees([tree, plan.tree.select(np.array(others, np.int64))])
+        return both.select(np.argsort([*with_model, *others]))
 
     def observe(self, step: StepResult) -> None:
-        """Book what the step took and gave."""
+        """Update the estimates with the step's times and accepted drafts."""
         if self._plan is None:
             return
-        if self._timed:
-            self._times.append(max(0.0, step.draft_seconds - self._retrieval.value) / len(self._guessed))
-            self._tries += 1
-        elif not self._guessed and any(bid.asked for bid in self._plan.estimates):
-            self._retrieval.add(step.draft_seconds)
-        self.frugal.learn_cost(step, self._plan)
-        self.frugal.settle(step, self._plan, self._retrieval.value, but=self._guessed)
-        for row in self._guessed.keys() & set(step.context.rows):
-            stood = accepted(step, row)
-            self._stood_at(row).add(stood)
-            self._usual.add(stood)
-        self._plan, self._guessed = None, {}
+        if self._is_timed:
+            seconds = max(0.0, step.draft_seconds - self._retrieval_seconds.value)
+            self._model_seconds.append(seconds / len(self._model_drafts))
+            self._timings += 1
+        elif not self._model_drafts and any(estimate.attempted for estimate in self._plan.estimates):
+            self._retrieval_seconds.add(step.draft_seconds)
+        self.trie.learn_cost(step, self._plan)
+        self.trie.update_controllers(step, self._plan, self._retrieval_seconds.value, exclude=self._model_drafts)
+        for i, row in enumerate(step.context.rows):
+            if row in self._model_drafts:
+                self._accepted_in(row).add(step.num_accepted(i))
+                self._accepted_overall.add(step.num_accepted(i))
+        self._plan, self._model_drafts = None, {}
 
     def release(self, row: int) -> None:
-        """Forget a row; what passes and guesses cost stays known."""
-        self._read.discard(row)
-        self._stood.pop(row, None)
-        self.frugal.release(row)
+        """Forget a row; the costs of passes and of drafting stay known."""
+        self._rows_read.discard(row)
+        self._accepted.pop(row, None)
+        self.trie.release(row)

@@ -45,7 +45,7 @@ def probe_forward(
             else:
                 text.read(*block.project(block.attention_norm(x), c, text_angles[local])[1:])
         y = block(y, c, branch_angles[local], i, branch)
-    return decoder.final(y).view(b, g, len(inputs), -1)
+    return decoder.final(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
 
 class _Keys(Sight):

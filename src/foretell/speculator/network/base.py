@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from foretell.distributions.topk import likeliest
+from foretell.distributions.topk import top_probabilities
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeLinear
 
@@ -168,7 +168,7 @@ class Speculator(nn.Module, ABC):
         """
         if self.packed_head is not None and not self._softcap:
             return self.packed_head.likeliest(x, count)
-        return likeliest(self.score(x), count)
+        return top_probabilities(self.score(x), count)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits within the target's bound, where it has one."""

@@ -53,7 +53,7 @@ def parse_hidden_layers(text: str, highest: int, option: str) -> tuple[int, ...]
 def compute_hidden_states(
     decoder: Decoder, token: Int[torch.Tensor, "b s"], hidden_layers: Sequence[int]
 ) -> tuple[Float[torch.Tensor, "b s d"], ...]:
-    """The target's hidden states of whole sequences, padded at the end, without a KV cache.
+    """Hidden states of the target for whole sequences, padded at the end, in the dtype of its weights, without a KV cache.
 
     Layers are numbered as in `Runner.forward`.
     """
@@ -64,7 +64,7 @@ def compute_hidden_states(
         found[stop], done = x, stop
     if layers + 1 in hidden_layers:
         found[layers + 1] = decoder.final(x)
-    return tuple(found[t] for t in hidden_layers)
+    return tuple(found[t].to(decoder.embedding.dtype) for t in hidden_layers)
 
 
 def padded_width(longest: int) -> int:

@@ -23,7 +23,7 @@ from foretell.shape.optimal_tree import expected_tokens
 from helpers import context_of
 
 VOCAB = 6
-DRAWN = SamplingParams(temperature=1.0)
+SAMPLED = SamplingParams(temperature=1.0)
 
 
 class Table(Predictor):
@@ -38,8 +38,8 @@ class Table(Predictor):
 
 
 @dataclass
-class Listed(Retriever):
-    """Offers the same continuations to every text."""
+class FixedRetriever(Retriever):
+    """Retrieves the same continuations for every request."""
 
     continuations: list[Continuation]
 
@@ -48,7 +48,7 @@ class Listed(Retriever):
 
 
 def paths(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
-    """Tokens from the root down to every live node, the root excluded."""
+    """Tokens from the root down to every valid node, the root excluded."""
     return [
         tuple(int(tree.token[row, a]) for a in tree.ancestors(row, n)[1:])
         for n in range(1, tree.nodes)
@@ -56,7 +56,7 @@ def paths(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
     ]
 
 
-def chance(p: np.ndarray, root: int, path: Sequence[int]) -> float:
+def path_probability(p: np.ndarray, root: int, path: Sequence[int]) -> float:
     product = 1.0
     for before, token in zip([root, *path], path, strict=False):
         product *= p[before, token]
@@ -64,7 +64,7 @@ def chance(p: np.ndarray, root: int, path: Sequence[int]) -> float:
 
 
 def well_formed(tree: TokenTree) -> None:
-    """Parents come first, and live nodes hang on live ones."""
+    """Parents come first, and parents of valid nodes are valid."""
     for row in range(tree.rows):
         assert tree.parent[row, 0] == -1
         for node in range(1, tree.nodes):
@@ -85,16 +85,20 @@ SHAPES: list[Shape[Predictor]] = [
     FixedTree(((0,), (1,), (0, 0)), draw=True),
     DynamicTree(4, 3, 8),
     DynamicTree(3, 9, 50),
-    DynamicTree(3, 2, 5, least=0.2),
+    DynamicTree(3, 2, 5, min_score=0.2),
     optimal_tree(12, [0.5, 0.2, 0.1]),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), DRAWN, SamplingParams(temperature=1.0, top_k=2)], ids=["greedy", "drawn", "top 2"]
+    "sampling",
+    [SamplingParams(), SAMPLED, SamplingParams(temperature=1.0, top_k=2)],
+    ids=["greedy", "sampled", "top 2"],
 )
-def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predictor], sampling: SamplingParams) -> None:
+def test_trees_are_well_formed_and_no_deeper_than_their_maximum(
+    shape: Shape[Predictor], sampling: SamplingParams
+) -> None:
     context = context_of([1, 2], [3], [4, 4, 5], sampling=sampling)
     context.max_depth[:] = [0, 2, 9]
     tree = shape.grow(Table(), context)
@@ -108,7 +112,7 @@ def test_trees_are_well_formed_and_no_deeper_than_their_room(shape: Shape[Predic
                 assert len({int(tree.token[row, c]) for c in children}) == len(children)
 
 
-def test_picked_trees_hold_the_tokens_of_their_ranks() -> None:
+def test_trees_by_rank_hold_the_tokens_of_their_ranks() -> None:
     table, choices = Table(), ((0,), (2,), (2, 1), (2, 0))
     ranks = np.argsort(-table.p, axis=1)
     found = paths(FixedTree(choices).grow(table, context_of([1])))
@@ -120,42 +124,43 @@ def test_picked_trees_hold_the_tokens_of_their_ranks() -> None:
         FixedTree(((0, 1),))
 
 
-def test_a_beam_keeps_the_best_nodes_with_their_ancestors() -> None:
+def test_a_dynamic_tree_keeps_the_best_nodes_with_their_ancestors() -> None:
     table = Table()
     found = paths(DynamicTree(3, VOCAB, 9).grow(table, context_of([1])))
     every = [p for d in (1, 2, 3) for p in np.ndindex(*(VOCAB,) * d)]
-    # The beam widens the best six nodes of a depth only; with so many the best nine of the whole tree are among them.
-    best = sorted(every, key=lambda p: -chance(table.p, 1, p))[:9]
+    # The tree expands the best six nodes of a depth only; with so many the best nine of the whole tree are among them.
+    best = sorted(every, key=lambda p: -path_probability(table.p, 1, p))[:9]
     assert sorted(found) == sorted(best)
 
 
-def test_a_beam_of_width_one_is_the_greedy_chain() -> None:
+def test_a_dynamic_tree_of_width_one_is_the_greedy_chain() -> None:
     context = context_of([1], [4])
     narrow, chain = DynamicTree(4, 1, 9).grow(Table(), context), Chain(4).grow(Table(), context)
     assert [paths(narrow, row) for row in (0, 1)] == [paths(chain, row) for row in (0, 1)]
 
 
-def test_a_beam_prunes_what_is_too_unlikely() -> None:
+def test_a_dynamic_tree_prunes_unlikely_nodes() -> None:
     table = Table()
     assert all(
-        chance(table.p, 1, p) >= 0.2 for p in paths(DynamicTree(3, 4, 30, least=0.2).grow(table, context_of([1])))
+        path_probability(table.p, 1, p) >= 0.2
+        for p in paths(DynamicTree(3, 4, 30, min_score=0.2).grow(table, context_of([1])))
     )
 
 
-def test_a_beam_goes_on_where_a_child_may_be_worth_its_place() -> None:
+def test_a_dynamic_tree_expands_where_a_child_may_be_kept() -> None:
     table, least = Table(), 0.1
     found = paths(DynamicTree(3, 4, 30, least).grow(table, context_of([1])))
     parents = {p[:-1] for p in found if len(p) > 1}
-    assert parents and all(chance(table.p, 1, p) >= 1.5 * least for p in parents)
-    assert any(chance(table.p, 1, p) < 1.5 * least for p in found if p not in parents)
+    assert parents and all(path_probability(table.p, 1, p) >= 1.5 * least for p in parents)
+    assert any(path_probability(table.p, 1, p) < 1.5 * least for p in found if p not in parents)
     table.p[1] = 0.1 / (VOCAB - 1)
     table.p[1, 2] = 0.9
-    assert paths(DynamicTree(3, 4, 30, least=0.8).grow(table, context_of([1]))) == [(2,)]
+    assert paths(DynamicTree(3, 4, 30, min_score=0.8).grow(table, context_of([1]))) == [(2,)]
 
 
-def test_draws_remember_the_law_they_came_from() -> None:
+def test_samples_keep_the_distribution_that_they_came_from() -> None:
     table = Table()
-    tree = BranchingTree((2, 2)).grow(table, context_of([1], [2], sampling=DRAWN))
+    tree = BranchingTree((2, 2)).grow(table, context_of([1], [2], sampling=SAMPLED))
     assert tree.q is not None
     for row in range(2):
         for node in range(1, tree.nodes):
@@ -164,9 +169,9 @@ def test_draws_remember_the_law_they_came_from() -> None:
             np.testing.assert_allclose(distribution, table.p[parent], atol=1e-12)
 
 
-def test_draws_without_replacement_follow_the_laws_of_the_drafter() -> None:
+def test_samples_without_replacement_follow_the_distributions_of_the_drafter() -> None:
     table, counts, number = Table(3), np.zeros((3, 3)), 3000
-    tree = BranchingTree((2,)).grow(table, context_of(*[[0]] * number, sampling=DRAWN))
+    tree = BranchingTree((2,)).grow(table, context_of(*[[0]] * number, sampling=SAMPLED))
     np.add.at(counts, (tree.token[:, 1], tree.token[:, 2]), 1)
     p = table.p[0]
     expected = p[:, None] * p[None, :] / (1 - p[:, None]) * (1 - np.eye(3))
@@ -221,15 +226,15 @@ continuations = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), ma
 def test_a_trie_holds_the_likeliest_prefixes_and_all_of_theirs(
     lists: list[list[int]], budget: int, max_depth: int, data: st.DataObject
 ) -> None:
-    offered = []
+    given_continuations = []
     for tokens in lists:
         rates = data.draw(st.lists(st.sampled_from([0.3, 0.5, 1.0]), min_size=len(tokens), max_size=len(tokens)))
-        offered.append(Continuation(tuple(tokens), tuple(np.cumprod(rates).tolist())))
-    tree = Trie(budget).grow(Listed(offered), context_of([1], max_depth=max_depth))
+        given_continuations.append(Continuation(tuple(tokens), tuple(np.cumprod(rates).tolist())))
+    tree = Trie(budget).grow(FixedRetriever(given_continuations), context_of([1], max_depth=max_depth))
     well_formed(tree)
     found = paths(tree)
     chances: dict[tuple[int, ...], float] = {}
-    for c in offered:
+    for c in given_continuations:
         for i in range(min(len(c.tokens), max_depth)):
             chances[c.tokens[: i + 1]] = max(c.cumulative_acceptance[i], chances.get(c.tokens[: i + 1], 0))
     assert len(found) == len(set(found)) == min(budget, len(chances))
@@ -238,8 +243,10 @@ def test_a_trie_holds_the_likeliest_prefixes_and_all_of_theirs(
     assert not found or not rest or min(chances[p] for p in found) >= max(rest)
 
 
-def test_a_trie_leaves_out_what_is_too_unlikely() -> None:
-    tree = Trie(9, least=0.3).grow(Listed([Continuation((1, 2, 0), (0.9, 0.4, 0.1))]), context_of([1]))
+def test_a_trie_leaves_out_unlikely_tokens() -> None:
+    tree = Trie(9, min_probability=0.3).grow(
+        FixedRetriever([Continuation((1, 2, 0), (0.9, 0.4, 0.1))]), context_of([1])
+    )
     assert paths(tree) == [(1,), (1, 2)]
 
 
@@ -262,9 +269,9 @@ def test_nonsense_is_refused(make: Callable[[], object], words: str) -> None:
 @pytest.mark.parametrize(
     ("draft", "tree", "words"),
     [
-        (PromptLookup(), Chain(3), "Chain grows from a predictor, and Lookup is not one; try Trie"),
-        (Table(), Trie(3), "Trie grows from a retriever, and Table is not one; try Chain"),
-        (NoDrafter(), DynamicTree(1, 1, 1), "Beam grows from a predictor"),
+        (PromptLookup(), Chain(3), "Chain needs a Predictor, and PromptLookup is not one; try Trie"),
+        (Table(), Trie(3), "Trie needs a Retriever, and Table is not one; try Chain"),
+        (NoDrafter(), DynamicTree(1, 1, 1), "DynamicTree needs a Predictor, and NoDrafter is not one; try RootOnly"),
     ],
 )
 def test_a_shape_refuses_the_wrong_kind_of_drafter(draft: Drafter, tree: Shape[Drafter], words: str) -> None:
@@ -273,14 +280,14 @@ def test_a_shape_refuses_the_wrong_kind_of_drafter(draft: Drafter, tree: Shape[D
     Method(draft, RootOnly(), Match())
 
 
-def test_joined_trees_hold_every_path_of_both_once() -> None:
+def test_merged_trees_hold_every_path_of_both_once() -> None:
     first = tree_from_lists([[1, 2, 3, 4], [1, 5]], [[-1, 0, 1, 0], [-1, 0]])
     second = tree_from_lists([[1, 2, 6, 3], [1]], [[-1, 0, 1, 1], [-1]])
     both = merge_trees(first, second)
 
     def paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
-        live = np.nonzero(tree.valid[row])[0].tolist()
-        return [tuple(int(tree.token[row, n]) for n in tree.ancestors(row, node)) for node in live]
+        valid = np.nonzero(tree.valid[row])[0].tolist()
+        return [tuple(int(tree.token[row, n]) for n in tree.ancestors(row, node)) for node in valid]
 
     for row in (0, 1):
         found = paths(both, row)
@@ -288,8 +295,8 @@ def test_joined_trees_hold_every_path_of_both_once() -> None:
     assert both.token[0].tolist() == [1, 2, 3, 4, 6]
 
 
-def test_trees_side_by_side_keep_how_their_siblings_were_drawn() -> None:
-    context = context_of([1], [2], sampling=DRAWN)
+def test_concatenated_trees_keep_how_their_siblings_were_sampled() -> None:
+    context = context_of([1], [2], sampling=SAMPLED)
     with_, without = (
         BranchingTree((2, 2), distinct=d).grow(Table(), context.select([i])) for i, d in enumerate((False, True))
     )
@@ -298,14 +305,16 @@ def test_trees_side_by_side_keep_how_their_siblings_were_drawn() -> None:
     assert both.select(np.array([1, 0])).with_prefix([[5, 2], [4, 3, 1]]).distinct.tolist() == [True, False]
 
 
-def test_trees_with_different_inputs_are_not_read_together() -> None:
+def test_trees_with_different_probe_embeddings_are_refused() -> None:
     one, two = (replace(tree_from_lists([[1]], [[-1]]), probe_embeddings=torch.zeros(2, 3)) for _ in range(2))
     assert concatenate_trees([one, tree_from_lists([[1]], [[-1]]), one]).probe_embeddings is one.probe_embeddings
-    with pytest.raises(ValueError, match="trees with inputs of their own cannot be read together"):
+    with pytest.raises(ValueError, match="trees with different probe embeddings cannot be in one pass"):
         concatenate_trees([one, two])
 
 
-@pytest.mark.parametrize(("sampling", "confidence"), [(SamplingParams(), 0.4), (DRAWN, 0.15)], ids=["picked", "drawn"])
+@pytest.mark.parametrize(
+    ("sampling", "confidence"), [(SamplingParams(), 0.4), (SAMPLED, 0.15)], ids=["argmax", "sampled"]
+)
 def test_a_tree_is_not_written_to_once_it_is_made(
     sampling: SamplingParams, confidence: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The lossy acceptors: the limits in which they are exact, what they guarantee, and the price they report."""
+"""Lossy acceptors: limits in which they are exact, guarantees, and the reported fidelity loss."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from foretell.accept import (
     TopKAcceptor,
     TypicalAcceptance,
 )
-from foretell.accept.fidelity import divergence, total_variation
+from foretell.accept.fidelity import kl_divergence, total_variation
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
 from foretell.engine.engine import Engine, Request
@@ -28,7 +28,7 @@ from foretell.shape import BranchingTree, Chain, RootOnly
 from helpers import (
     VOCAB,
     chain_tree,
-    exact_law,
+    exact_distribution,
     generate,
     good_model,
     p_value,
@@ -40,7 +40,7 @@ from helpers import (
 
 PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 9)]
 REQUESTS = [Request(p, max_new_tokens=10) for p in PROMPTS]
-DRAWN = [replace(r, sampling_params=SamplingParams(temperature=2, seed=i)) for i, r in enumerate(REQUESTS)]
+SAMPLED = [replace(r, sampling_params=SamplingParams(temperature=2, seed=i)) for i, r in enumerate(REQUESTS)]
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
@@ -64,7 +64,7 @@ EXACT_WHEN_GREEDY = [
     BiLDRollback(0.0),
     TypicalAcceptance(),
 ]
-STRAYING = [
+DEVIATING = [
     LenientRejection(1e-4),
     TopKAcceptor(8),
     DistanceAcceptor(9),
@@ -75,25 +75,25 @@ STRAYING = [
 
 
 @pytest.mark.parametrize("accept", EXACT_WHEN_GREEDY, ids=repr)
-def test_strict_limits_are_greedy_decoding_and_cost_nothing(accept: Acceptor) -> None:
+def test_strict_limits_are_greedy_decoding_without_loss(accept: Acceptor) -> None:
     assert generate(chain(accept), REQUESTS) == generate(PLAIN, REQUESTS)
     for s in statistics(chain(accept), REQUESTS):
         assert s.fidelity.tokens == s.new_tokens
         assert (s.fidelity.mean_variation, s.fidelity.mean_divergence, s.fidelity.changed_share) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("accept", STRAYING, ids=repr)
-@pytest.mark.parametrize("requests", [REQUESTS, DRAWN], ids=["greedy", "drawn"])
-def test_tolerance_changes_the_text_and_says_so(accept: Acceptor, requests: list[Request]) -> None:
+@pytest.mark.parametrize("accept", DEVIATING, ids=repr)
+@pytest.mark.parametrize("requests", [REQUESTS, SAMPLED], ids=["greedy", "sampled"])
+def test_deviation_is_reported(accept: Acceptor, requests: list[Request]) -> None:
     if isinstance(accept, TypicalAcceptance) and requests is REQUESTS:
         pytest.skip("typical acceptance is greedy at temperature 0")
     texts = generate(chain(accept), requests)
     assert texts != generate(PLAIN, requests)
-    assert texts == generate(chain(accept), requests, rows=1, chunk=512), "answers depend on their company"
-    prices = [s.fidelity for s in statistics(chain(accept), requests)]
-    assert all(p.mean_variation <= 1 and p.changed_share <= 1 for p in prices)
-    for what in ("variation", "divergence", "changed"):
-        assert sum(getattr(p, what) for p in prices) > 0
+    assert texts == generate(chain(accept), requests, rows=1, chunk=512), "answers depend on the batch"
+    losses = [s.fidelity for s in statistics(chain(accept), requests)]
+    assert all(p.mean_variation <= 1 and p.changed_share <= 1 for p in losses)
+    for name in ("variation", "divergence", "changed"):
+        assert sum(getattr(p, name) for p in losses) > 0
 
 
 def test_greedy_variation_is_the_share_of_changed_tokens() -> None:
@@ -101,17 +101,17 @@ def test_greedy_variation_is_the_share_of_changed_tokens() -> None:
         assert s.fidelity.mean_variation == s.fidelity.changed_share
 
 
-def test_lossless_methods_pay_nothing() -> None:
-    for s in statistics(chain(Rejection()), DRAWN):
+def test_lossless_methods_report_no_loss() -> None:
+    for s in statistics(chain(Rejection()), SAMPLED):
         assert (s.fidelity.tokens, s.fidelity.mean_variation, s.fidelity.changed_share) == (0, 0, 0)
 
 
 def test_lenience_of_one_is_the_exact_test() -> None:
     for shape in (Chain(4), BranchingTree((2, 2)), BranchingTree((3, 1), distinct=False)):
-        exact = generate(Method(small_model(VOCAB), shape, Rejection()), DRAWN)
+        exact = generate(Method(small_model(VOCAB), shape, Rejection()), SAMPLED)
         method: AnyMethod = Method(small_model(VOCAB), shape, LenientRejection(1.0))
-        assert generate(method, DRAWN) == exact
-    assert all(s.fidelity.mean_variation < 1e-12 for s in statistics(chain(LenientRejection(1.0)), DRAWN))
+        assert generate(method, SAMPLED) == exact
+    assert all(s.fidelity.mean_variation < 1e-12 for s in statistics(chain(LenientRejection(1.0)), SAMPLED))
 
 
 @pytest.mark.parametrize("lenience", [0.3, 0.7])
@@ -144,7 +144,7 @@ def test_typical_thresholds(entropy: float, least: float) -> None:
     assert TypicalAcceptance(0.09, 0.3).threshold(entropy) == pytest.approx(least, abs=1e-4)
 
 
-def test_a_minimum_block_lets_that_many_tokens_stand() -> None:
+def test_a_minimum_block_accepts_that_many_tokens() -> None:
     small = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)
     assert generate(chain(TopKAcceptor(1, minimum_block=1)), REQUESTS) == small
     for s in statistics(chain(DistanceAcceptor(0, minimum_block=3), draw=False), REQUESTS):
@@ -153,7 +153,7 @@ def test_a_minimum_block_lets_that_many_tokens_stand() -> None:
 
 
 def test_bild_limits() -> None:
-    """Never sure: the target's own text. Always sure and never rolled back: all drafts stand."""
+    """Without confidence: the target's own tokens. With confidence and no rollback: all drafts are accepted."""
     assert generate(chain(BiLDRollback(3.0), draw=False, fallback=1.0), REQUESTS) == generate(PLAIN, REQUESTS)
     for s in statistics(chain(BiLDRollback(math.inf), draw=False), REQUESTS):
         assert sum(s.accepted_per_position) == s.drafted
@@ -163,14 +163,14 @@ def test_bild_limits() -> None:
     assert passes[0] >= passes[1]
 
 
-def test_the_law_of_a_typical_chain_is_what_the_price_says() -> None:
-    """The first token after a one-token chain: q where tolerated, else the target's own draw."""
+def test_the_distribution_of_a_lossy_chain_is_within_the_reported_loss() -> None:
+    """The first token after a one-token chain: a sample of q if acceptable, otherwise of the target."""
     vocab, prompt, count = 5, [1, 2, 0, 1], 1500
     requests = [Request(prompt, SamplingParams(temperature=1.5, seed=s), max_new_tokens=2) for s in range(count)]
     method: AnyMethod = Method(small_model(vocab), Chain(1), TopKAcceptor(3))
     with unchecked():
         answers = np.array(generate(method, requests, rows=64, chunk=512, vocab=vocab))[:, 0]
-    p = torch.from_numpy(exact_law(target(vocab), prompt, 1, SamplingParams(temperature=1.5)))
+    p = torch.from_numpy(exact_distribution(target(vocab), prompt, 1, SamplingParams(temperature=1.5)))
     output = small_model(vocab).runner.forward([0], chain_tree(prompt))
     q = torch.softmax(output.logits[-1].double() / 1.5, -1)
     allowed = TopKAcceptor(3).acceptable(p)
@@ -178,26 +178,26 @@ def test_the_law_of_a_typical_chain_is_what_the_price_says() -> None:
     assert p_value(np.bincount(answers, minlength=vocab), distribution.numpy()) > 1e-3
     engine = Engine(DecoderRunner(target(vocab)), method)
     (done,) = engine.complete([Request(prompt, SamplingParams(temperature=1.5), max_new_tokens=2)])
-    price = done.statistics.fidelity
-    assert total_variation(distribution, p) <= price.variation + 1e-9
-    assert divergence(distribution, p) <= price.divergence + 1e-9
+    loss = done.statistics.fidelity
+    assert total_variation(distribution, p) <= loss.variation + 1e-9
+    assert kl_divergence(distribution, p) <= loss.divergence + 1e-9
 
 
-def test_longest_standing_path_wins() -> None:
-    """Siblings are explored all: a later one with a longer path beats the first."""
+def test_the_longest_accepted_path_wins() -> None:
+    """All accepted siblings are followed: a later one with a longer path wins."""
     method: AnyMethod = Method(good_model(VOCAB), BranchingTree((3, 1, 1), draw=False), TypicalAcceptance(0.01))
-    with_tree = sum(s.target_passes for s in statistics(method, DRAWN))
+    with_tree = sum(s.target_passes for s in statistics(method, SAMPLED))
     chain_only: AnyMethod = Method(good_model(VOCAB), BranchingTree((1, 1, 1), draw=False), TypicalAcceptance(0.01))
-    assert with_tree <= sum(s.target_passes for s in statistics(chain_only, DRAWN))
+    assert with_tree <= sum(s.target_passes for s in statistics(chain_only, SAMPLED))
 
 
-def test_the_forbidden_costs_a_finite_divergence() -> None:
-    assert divergence(distribution(1, 0), distribution(0, 1)) == pytest.approx(10 * math.log(10))
-    assert divergence(distribution(0.5, 0.5), distribution(0.5, 0.5)) == 0
+def test_an_impossible_token_has_a_finite_divergence() -> None:
+    assert kl_divergence(distribution(1, 0), distribution(0, 1)) == pytest.approx(10 * math.log(10))
+    assert kl_divergence(distribution(0.5, 0.5), distribution(0.5, 0.5)) == 0
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "words"),
     [
         (lambda: LenientRejection(0.0), "lenience"),
         (lambda: TopKAcceptor(0), "best token"),
@@ -208,6 +208,6 @@ def test_the_forbidden_costs_a_finite_divergence() -> None:
         (lambda: TopKAcceptor(2, minimum_block=0), "minimum block"),
     ],
 )
-def test_bad_values_are_refused(make, says: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=says):
+def test_bad_values_are_refused(make, words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=words):
         make()

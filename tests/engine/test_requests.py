@@ -1,6 +1,4 @@
-"""Requests beside requests, with every method: unequal lengths, drafts of a shorter context, failures, cached
-prefixes.
-"""
+"""Batches of unequal requests with every method: lengths, short draft contexts, failures, prefix caching."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +14,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel, NoDrafter, Retriever
 from foretell.draft.base import Continuation
-from foretell.engine.engine import Completion, Engine, Request, Update, describe
+from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.method import AnyMethod, Method
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
@@ -45,8 +43,8 @@ kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernel
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
-class Strict(Engine):
-    """Raises whatever a step raises."""
+class RaisingEngine(Engine):
+    """Raises the exception of a step."""
 
     def _observe(self, step: StepResult) -> None:
         self.method.observe(step)
@@ -54,7 +52,7 @@ class Strict(Engine):
     def step(self) -> list[Update]:
         with torch.inference_mode():
             self._admit()
-            return self._advance(self._read_next())
+            return self._run_step(self._schedule())
 
 
 def tokens(completions: Sequence[Completion]) -> list[list[int]]:
@@ -62,7 +60,7 @@ def tokens(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def unequal(temperature: float) -> list[Request]:
-    """Requests with room for 0, 1 and 2 drafts beside longer ones, which they join and leave."""
+    """Requests for 1, 2 and 3 tokens beside longer ones, which they join and leave."""
     lengths = ((9, 12), (5, 1), (3, 2), (7, 3), (12, 9), (4, 1))
     return [Request(random_tokens(n, seed=n), SamplingParams(temperature, seed=n), new) for n, new in lengths]
 
@@ -74,7 +72,7 @@ def wide_engine_texts(temperature: float) -> list[list[int]]:
 
 def wide_engine(method: AnyMethod, rows: int) -> Engine:
     """The wide target on the CPU kernels."""
-    return Strict(DecoderRunner(NativeDecoder(wide_target(), "float32")), method, rows=rows, chunk=8)
+    return RaisingEngine(DecoderRunner(NativeDecoder(wide_target(), "float32")), method, rows=rows, chunk=8)
 
 
 def wide_method(entry: Entry) -> AnyMethod:
@@ -86,7 +84,7 @@ def wide_method(entry: Entry) -> AnyMethod:
 @kernels_only
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @every_entry
-def test_requests_of_any_room_run_beside_each_other_on_the_kernels(entry: Entry, temperature: float) -> None:
+def test_requests_of_any_length_run_in_one_batch_on_the_kernels(entry: Entry, temperature: float) -> None:
     with unchecked():
         found = wide_engine(wide_method(entry), 2).complete(unequal(temperature))
         alone = [wide_engine(wide_method(entry), 1).complete([r])[0] for r in unequal(temperature)[:3]]
@@ -103,9 +101,9 @@ def plain_texts(temperature: float) -> list[list[int]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_requests_of_any_room_run_beside_each_other(variant: Variant, temperature: float) -> None:
+def test_requests_of_any_length_run_in_one_batch(variant: Variant, temperature: float) -> None:
     with unchecked():
-        found = Strict(DecoderRunner(target()), variant.make(VOCAB), rows=2).complete(unequal(temperature))
+        found = RaisingEngine(DecoderRunner(target()), variant.make(VOCAB), rows=2).complete(unequal(temperature))
     assert [len(c.tokens) for c in found] == [r.max_new_tokens for r in unequal(temperature)]
     if variant.lossless and (variant.same_seed or temperature == 0):
         assert tokens(found) == plain_texts(temperature)
@@ -118,7 +116,7 @@ BAD = 3
 
 
 class Failing(Retriever):
-    """Fails at a phase of the step wherever the request with the bad prompt takes part, alone or beside others."""
+    """Fails at a phase of every step that contains the request with the bad prompt."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -132,7 +130,7 @@ class Failing(Retriever):
         return [[] for _ in context.rows]
 
     def observe(self, step: StepResult) -> None:
-        self._check("keep", step.context)
+        self._check("observe", step.context)
 
 
 class FailingRunner(DecoderRunner):
@@ -141,19 +139,19 @@ class FailingRunner(DecoderRunner):
     token = -1
 
     def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
-        if (tree.token[tree.read] == self.token).any():
+        if (tree.token[tree.active] == self.token).any():
             raise RuntimeError("no memory\nand more")
         return super().forward(rows, tree, **more)
 
 
-@pytest.mark.parametrize("phase", ["propose", "keep"])
+@pytest.mark.parametrize("phase", ["propose", "observe"])
 def test_a_request_that_fails_ends_with_an_error_and_the_others_go_on(phase: str) -> None:
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=9) for n in (9, BAD, 5)]
     plain = [naive(target(), r) for r in requests]
     engine = engine_for(Method(Failing(phase), Trie(4), Match()))
     first, bad, last = engine.complete(requests, raise_errors=False)
     assert tokens([first, last]) == [plain[0], plain[2]]
-    assert (bad.finish_reason, describe(bad.error or ValueError())) == ("error", "IndexError: out of bounds")
+    assert (bad.finish_reason, describe_error(bad.error or ValueError())) == ("error", "IndexError: out of bounds")
     assert list(bad.tokens) == plain[1][: len(bad.tokens)] and 3 <= len(bad.tokens) <= 4
     assert bad.statistics.new_tokens == len(bad.tokens)
     assert tokens(engine.complete([requests[0]])) == plain[:1], "the engine serves on"
@@ -169,12 +167,12 @@ def test_a_pass_that_fails_ends_the_request_that_makes_it_fail() -> None:
     engine = Engine(runner, Method(small_model(VOCAB), Chain(3), Rejection()), rows=3)
     found = engine.complete(requests, raise_errors=False)
     assert [c.finish_reason for c in found] == ["length", "error", "length"]
-    assert describe(found[1].error or ValueError()) == "RuntimeError: no memory"
+    assert describe_error(found[1].error or ValueError()) == "RuntimeError: no memory"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_proposing_again_after_a_failure_changes_no_text(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that failed once is taken again request by request, drafts included."""
+def test_proposing_again_after_a_failure_changes_no_answer(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed pass, every request drafts and is verified again by itself."""
     runner = DecoderRunner(target())
     real, calls = runner.forward, [0]
 
@@ -190,10 +188,10 @@ def test_proposing_again_after_a_failure_changes_no_text(variant: Variant, monke
     with unchecked():
         found = Engine(runner, variant.make(VOCAB), rows=3, chunk=16).complete(requests, raise_errors=False)
     assert calls[0] > 10
-    for mine, theirs in zip(found, expected, strict=True):
-        # A request that was stepped alone when the pass failed again has an error of its own.
-        assert list(mine.tokens) == theirs[: len(mine.tokens)]
-        assert mine.finish_reason == "error" or len(mine.tokens) == 12
+    for completion, wanted in zip(found, expected, strict=True):
+        # A request that ran alone when the pass failed again ends with an error.
+        assert list(completion.tokens) == wanted[: len(completion.tokens)]
+        assert completion.finish_reason == "error" or len(completion.tokens) == 12
 
 
 def test_a_detokenizer_that_fails_ends_its_own_request() -> None:
@@ -215,7 +213,7 @@ def test_a_detokenizer_that_fails_ends_its_own_request() -> None:
     assert [c.finish_reason for c in found] == ["error", "length"]
 
 
-# Drafts with a context shorter than the text.
+# Drafters with a context shorter than the sequence.
 
 
 def short_network(context: int = 40) -> DecoderRunner:
@@ -243,21 +241,19 @@ SHORT: Mapping[str, Callable[[], AnyMethod]] = {
     "trained": lambda: build("draft_model", short_parts("draft_model")),
     "eagle": lambda: build("eagle", short_parts("eagle")),
     "eagle3": lambda: build("eagle3", short_parts("eagle3")),
-    "drawn eagle3": lambda: build(
+    "sampled eagle3": lambda: build(
         "eagle3", short_parts("eagle3"), SpeculativeConfig(draft_sample_method="probabilistic")
     ),
 }
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_texts_beyond_the_reach_of_a_draft_are_decoded_plainly(name: str) -> None:
-    """One prompt is too long from the start, one text grows too long, one stays short, one comes after the long one in
-    its row.
-    """
+def test_sequences_beyond_the_draft_context_are_decoded_plainly(name: str) -> None:
+    """One prompt is too long, one sequence grows too long, one stays short, one follows the long one in its row."""
     lengths = ((170, 20), (30, 60), (5, 12), (7, 15))
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=new) for n, new in lengths]
     with unchecked():
-        found = Strict(DecoderRunner(target()), SHORT[name](), rows=3, chunk=64).complete(requests)
+        found = RaisingEngine(DecoderRunner(target()), SHORT[name](), rows=3, chunk=64).complete(requests)
     assert tokens(found) == [naive(target(), r) for r in requests]
     drafted = [c.statistics.drafted for c in found]
     assert min(drafted[1:]) > 0
@@ -267,7 +263,7 @@ def test_texts_beyond_the_reach_of_a_draft_are_decoded_plainly(name: str) -> Non
 
 @kernels_only
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model", "dynamic_tree"])
-def test_texts_beyond_the_reach_of_a_draft_are_decoded_plainly_on_the_kernels(kind: str) -> None:
+def test_sequences_beyond_the_draft_context_are_decoded_plainly_on_the_kernels(kind: str) -> None:
     if kind.startswith("eagle"):
         parts = BuildContext(VOCAB, wide_target(), speculators=(speculator(kind, wide=True, context=40),))
     else:
@@ -279,18 +275,18 @@ def test_texts_beyond_the_reach_of_a_draft_are_decoded_plainly_on_the_kernels(ki
     assert [c.statistics.drafted > 0 for c in found] == [False, True, True]
 
 
-# How a prompt is cut into chunks.
+# Prompt chunks.
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_drawn_drafts_of_eagle_do_not_depend_on_how_the_prompt_was_cut(kind: str) -> None:
+def test_sampled_drafts_of_eagle_do_not_depend_on_the_chunk_size(kind: str) -> None:
     parts = BuildContext(VOCAB, target(), speculators=(speculator(kind),))
-    drawn = SpeculativeConfig(draft_sample_method="probabilistic")
+    config = SpeculativeConfig(draft_sample_method="probabilistic")
     requests = [Request(random_tokens(13, seed=s), SamplingParams(1.0, seed=s), 12) for s in range(6)]
     texts = {}
     with unchecked():
         for chunk in (512, 12, 6, 4):
-            engine = engine_for(build(kind, parts, drawn), rows=1, chunk=chunk)
+            engine = engine_for(build(kind, parts, config), rows=1, chunk=chunk)
             texts[chunk] = tokens(engine.complete(requests))
     assert texts[12] == texts[6] == texts[4] == texts[512]
 
@@ -299,8 +295,8 @@ def test_drawn_drafts_of_eagle_do_not_depend_on_how_the_prompt_was_cut(kind: str
 
 
 def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
-    """Three turns of which each goes on from the one before, of the last one other words than were answered, and a
-    question of its own.
+    """Three turns, each a continuation of the one before (the third after part of the second answer only), then a new
+    prompt.
     """
     engine = Engine(DecoderRunner(target()), method, rows=1, chunk=16, prefix_caching=prefix_caching)
     text, found = random_tokens(21, seed=1), list[Completion]()
@@ -313,12 +309,12 @@ def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_cached_prefix_changes_no_text(variant: Variant) -> None:
+def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     with unchecked():
         plain, cached = (conversation(variant.make(VOCAB), yes) for yes in (False, True))
     assert tokens(cached) == tokens(plain)
     assert [c.statistics.cached_tokens for c in plain] == [0] * 4
-    # All but the last common token: of the second turn's answer the third one goes on from five tokens.
+    # All but the last common token; the third turn contains five tokens of the second answer.
     assert [c.statistics.cached_tokens for c in cached] == [0, 21 + 14 - 1, 21 + 14 + 4 + 5 - 1, 0]
     if variant.same_seed:
         assert [c.statistics.drafted > 0 for c in cached] == [c.statistics.drafted > 0 for c in plain]
@@ -353,5 +349,5 @@ def test_a_prompt_goes_to_the_row_that_holds_most_of_it() -> None:
     engine.step()
     assert engine.cancel(number) is not None
     (again,) = engine.complete([Request(random_tokens(90, seed=3), max_new_tokens=3)])
-    assert again.statistics.cached_tokens == 16, "what was read of a cancelled prompt"
+    assert again.statistics.cached_tokens == 16, "tokens of a cancelled prompt that were read"
     assert list(again.tokens) == naive(target(), Request(random_tokens(90, seed=3), max_new_tokens=3))

@@ -1,4 +1,4 @@
-"""The engine's own promises: chunks, limits, cancellation, statistics, and one sentence for what it cannot do."""
+"""The engine: chunked prefill, limits, cancellation, statistics and errors."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
 @dataclass
-class Told(Retriever):
-    """Proposes the true continuation, or tokens that are never right."""
+class ScriptedRetriever(Retriever):
+    """Retrieves the true continuation, or tokens that are never right."""
 
     truth: list[int]
     right: bool = True
@@ -54,14 +54,14 @@ class Told(Retriever):
         return out
 
 
-def told(right: bool) -> tuple[Engine, Request, list[int]]:
+def scripted_engine(right: bool) -> tuple[Engine, Request, list[int]]:
     request = Request(PROMPT, max_new_tokens=24)
     truth = naive(target(), request)
-    return engine_for(Method(Told(truth, right), Trie(5), Match())), request, truth
+    return engine_for(Method(ScriptedRetriever(truth, right), Trie(5), Match())), request, truth
 
 
 def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
-    engine, request, truth = told(right=True)
+    engine, request, truth = scripted_engine(right=True)
     (done,) = engine.complete([request])
     assert list(done.tokens) == truth
     statistics = done.statistics
@@ -72,8 +72,8 @@ def test_an_oracle_reaches_the_most_tokens_per_pass() -> None:
     assert (statistics.prompt_tokens, statistics.new_tokens) == (12, 24)
 
 
-def test_an_adversary_costs_speed_and_nothing_else() -> None:
-    engine, request, truth = told(right=False)
+def test_wrong_drafts_cost_speed_and_nothing_else() -> None:
+    engine, request, truth = scripted_engine(right=False)
     (done,) = engine.complete([request])
     assert list(done.tokens) == truth
     assert done.statistics.target_passes == 24
@@ -96,14 +96,14 @@ def test_prompts_are_read_in_chunks(chunk: int) -> None:
     assert texts == [naive(target(), r) for r in requests]
 
 
-def test_a_draft_model_catches_up_in_chunks() -> None:
+def test_a_draft_model_reads_its_backlog_in_chunks() -> None:
     network = target().cut(1)
     method = Method(DraftModel(DecoderRunner(network), chunk=5), Chain(3), Rejection())
     request = Request(random_tokens(43), max_new_tokens=9)
     assert generate(method, [request]) == [naive(target(), request)]
 
 
-def test_a_text_longer_than_the_draft_model_reads_goes_on_without_drafts() -> None:
+def test_a_sequence_longer_than_the_context_of_the_draft_model_is_decoded_without_drafts() -> None:
     short = tiny_decoder(replace(TINY, vocab=VOCAB, layers=1, context=20))
     engine = engine_for(Method(DraftModel(DecoderRunner(short)), Chain(4), Rejection()), rows=2)
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=16) for n in (30, 8)]
@@ -128,15 +128,15 @@ def test_a_cancelled_request_ends_at_once_and_the_others_go_on() -> None:
         assert engine.cancel(number) is None
     for update in engine.run():
         texts[update.request] += update.tokens
-    whole = [naive(target(), r) for r in requests]
-    assert texts[first] == whole[0][: len(texts[first])]
-    assert texts[second] == whole[1]
+    expected = [naive(target(), r) for r in requests]
+    assert texts[first] == expected[0][: len(texts[first])]
+    assert texts[second] == expected[1]
     assert texts[waiting] == []
     assert engine.cancel(second) is None
     assert not engine.busy
 
 
-def test_a_cancelled_request_gives_the_text_it_held_back() -> None:
+def test_a_cancelled_request_returns_the_text_held_back() -> None:
     request = Request(PROMPT, max_new_tokens=9)
     text = letters(naive(target(), request))
     engine = engine_for(PLAIN)
@@ -153,7 +153,7 @@ def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> N
     request = Request(PROMPT, max_new_tokens=24)
     truth = naive(target(), request)
     text, stop = letters(truth), letters(truth[3:8])
-    made = PLAIN if method == "plain" else Method(Told(truth), Trie(3), Match())
+    made = PLAIN if method == "plain" else Method(ScriptedRetriever(truth), Trie(3), Match())
     engine = engine_for(made)
     updates = run(engine, [replace(request, stop=(stop,), logprobs=True)])[0]
     end = text.index(stop)
@@ -166,7 +166,7 @@ def test_a_stop_string_across_steps_cuts_text_and_tokens_alike(method: str) -> N
 def test_an_end_of_sequence_among_the_drafts_ends_the_text() -> None:
     request = Request(PROMPT, max_new_tokens=24)
     truth = naive(target(), request)
-    engine = engine_for(Method(Told(truth), Trie(9), Match()))
+    engine = engine_for(Method(ScriptedRetriever(truth), Trie(9), Match()))
     updates = run(engine, [replace(request, eos=(truth[2],))])[0]
     assert tokens_of(updates) == truth[: truth.index(truth[2]) + 1]
     assert updates[-1].finish_reason == "stop"
@@ -187,7 +187,7 @@ def test_the_context_limits_the_answer() -> None:
         (Request([1], max_new_tokens=-3), "max_new_tokens must be at least 1, found -3"),
         (Request([1, VOCAB]), f"outside the model's vocabulary of {VOCAB}"),
         (Request([-1]), "outside the model's vocabulary"),
-        (Request([1], SamplingParams(logit_bias={VOCAB: 1.0})), "the bias names a token outside"),
+        (Request([1], SamplingParams(logit_bias={VOCAB: 1.0})), "logit_bias names a token outside"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(request_: Request, words: str) -> None:
@@ -205,7 +205,7 @@ def test_requests_that_cannot_be_served_are_refused(request_: Request, words: st
         ({"max_new_tokens": True}, "max_new_tokens must be a whole number, found True"),
         ({"prompt": "abc"}, "the prompt must be a sequence of token ids"),
         ({"prompt": [1, 2.0]}, "the prompt must be a sequence of token ids"),
-        ({"sampling": {"temperature": 1}}, "sampling must be a Sampling, found dict"),
+        ({"sampling_params": {"temperature": 1}}, "sampling_params must be a SamplingParams, found dict"),
         ({"stop": "abc"}, "stop must be a sequence of strings"),
         ({"stop": ("a", "")}, "that are not empty"),
         ({"eos": ("x",)}, "eos must be a sequence of token ids"),
@@ -230,9 +230,9 @@ def test_requests_of_wrong_types_are_refused_and_the_others_go_on(values: dict[s
         ({"temperature": "hot"}, "temperature must be a number, found 'hot'"),
         ({"top_k": 1.5}, "top_k must be a whole number, found 1.5"),
         ({"seed": 0.5}, "seed must be a whole number, found 0.5"),
-        ({"bias": {1: "x"}}, "bias must give a number for every token id"),
-        ({"bias": {"1": 2.0}}, "bias must give a number for every token id"),
-        ({"bias": [1]}, "bias must give a number for every token id"),
+        ({"logit_bias": {1: "x"}}, "logit_bias must give a number for every token id"),
+        ({"logit_bias": {"1": 2.0}}, "logit_bias must give a number for every token id"),
+        ({"logit_bias": [1]}, "logit_bias must give a number for every token id"),
     ],
 )
 def test_sampling_parameters_of_wrong_types_are_refused(values: dict[str, Any], words: str) -> None:
@@ -290,17 +290,17 @@ def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) 
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_method_that_is_handed_over_has_forgotten_the_requests(variant: Variant) -> None:
-    """Even those of an engine that was given up before they were over."""
+def test_a_method_bound_to_another_engine_has_released_all_rows(variant: Variant) -> None:
+    """Even those of an engine that was deleted with requests running."""
     requests = [Request(random_tokens(n, seed=n), SamplingParams(1.0, seed=n), 9) for n in (13, 4)]
     expected = generate(variant.make(VOCAB), requests)
     method = variant.make(VOCAB)
-    given_up = engine_for(method)
+    deleted = engine_for(method)
     for number in range(3):
-        given_up.submit(Request(random_tokens(9, seed=number), max_new_tokens=20))
+        deleted.submit(Request(random_tokens(9, seed=number), max_new_tokens=20))
     for _ in range(4):
-        given_up.step()
-    del given_up
+        deleted.step()
+    del deleted
     gc.collect()
     assert generate(method, requests) == expected
 
@@ -316,7 +316,7 @@ def test_an_engine_needs_rows_and_chunks(rows: int, chunk: int) -> None:
         Engine(DecoderRunner(target()), PLAIN, rows=rows, chunk=chunk)
 
 
-def test_text_is_whole_characters_whatever_a_step_decides() -> None:
+def test_text_consists_of_whole_characters() -> None:
     euro = "€".encode()
 
     def decode(tokens: Sequence[int]) -> str:

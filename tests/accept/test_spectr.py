@@ -1,4 +1,4 @@
-"""SpecTr: exact laws by enumeration, its guarantees, and end to end."""
+"""SpecTr: exactness by enumeration, its guarantees, and end to end."""
 
 import itertools
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from foretell.accept import KSequentialSelection
-from foretell.accept.spectr import division, remainder
+from foretell.accept.spectr import division_factor, residual_after_rejections
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.engine.engine import Request
 from foretell.engine.method import Method
 from foretell.shape import BranchingTree, Chain
-from helpers import exact_law, generate, p_value, small_model, target, unchecked
+from helpers import exact_distribution, generate, p_value, small_model, target, unchecked
 
 
 def distributions(vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,9 +31,9 @@ def beta_of(p: torch.Tensor, q: torch.Tensor, rho: float) -> float:
     return float(torch.minimum(q, p / rho).sum())
 
 
-def decided(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor, float]:
-    """The law of the decided token, over all draws, and the chance that it is one of them by acceptance."""
-    rho = division(p, q, draws)
+def outcome(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor, float]:
+    """The distribution of the new token over all samples, and the probability that one of them is accepted."""
+    rho = division_factor(p, q, draws)
     out, accepted = torch.zeros_like(p), 0.0
     for tokens in itertools.product(range(len(p)), repeat=draws):
         chance = float(q[list(tokens)].prod())
@@ -42,28 +42,28 @@ def decided(p: torch.Tensor, q: torch.Tensor, draws: int) -> tuple[torch.Tensor,
             out[token] += chance * part
             accepted += chance * part
             chance *= 1 - part
-        left = remainder(p, q, draws, rho)
+        left = residual_after_rejections(p, q, draws, rho)
         out += chance * left / left.sum()
     return out, accepted
 
 
 @pytest.mark.parametrize("draws", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(9))
-def test_the_law_is_exact(draws: int, seed: int) -> None:
+def test_the_distribution_is_exact(draws: int, seed: int) -> None:
     p, q = distributions(4, seed)
-    out, accepted = decided(p, q, draws)
+    out, accepted = outcome(p, q, draws)
     assert float((out - p).abs().sum()) / 2 < 1e-12
-    beta = beta_of(p, q, division(p, q, draws))
+    beta = beta_of(p, q, division_factor(p, q, draws))
     assert accepted == pytest.approx(1 - (1 - beta) ** draws, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(9))
 def test_the_guarantees_of_the_factor(seed: int) -> None:
     p, q = distributions(6, seed)
-    assert division(p, q, 1) == 1
+    assert division_factor(p, q, 1) == 1
     before = 0.0
     for draws in (1, 2, 3, 5):
-        rho = division(p, q, draws)
+        rho = division_factor(p, q, draws)
         beta = beta_of(p, q, rho)
         chance = 1 - (1 - beta) ** draws
         raw = p - torch.minimum(q, p / rho) * (chance / beta)
@@ -73,7 +73,7 @@ def test_the_guarantees_of_the_factor(seed: int) -> None:
         assert before - 1e-12 <= chance <= best + 1e-12
         assert chance >= (1 - (1 - 1 / draws) ** draws) * best - 1e-12
         before = chance
-    beta = beta_of(q, q, division(q, q, 3))
+    beta = beta_of(q, q, division_factor(q, q, 3))
     assert 1 - (1 - beta) ** 3 == pytest.approx(1)
 
 
@@ -88,22 +88,22 @@ def test_accepts_more_than_recursive_rejection() -> None:
 
     for seed in range(0, 30, 3):
         p, q = distributions(5, seed)
-        assert 1 - (1 - beta_of(p, q, division(p, q, 3))) ** 3 >= recursive(p, q, 3) - 1e-9
+        assert 1 - (1 - beta_of(p, q, division_factor(p, q, 3))) ** 3 >= recursive(p, q, 3) - 1e-9
 
 
-def test_nothing_in_common_leaves_the_target_s_law() -> None:
+def test_disjoint_distributions_leave_that_of_the_target() -> None:
     p, q = torch.tensor([0.5, 0.5, 0, 0]).double(), torch.tensor([0, 0, 0.25, 0.75]).double()
-    assert torch.equal(remainder(p, q, 3, division(p, q, 3)), p)
+    assert torch.equal(residual_after_rejections(p, q, 3, division_factor(p, q, 3)), p)
 
 
 def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-arg]
     return Method(small_model(vocab), BranchingTree(widths, distinct=False), KSequentialSelection())
 
 
-def test_the_law_of_whole_answers() -> None:
+def test_the_distribution_of_whole_answers() -> None:
     vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 1500
     sampling = SamplingParams(temperature=1.2, frequency_penalty=0.4)
-    distribution = exact_law(target(vocab), prompt, length, sampling)
+    distribution = exact_distribution(target(vocab), prompt, length, sampling)
     requests = [
         Request(prompt, SamplingParams(temperature=1.2, frequency_penalty=0.4, seed=s), max_new_tokens=length)
         for s in range(count)
@@ -114,8 +114,8 @@ def test_the_law_of_whole_answers() -> None:
     assert p_value(np.bincount(index, minlength=len(distribution)), distribution) > 1e-3
 
 
-def test_chains_side_by_side_are_independent() -> None:
-    """Equal draws at a node must not go on alike: their next tokens are draws of their own."""
+def test_parallel_chains_are_independent() -> None:
+    """Equal samples at a node have independent next tokens."""
     same = agree = 0
     draft = small_model(5)
     for seed in range(80):
@@ -129,13 +129,13 @@ def test_chains_side_by_side_are_independent() -> None:
     assert 0 < agree < same
 
 
-def test_draws_without_replacement_are_refused() -> None:
+def test_samples_without_replacement_are_refused() -> None:
     bad = Method(small_model(5), BranchingTree((2,)), KSequentialSelection())
     with pytest.raises(ValueError, match="distinct=False"):
         generate(bad, [Request([1, 2], SamplingParams(temperature=1), max_new_tokens=4)], vocab=5)
 
 
-def test_greedy_and_picked_drafts_follow_the_target() -> None:
+def test_greedy_drafts_follow_the_target() -> None:
     request = Request([3, 1, 4], max_new_tokens=12)
     plain = generate(Method(small_model(29), Chain(0), KSequentialSelection()), [request])
     assert generate(method(29, (3, 1, 1)), [request]) == plain

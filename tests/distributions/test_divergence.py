@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from foretell.distributions.divergence import (
-    coarse,
     divergences,
     forward_kl,
     jensen_shannon,
+    merge_tail,
     reverse_kl,
     total_variation,
     total_variation_plus,
@@ -64,7 +64,7 @@ def test_zero_if_and_only_if_equal(name: str) -> None:
     assert function(target, draft).min() > 1e-3
 
 
-def test_disjoint_laws_are_as_far_apart_as_can_be_and_give_no_nan() -> None:
+def test_disjoint_distributions_have_the_largest_divergences_and_no_nan() -> None:
     inf = float("inf")
     target = torch.tensor([[0.0, -inf, -inf]], dtype=torch.float64)
     draft = torch.tensor([[-inf, 0.0, 0.0]], dtype=torch.float64)
@@ -133,13 +133,13 @@ def test_half_precision_is_computed_in_float32() -> None:
 def test_merging_outcomes_never_makes_a_divergence_larger_and_merging_none_keeps_it() -> None:
     target, draft = pair(7)
     best = target.topk(3, -1).indices
-    merged = coarse(target, best), coarse(draft, best)
+    merged = merge_tail(target, best), merge_tail(draft, best)
     torch.testing.assert_close(merged[0].exp().sum(-1), torch.ones(len(target), dtype=torch.float64))
     for name in ("forward_kl", "reverse_kl", "jsd", "tvd"):
         function = divergences()[name]
         assert (function(*merged) <= function(target, draft) + 1e-9).all()
     all_tokens = target.topk(V, -1).indices
-    whole = forward_kl(coarse(target, all_tokens), coarse(draft, all_tokens))
+    whole = forward_kl(merge_tail(target, all_tokens), merge_tail(draft, all_tokens))
     torch.testing.assert_close(whole, forward_kl(target, draft), atol=1e-4, rtol=0)
 
 

@@ -1,6 +1,4 @@
-"""Sampling: the same distributions as transformers' processors and as plain formulas, and random numbers that stand
-alone.
-"""
+"""Sampling: distributions equal those of transformers and of plain formulas; random numbers are independent."""
 
 import numpy as np
 import pytest
@@ -16,14 +14,30 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from foretell.accept.rejection import RESIDUAL, TRIAL
-from foretell.core.sampling import CounterRNG, SamplingParams, apply_penalties, sample_from, truncate_distribution
+from foretell.core.sampling import (
+    CounterRNG,
+    SamplingParams,
+    Stream,
+    apply_penalties,
+    sample_from,
+    truncate_distribution,
+)
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.distributions.processed import ProcessedDistributions
-from foretell.shape.base import DRAFT
 from helpers import context_of, process, random_tokens
 
 VOCAB = 40
+NODE_STREAMS = [
+    (Stream.ACCEPT, 0),
+    (Stream.ACCEPT, 1),
+    (Stream.ACCEPT, 2),
+    (Stream.RESIDUAL, 0),
+    (Stream.DRAFT, 0),
+    (Stream.DRAFT, 1),
+    (Stream.DRAFT, 17),
+]
+PINNED = [0.254629, 0.171477, 0.112755, 0.260577, 0.076932, 0.493423]
+"""First numbers of every stream at position 4 under seed 7."""
 settings_ = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -33,14 +47,14 @@ settings_ = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.7, 1.5]),
     presence_penalty=st.sampled_from([0.0, 1.1, -0.6]),
     frequency_penalty=st.sampled_from([0.0, 0.7, -0.3]),
-    bias=st.sampled_from([{}, {3: 2.5, 7: -float("inf")}]),
+    logit_bias=st.sampled_from([{}, {3: 2.5, 7: -float("inf")}]),
 )
 
 
-def laws_of(
-    text: list[int], prompt: int, sampling: SamplingParams, logits: torch.Tensor, tree: TokenTree
+def distributions_of(
+    sequence: list[int], prompt: int, sampling: SamplingParams, logits: torch.Tensor, tree: TokenTree
 ) -> ProcessedDistributions:
-    context = context_of(text, sampling=sampling, prompt=prompt)
+    context = context_of(sequence, sampling=sampling, prompt=prompt)
     return ProcessedDistributions(context, tree, logits, np.arange(tree.nodes)[None])
 
 
@@ -50,7 +64,7 @@ def test_every_parameter_is_exact_at_every_node_of_a_tree(sampling: SamplingPara
     tokens, parents, text = random_tokens(6, VOCAB, seed + 1), [-1, 0, 0, 1, 3, 2], random_tokens(12, VOCAB, seed)
     tree = tree_from_lists([[text[-1], *tokens[1:]]], [parents])
     logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    distributions = laws_of(text, 5, sampling, logits, tree)
+    distributions = distributions_of(text, 5, sampling, logits, tree)
     for node in range(6):
         history = [*text, *(int(tree.token[0, a]) for a in tree.ancestors(0, node)[1:])]
         expected = process(logits[node].numpy(), history, 5, sampling)
@@ -74,21 +88,21 @@ def test_distributions_equal_those_of_transformers(sampling: SamplingParams, see
     torch.testing.assert_close(p, torch.softmax(scores[0], -1), rtol=0, atol=1e-12)
 
 
-def test_temperature_zero_is_one_point_and_the_first_of_equals() -> None:
+def test_temperature_zero_is_one_hot_at_the_first_of_equals() -> None:
     tree = tree_from_lists([[1]], [[-1]])
-    distributions = laws_of([1], 1, SamplingParams(), torch.tensor([[0.0, 4.0, 4.0]]), tree)
+    distributions = distributions_of([1], 1, SamplingParams(), torch.tensor([[0.0, 4.0, 4.0]]), tree)
     assert distributions.probabilities(0, 0).tolist() == [0, 1, 0]
     assert distributions.sample(0, 0) == distributions.argmax(0, 0) == 1
-    biased = laws_of([1], 1, SamplingParams(logit_bias={1: -1.0}), torch.tensor([[0.0, 4.0, 4.0]]), tree)
+    biased = distributions_of([1], 1, SamplingParams(logit_bias={1: -1.0}), torch.tensor([[0.0, 4.0, 4.0]]), tree)
     assert biased.sample(0, 0) == 2
 
 
-def test_pick_is_the_quantile_and_never_impossible() -> None:
+def test_a_sample_is_the_quantile_and_never_impossible() -> None:
     p = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.0])
     assert [sample_from(p, u) for u in (0.0, 0.3, 0.34, 0.99, 1.0)] == [1, 1, 3, 3, 3]
 
 
-def test_noise_is_uniform() -> None:
+def test_random_numbers_are_uniform() -> None:
     values = np.array(
         [
             CounterRNG(seed).uniform(position, stream)
@@ -103,32 +117,44 @@ def test_noise_is_uniform() -> None:
     assert chisquare(pairs.ravel()).pvalue > 1e-3
 
 
-def test_noise_does_not_depend_on_the_order_of_calls() -> None:
+def test_random_numbers_do_not_depend_on_the_order_of_calls() -> None:
     places = [(position, stream) for position in range(20) for stream in range(20)]
     forwards, backwards = CounterRNG(5), CounterRNG(5)
     assert [forwards.uniform(*p) for p in places] == [backwards.uniform(*p) for p in places[::-1]][::-1]
 
 
 def test_no_two_uses_share_a_random_number() -> None:
-    """The target's draws, the trials, the residuals and the drafts of all positions and depths, under one seed."""
+    """All streams at all positions and depths, under one seed."""
     tree = tree_from_lists([[0] * 6], [[-1, 0, 1, 2, 3, 4]])
     seen: dict[float, tuple[int, ...]] = {}
-    noise = CounterRNG(3)
+    rng = CounterRNG(3)
     for length in range(1, 60):
         distributions = ProcessedDistributions(
             context_of([0] * length, sampling=SamplingParams(seed=3)), tree, torch.zeros(6, 2), np.arange(6)[None]
         )
         for node in range(6):
-            for stream in (TRIAL, TRIAL + 1, TRIAL + 2, RESIDUAL, DRAFT, DRAFT + 1, DRAFT + 17):
-                value = distributions.uniform(0, node, stream)
-                assert seen.setdefault(value, (length, node, stream)) == (length, node, stream)
-        assert seen.setdefault(noise.uniform(length), (length,)) == (length,)
+            for use in NODE_STREAMS:
+                value = distributions.uniform(0, node, *use)
+                assert seen.setdefault(value, (length, node, *use)) == (length, node, *use)
+        for stream in (Stream.TARGET, Stream.JACOBI, Stream.LOOKAHEAD):
+            assert seen.setdefault(rng.uniform(length, stream), (length, stream)) == (length, stream)
 
 
-def test_the_targets_draw_depends_on_the_position_only() -> None:
+def test_random_numbers_of_the_streams_stay_the_same() -> None:
+    """A seed gives the same answer in every version."""
+    tree = tree_from_lists([[1, 2, 3]], [[-1, 0, 1]])
+    distributions = distributions_of([5, 1], 2, SamplingParams(seed=7), torch.zeros(3, 2), tree)
+    raw = {(Stream.ACCEPT, 2): 3 << 10, (Stream.RESIDUAL, 0): 1 << 21, (Stream.DRAFT, 5): (1 << 22) + (5 << 10)}
+    for use, stream in raw.items():
+        assert distributions.uniform(0, 2, *use) == CounterRNG(7).uniform(4, stream + 2)
+    assert (Stream.JACOBI, Stream.LOOKAHEAD) == (1 << 30, (1 << 30) + 1)
+    assert [round(CounterRNG(7).uniform(4, stream), 6) for stream in Stream] == PINNED
+
+
+def test_the_targets_sample_depends_on_the_position_only() -> None:
     logits, sampling = torch.zeros(3, 50), SamplingParams(temperature=1.0, seed=4)
-    drafted = laws_of([1, 2], 2, sampling, logits, tree_from_lists([[2, 3, 4]], [[-1, 0, 1]]))
-    later = laws_of([1, 2, 3, 4], 2, sampling, logits, tree_from_lists([[4]], [[-1]]))
+    drafted = distributions_of([1, 2], 2, sampling, logits, tree_from_lists([[2, 3, 4]], [[-1, 0, 1]]))
+    later = distributions_of([1, 2, 3, 4], 2, sampling, logits, tree_from_lists([[4]], [[-1]]))
     assert drafted.sample(0, 2) == later.sample(0, 0)
 
 
