@@ -137,7 +137,7 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
 
 def _of_catalogue(entry: Entry) -> Variant:
     def make(vocab: int) -> AnyMethod:
-        drafts = DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1))
+        drafts = DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).first_layers(1))
         trained = speculator(entry.speculator, vocab) if entry.speculator else None
         return of_catalogue(entry, target(vocab), drafts, trained)
 
@@ -157,7 +157,7 @@ def looking_ahead(vocab: int, groups: int) -> AnyMethod:
 
 def good_model(vocab: int) -> DraftModel:
     """A drafter that is often right: the target's first layer."""
-    return DraftModel(DecoderRunner(target(vocab).cut(1)))
+    return DraftModel(DecoderRunner(target(vocab).first_layers(1)))
 
 
 def trained_model(vocab: int) -> Predictor:

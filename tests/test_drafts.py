@@ -9,7 +9,7 @@ from foretell.catalogue import BuildContext, build, speculators
 from foretell.catalogue.speculators import draft_models, draft_predictor, find_draft_models
 from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
 from foretell.engine.engine import Request
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.reduced_vocabulary import ReducedVocabulary
 from foretell.model.runner import DecoderRunner, Network
@@ -52,7 +52,7 @@ def test_tolerant_blocks_draft_with_heads_or_small_models_as_named() -> None:
 
 
 class RandomCheckpoint(Checkpoint):
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         return change(self.decoder(torch.float32))
 
 

@@ -17,13 +17,14 @@ ORDER = [
         "model.backend",
         "model.config",
         "model.embedding_and_head",
+        "model.kv_cache",
         "model.linear",
         "model.load.gguf",
         "model.moe",
         "model.rope",
         "model.training.chunked_attention",
     ),
-    ("model.cache",),
+    ("model.layout",),
     ("model.attention", "model.kernels"),
     ("distributions.topk",),
     ("core",),
@@ -32,7 +33,7 @@ ORDER = [
     ("model.decoder",),
     (
         "model.compress",
-        "model.graph",
+        "model.cuda_graph",
         "model.kernels.decoder",
         "model.load.weights",
         "model.offload",
@@ -125,7 +126,7 @@ def test_imports_go_down() -> None:
         ("from foretell import load", {"load"}),
         ("from foretell import Request", {"__init__"}),
         ("from foretell.engine.engine import Request", {"engine.engine"}),
-        ("from foretell.model import kernels, cache", {"model.kernels", "model.cache"}),
+        ("from foretell.model import kernels, layout", {"model.kernels", "model.layout"}),
         ("from foretell.model.kernels import decoder as d", {"model.kernels.decoder"}),
         ("def f():\n    if True:\n        from foretell.cli import main", {"cli"}),
         ("if TYPE_CHECKING:\n    from foretell.api import Model", {"api"}),
@@ -140,4 +141,6 @@ def test_the_analyzer_needs_no_weights() -> None:
     for module, path in MODULES.items():
         if module.startswith("roofline"):
             known = {m for m in _imports(path.read_text("utf-8")) if not m.startswith("roofline")}
-            assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, f"{module} imports {known}"
+            assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, (
+                f"{module} imports {known}"
+            )

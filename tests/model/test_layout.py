@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from foretell.core.tree import root_tree, tree_from_lists
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
 from helpers import chain_tree, random_tokens
@@ -33,10 +34,11 @@ def layout_of(
     """Slot, position, prefix and extras of every node that is read."""
     tree = tree_from_lists([[0] * len(parents)], [parents])
     tree.prefix_length[:] = prefix_length
-    layout, _ = Layout.of(tree, [0], np.array([length]), tree.valid if read is None else np.array([read]))
-    columns = (layout.slot, layout.position, layout.prefix)
+    layout, _ = Layout.from_tree(tree, [0], np.array([length]), tree.valid if read is None else np.array([read]))
+    columns = (layout.slot, layout.position, layout.visible_prefix)
     return [
-        (*(int(c[t]) for c in columns), *layout.extra[t][layout.extra[t] >= 0].tolist()) for t in range(layout.tokens)
+        (*(int(c[t]) for c in columns), *layout.extra_slots[t][layout.extra_slots[t] >= 0].tolist())
+        for t in range(layout.token_count)
     ]
 
 
@@ -131,8 +133,8 @@ def test_a_growing_cache_keeps_what_it_holds() -> None:
 
 def test_a_cut_network_shares_weights_and_predicts_alike_with_all_layers() -> None:
     network = tiny_decoder(replace(TINY, layers=3))
-    cut, tree = network.cut(3), chain_tree([1, 2, 3])
+    cut, tree = network.first_layers(3), chain_tree([1, 2, 3])
     assert cut.blocks[0] is network.blocks[0]
     assert torch.equal(DecoderRunner(cut).forward([0], tree).logits, DecoderRunner(network).forward([0], tree).logits)
     with pytest.raises(ValueError, match="cannot cut after 4 layers: the model has 3"):
-        network.cut(4)
+        network.first_layers(4)

@@ -13,7 +13,7 @@ from test_resume import CASES
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load import checkpoint as source
-from foretell.model.load.weights import Weights, build
+from foretell.model.load.weights import Weights, build_decoder
 from foretell.train.loop import task as tasks
 from foretell.train.loop.task import Task
 from helpers import unchecked
@@ -25,7 +25,7 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     found = list[Decoder]()
 
     def counted(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
-        found.append(build(config, weights, dtype, device))
+        found.append(build_decoder(config, weights, dtype, device))
         return found[-1]
 
     monkeypatch.setattr(source, "build", counted)

@@ -12,7 +12,7 @@ from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import Stepper
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.engine.engine import Engine, Request
-from foretell.model.graph import GraphedDecoder
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Runner
 
 

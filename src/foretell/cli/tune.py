@@ -10,7 +10,7 @@ from foretell.cli import options
 from foretell.cli.data import tasks_of
 from foretell.cli.setup import read_text
 from foretell.load import EMBEDDED, load
-from foretell.model.skip import SkipTrial, kept_share
+from foretell.model.skip import SkipTrial, kept_weight_share
 from foretell.tune.skip import Drafting, Objective, answers, tune_skip
 
 _EXAMPLE = 'write for example {"prompt": "Why is the sky blue?"}'
@@ -64,7 +64,7 @@ def skip(
     samples = answers(target.network, [target.tokens(text, raw) for text, raw in texts], new_tokens, target.eos)
 
     def told(trial: SkipTrial) -> None:
-        share = kept_share(target.config, trial.skip)
+        share = kept_weight_share(target.config, trial.skip_set)
         console.print(
             f"{trial.value:8.3f}  without {len(trial.attention):2} attention and {len(trial.mlp):2} feed-forward "
             f"parts, "

@@ -35,7 +35,7 @@ class Backend:
         known = ARITHMETIC.get(self.precision) if self.name in ("native", "torch") else None
         return known or f"{self.precision}, as {self.name} computes it".lstrip(", ")
 
-    def record(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """As a dictionary for JSON."""
         return asdict(self) | {"arithmetic": self.arithmetic}
 

@@ -197,7 +197,7 @@ _CONTROL = 3
 """Type of a control token in GGUF."""
 
 
-def in_family(raw: Mapping[str, Any]) -> bool:
+def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether a Hugging Face `config.json` is for `from_hf`: of the decoder family, or of no architecture at all, which
     `from_hf` explains.
     """
@@ -205,7 +205,7 @@ def in_family(raw: Mapping[str, Any]) -> bool:
     return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
 
 
-def quantization(raw: Mapping[str, Any]) -> str | None:
+def quantization_method(raw: Mapping[str, Any]) -> str | None:
     """The name of the quantisation that a `config.json` says its checkpoint is stored in; None: it says none."""
     text = raw.get("text_config")
     for holder in (raw, text if isinstance(text, Mapping) else {}):
@@ -274,12 +274,12 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         embedding_scale=hidden**0.5 if gemma else 1.0,
         experts=_experts(read, kind, layers),
         bos=next(iter(read.integers("bos_token_id")), None),
-        eos=end_tokens(read),
+        eos=eos_token_ids(read),
         **said,
     )
 
 
-def end_tokens(read: Fields, *names: str) -> tuple[int, ...]:
+def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
     """Tokens that end an answer, under the keys of these names (`eos_token_id`): each a token or a list of them."""
     return tuple(dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name)))
 
@@ -290,7 +290,7 @@ def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         return raw
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
-    ends = end_tokens(whole) + end_tokens(Fields(text, source))
+    ends = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
     text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(ends)} if ends else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
@@ -493,7 +493,7 @@ def _listed(read: Fields, name: str) -> list[Any]:
 
 def _gguf_ends(read: Fields) -> tuple[int, ...]:
     """Tokens that end an answer, as llama.cpp finds them."""
-    ends = end_tokens(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_END_KEYS))
+    ends = eos_token_ids(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_END_KEYS))
     tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
         return ends

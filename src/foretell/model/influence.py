@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 
 from foretell.core.tree import root_tree
-from foretell.model.cache import Layout
-from foretell.model.decoder import Skip, Span
+from foretell.model.decoder import BlockRange, SkipSet
+from foretell.model.layout import Layout
 from foretell.model.runner import Network
 
 
 @dataclass(frozen=True)
-class Influence:
+class BlockInfluence:
     """Mean of 1 - cos(input, output) per layer, over the tokens of a text (block influence: Men et al., arXiv
     2403.03853).
     """
@@ -23,22 +23,22 @@ class Influence:
     mlp: tuple[float, ...]
     block: tuple[float, ...]
 
-    def skip(self, sublayers: int) -> Skip:
+    def least_influential_sublayers(self, sublayers: int) -> SkipSet:
         """The `sublayers` least influential attention and feed-forward parts; ties go to the later layer."""
         ranked = sorted(
             [(v, -i, "attention") for i, v in enumerate(self.attention)]
             + [(v, -i, "mlp") for i, v in enumerate(self.mlp)]
         )[:sublayers]
-        return Skip(*(frozenset(-i for _, i, kind in ranked if kind == k) for k in ("attention", "mlp")))
+        return SkipSet(*(frozenset(-i for _, i, kind in ranked if kind == k) for k in ("attention", "mlp")))
 
-    def drop(self, blocks: int) -> Skip:
+    def least_influential_blocks(self, blocks: int) -> SkipSet:
         """The `blocks` least influential whole blocks; ties go to the later layer."""
         least = frozenset(-i for _, i in sorted((v, -i) for i, v in enumerate(self.block))[:blocks])
-        return Skip(least, least)
+        return SkipSet(least, least)
 
 
 @torch.inference_mode()
-def influence(network: Network, tokens: Sequence[int]) -> Influence:
+def measure_influence(network: Network, tokens: Sequence[int]) -> BlockInfluence:
     """Measure every sub-layer on a text, in one pass of the network and one of its attention parts alone.
 
     Raises:
@@ -47,20 +47,20 @@ def influence(network: Network, tokens: Sequence[int]) -> Influence:
     if len(tokens) < 2:
         raise ValueError(f"the influence of layers is measured on a text of at least 2 tokens, found {len(tokens)}")
     layers = network.config.layers
-    attention_only = network.skipping(Skip(mlp=frozenset(range(layers))))
+    attention_only = network.without_sublayers(SkipSet(mlp=frozenset(range(layers))))
     tree = root_tree(tokens[-1:]).with_prefix([tokens])
-    layout, _ = Layout.of(tree, [0], np.zeros(1, np.int64), tree.active)
+    layout, _ = Layout.from_tree(tree, [0], np.zeros(1, np.int64), tree.active)
     cache = network.new_cache()
     cache.reserve(1, len(tokens))
     x = network.embed(torch.from_numpy(tree.token[0]))
     found: list[tuple[float, float, float]] = []
     for i in range(layers):
-        (middle,) = attention_only.run(x, layout, cache, Span(i, i + 1)).states
-        (after,) = network.run(x, layout, cache, Span(i, i + 1)).states
+        (middle,) = attention_only.run(x, layout, cache, BlockRange(i, i + 1)).hidden_states
+        (after,) = network.run(x, layout, cache, BlockRange(i, i + 1)).hidden_states
         found.append((_turn(x, middle), _turn(middle, after), _turn(x, after)))
         x = after
     attention, mlp, block = zip(*found, strict=True)
-    return Influence(attention, mlp, block)
+    return BlockInfluence(attention, mlp, block)
 
 
 def _turn(before: Float[torch.Tensor, "t d"], after: Float[torch.Tensor, "t d"]) -> float:

@@ -4,10 +4,11 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.backend import Backend
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip, Span, Streams
-from foretell.model.kernels import Trees
+from foretell.model.decoder import BlockOutput, BlockRange, SkipSet
+from foretell.model.kernels import DynamicTrees
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 from foretell.model.runner import DynamicTreeNetwork, Network
 
 
@@ -40,13 +41,13 @@ class ReducedVocabulary:
         """Input of the first block."""
         return self._network.embed(token)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: BlockRange) -> BlockOutput:
         """The blocks of a span."""
         return self._network.run(x, layout, cache, span)
 
-    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
-        return self._network.final(x)
+        return self._network.final_norm(x)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token scores over the whole vocabulary."""
@@ -59,15 +60,15 @@ class ReducedVocabulary:
         """Whether the network has trees by confidence."""
         return isinstance(self._network, DynamicTreeNetwork) and self._network.grows_dynamic_trees
 
-    def grow_dynamic_trees(self, roots: Float[torch.Tensor, "b d"], trees: Trees, cache: KVCache) -> None:
+    def grow_dynamic_trees(self, roots: Float[torch.Tensor, "b d"], trees: DynamicTrees, cache: KVCache) -> None:
         """The network's trees, in tokens of the whole vocabulary."""
         assert isinstance(self._network, DynamicTreeNetwork)
         self._network.grow_dynamic_trees(roots, trees, cache, self._token_of)
 
-    def cut(self, layers: int) -> "ReducedVocabulary":
+    def first_layers(self, layers: int) -> "ReducedVocabulary":
         """The first blocks under the same head, sharing weights."""
-        return ReducedVocabulary(self._network.cut(layers), self._token_of)
+        return ReducedVocabulary(self._network.first_layers(layers), self._token_of)
 
-    def skipping(self, skip: Skip) -> "ReducedVocabulary":
+    def without_sublayers(self, skip: SkipSet) -> "ReducedVocabulary":
         """All blocks without some of their parts, sharing weights."""
-        return ReducedVocabulary(self._network.skipping(skip), self._token_of)
+        return ReducedVocabulary(self._network.without_sublayers(skip), self._token_of)

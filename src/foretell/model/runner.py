@@ -11,10 +11,11 @@ from jaxtyping import Bool, Float, Int
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
-from foretell.model.cache import KVCache, Layout, numbered
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip, Span, Streams
-from foretell.model.kernels import Trees
+from foretell.model.decoder import BlockOutput, BlockRange, SkipSet
+from foretell.model.kernels import DynamicTrees
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout, index_marked
 
 
 @runtime_checkable
@@ -37,19 +38,19 @@ class Network(Protocol):
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block."""
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: BlockRange) -> BlockOutput:
         """The blocks of a span."""
 
-    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """What the head sees."""
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token scores, float32."""
 
-    def cut(self, layers: int) -> "Network":
+    def first_layers(self, layers: int) -> "Network":
         """The first blocks under the same head, sharing weights."""
 
-    def skipping(self, skip: Skip) -> "Network":
+    def without_sublayers(self, skip: SkipSet) -> "Network":
         """All blocks without some of their parts, sharing weights."""
 
 
@@ -64,7 +65,7 @@ class DynamicTreeNetwork(Protocol):
     def grow_dynamic_trees(
         self,
         roots: Float[torch.Tensor, "b d"],
-        trees: Trees,
+        trees: DynamicTrees,
         cache: KVCache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
@@ -113,7 +114,7 @@ class Runner(ABC):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
-    ) -> Trees | None:
+    ) -> DynamicTrees | None:
         """Read trunks, and grow what `shape.Beam` would below each, in one call of the network; None: it cannot, and
         nothing was read.
 
@@ -162,17 +163,17 @@ class DecoderRunner(Runner):
         """Read nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
         active = tree.active if active is None else active
-        layout, index = Layout.of(tree, rows, self._length[list(rows)], active)
+        layout, index = Layout.from_tree(tree, rows, self._length[list(rows)], active)
         x = self._inputs(tree.token[active], tree.probe_embeddings)
         states, experts = self._states(x, layout, hidden_layers)
         at, layers = index, self.network.config.layers
         seen = states.get(layers + 1, states[layers])
         if scored is not None and scored is not active:
             wanted = active & scored
-            at = numbered(wanted)
+            at = index_marked(wanted)
             seen = seen[torch.from_numpy(index[wanted]).to(x.device)]
         if layers + 1 not in states:
-            seen = self.network.final(seen)
+            seen = self.network.final_norm(seen)
         logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
         return ModelOutput(logits, at, tuple(states[t] for t in hidden_layers), index, experts=experts)
 
@@ -184,7 +185,7 @@ class DecoderRunner(Runner):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
-    ) -> Trees | None:
+    ) -> DynamicTrees | None:
         """Read trunks and grow trees below them; see `Runner.grow_dynamic_tree`."""
         if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
             return None
@@ -193,7 +194,9 @@ class DecoderRunner(Runner):
             rows, prefixes, scored=np.zeros_like(prefixes.valid), hidden_layers=(self.network.config.layers,)
         )
         ends = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
-        trees = Trees(max_depth, sizes, bounds, np.array(rows), self._length[list(rows)] + prefixes.prefix_length)
+        trees = DynamicTrees(
+            max_depth, sizes, bounds, np.array(rows), self._length[list(rows)] + prefixes.prefix_length
+        )
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(ends)], trees, self.cache)
         return trees
 
@@ -218,12 +221,12 @@ class DecoderRunner(Runner):
         read.
         """
         layers = self.network.config.layers
-        span = Span(0, layers, tuple(t for t in sorted(set(hidden_layers)) if t < layers))
+        span = BlockRange(0, layers, tuple(t for t in sorted(set(hidden_layers)) if t < layers))
         streams = self.network.run(x, layout, self.cache, span)
-        states = dict(zip((*span.hidden_layers, layers), streams.states, strict=True))
+        states = dict(zip((*span.hidden_layers, layers), streams.hidden_states, strict=True))
         if layers + 1 in hidden_layers:
-            states[layers + 1] = self.network.final(states[layers])
-        return states, streams.experts
+            states[layers + 1] = self.network.final_norm(states[layers])
+        return states, streams.expert_counts
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         need = max(rows) + 1

@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip
+from foretell.model.decoder import SkipSet
 from foretell.utils.validation import Fields, read_json
 
 _KIND = "foretell skip set"
 
 
-def default_skip(layers: int) -> Skip:
+def default_skip(layers: int) -> SkipSet:
     """The attention of every second block, first and last fifth apart: what searches on unlike models agree on.
 
     Draft & Verify's published sets (arXiv 2309.08168) skip twice as many attention as feed-forward parts, mostly in the
     upper middle.
     """
     edge = layers // 5
-    return Skip(attention=frozenset(range(edge, layers - edge, 2)))
+    return SkipSet(attention=frozenset(range(edge, layers - edge, 2)))
 
 
-def kept_share(config: ModelConfig, skip: Skip) -> float:
+def kept_weight_share(config: ModelConfig, skip: SkipSet) -> float:
     """Share of the weights of a one-token pass that is still read without the skipped parts (final head included)."""
     heads = config.heads + 2 * config.kv_heads
     attention = config.hidden * config.head_dim * (heads + config.heads)
@@ -45,12 +45,12 @@ class SkipTrial:
     value: float
 
     @property
-    def skip(self) -> Skip:
+    def skip_set(self) -> SkipSet:
         """As the decoder takes it."""
-        return Skip(frozenset(self.attention), frozenset(self.mlp))
+        return SkipSet(frozenset(self.attention), frozenset(self.mlp))
 
     @staticmethod
-    def of(skip: Skip, value: float) -> "SkipTrial":
+    def from_skip_set(skip: SkipSet, value: float) -> "SkipTrial":
         """The trial of this set."""
         return SkipTrial(tuple(sorted(skip.attention)), tuple(sorted(skip.mlp)), value)
 
@@ -119,7 +119,7 @@ def _parse(raw: dict[str, Any], path: Path) -> SkipFile:
     return found
 
 
-def read_skip(path: Path, model: str, layers: int) -> Skip:
+def read_skip(path: Path, model: str, layers: int) -> SkipSet:
     """The best skip set of a tuning file; see `SkipFile.read`.
 
     Raises:
@@ -128,4 +128,4 @@ def read_skip(path: Path, model: str, layers: int) -> Skip:
     found = SkipFile.read(path, model, layers)
     if not found.trials:
         raise ValueError(f"{path}: the search was stopped before its first trial; run `foretell tune skip` again")
-    return found.best.skip
+    return found.best.skip_set

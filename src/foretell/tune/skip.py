@@ -16,10 +16,10 @@ from foretell.core.tree import root_tree
 from foretell.draft import DraftModel, NoDrafter
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.decoder import Skip
-from foretell.model.influence import influence
+from foretell.model.decoder import SkipSet
+from foretell.model.influence import measure_influence
 from foretell.model.runner import DecoderRunner, Network
-from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share
+from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_weight_share
 from foretell.shape import Chain, RootOnly
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def _decode(
     return [list(c.tokens) for c in found], time.perf_counter() - start
 
 
-def count(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> Counts:
+def count(network: Network, skip: SkipSet, samples: Sequence[Sample], drafting: Drafting) -> Counts:
     """Passes that drafting with `skip` would take, from one pass of the draft over each known answer.
 
     Deterministic and much quicker than decoding: where the draft is right it has read the very text that it would read.
     Only how far it goes on after a mistake is estimated, by its confidence on the true text.
     """
-    draft = network.skipping(skip)
+    draft = network.without_sublayers(skip)
     total = Counts(0, 0, 0)
     for sample in samples:
         best, sure = _guesses(draft, sample)
@@ -123,10 +123,10 @@ def _replay(answer: np.ndarray, best: np.ndarray, sure: np.ndarray, drafting: Dr
     return Counts(passes, drafted, len(answer))
 
 
-def tokens_per_second(network: Network, skip: Skip, samples: Sequence[Sample], drafting: Drafting) -> float:
+def tokens_per_second(network: Network, skip: SkipSet, samples: Sequence[Sample], drafting: Drafting) -> float:
     """Measured speed of decoding the samples: noisy, so trust differences of several percent only."""
     shape = Chain(drafting.length, draw=False, confidence=drafting.confidence)
-    method = Method(DraftModel(DecoderRunner(network.skipping(skip))), shape, Match())
+    method = Method(DraftModel(DecoderRunner(network.without_sublayers(skip))), shape, Match())
     most = max(len(s.answer) for s in samples)
     written, seconds = _decode(network, method, [s.prompt for s in samples], most, ())
     return sum(map(len, written)) / seconds
@@ -156,17 +156,17 @@ def tune_skip(
     found = _resume(model, layers, samples, out, objective, drafting)
     study = _study(found, layers, seed)
     for skip in _starts(network, samples):
-        if skip not in [t.skip for t in found.trials]:
+        if skip not in [t.skip_set for t in found.trials]:
             study.enqueue_trial(_params(skip, layers))
     while len(found.trials) < trials:
         trial = study.ask(_space(layers))
         skip = _skip(trial.params, layers)
         if objective == "counts":
-            value = count(network, skip, samples, drafting).speedup(kept_share(network.config, skip))
+            value = count(network, skip, samples, drafting).speedup(kept_weight_share(network.config, skip))
         else:
             value = tokens_per_second(network, skip, samples, drafting)
         study.tell(trial, value)
-        found = found.add(SkipTrial.of(skip, value))
+        found = found.add(SkipTrial.from_skip_set(skip, value))
         found.save(out)
         told(found.trials[-1])
     return found
@@ -189,12 +189,12 @@ def _resume(
     return found
 
 
-def _starts(network: Network, samples: Sequence[Sample]) -> list[Skip]:
+def _starts(network: Network, samples: Sequence[Sample]) -> list[SkipSet]:
     """Points worth probing first."""
     layers = network.config.layers
-    measured = influence(network, [*samples[0].prompt, *samples[0].answer])
+    measured = measure_influence(network, [*samples[0].prompt, *samples[0].answer])
     counts = sorted({max(1, 2 * layers * part // 20) for part in range(1, 11)})
-    return [default_skip(layers), *(measured.skip(n) for n in counts)]
+    return [default_skip(layers), *(measured.least_influential_sublayers(n) for n in counts)]
 
 
 def _study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
@@ -208,7 +208,7 @@ def _study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
     for trial in found.trials:
         study.add_trial(
             optuna.trial.create_trial(
-                params=_params(trial.skip, layers), distributions=_space(layers), value=trial.value
+                params=_params(trial.skip_set, layers), distributions=_space(layers), value=trial.value
             )
         )
     return study
@@ -221,12 +221,12 @@ def _space(layers: int) -> "dict[str, optuna.distributions.BaseDistribution]":
     return {f"{part}.{i}": yes_no for part in ("attention", "mlp") for i in range(layers)}
 
 
-def _params(skip: Skip, layers: int) -> dict[str, bool]:
+def _params(skip: SkipSet, layers: int) -> dict[str, bool]:
     return {f"attention.{i}": i in skip.attention for i in range(layers)} | {
         f"mlp.{i}": i in skip.mlp for i in range(layers)
     }
 
 
-def _skip(params: Mapping[str, bool], layers: int) -> Skip:
+def _skip(params: Mapping[str, bool], layers: int) -> SkipSet:
     chosen = (frozenset(i for i in range(layers) if params[f"{part}.{i}"]) for part in ("attention", "mlp"))
-    return Skip(*chosen)
+    return SkipSet(*chosen)

@@ -9,15 +9,15 @@ from functools import partial
 
 import torch
 
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.load.weights import Weights, build, build_block, build_shell
+from foretell.model.load.weights import Weights, build_block, build_decoder, build_without_blocks
 from foretell.model.runner import Network
 
 
-def ends_of(decoder: Decoder) -> EmbeddingAndHead:
+def embedding_and_head_of(decoder: Decoder) -> EmbeddingAndHead:
     """Embedding and head of a decoder, sharing its weights."""
     c = decoder.config
     return EmbeddingAndHead(
@@ -32,7 +32,7 @@ class Checkpoint(ABC):
         self.config, self._weights, self._device = config, weights, device
 
     @abstractmethod
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         """The network after a change, in a dtype (None: the model's own), run as fast as this machine can."""
 
     @property
@@ -43,14 +43,14 @@ class Checkpoint(ABC):
     def decoder(self, dtype: torch.dtype, blocks: Sequence[int] | None = None) -> Decoder:
         """The network in plain torch, which training can differentiate through, with all of its blocks or some."""
         if blocks is None:
-            return build(self.config, self._weights, dtype, self._device)
-        shell = build_shell(self.config, self._weights, dtype, self._device)
+            return build_decoder(self.config, self._weights, dtype, self._device)
+        shell = build_without_blocks(self.config, self._weights, dtype, self._device)
         chosen = [build_block(self.config, i, self._weights, dtype, self._device) for i in blocks]
         return Decoder(self.config, shell.embedding.data, chosen, shell.norm, shell.head)
 
     def embedding_and_head(self, dtype: torch.dtype = torch.bfloat16) -> EmbeddingAndHead:
         """Embedding and head."""
-        return ends_of(build_shell(self.config, self._weights, dtype, self._device))
+        return embedding_and_head_of(build_without_blocks(self.config, self._weights, dtype, self._device))
 
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that tell models apart, and are the same for every quantisation of one: a hash of
@@ -64,7 +64,7 @@ class Checkpoint(ABC):
             for n in ("input_layernorm", "post_attention_layernorm")
         ]
         for name in [*names, "model.norm.weight"]:
-            h.update(self._weights.need(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+            h.update(self._weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
         return h.hexdigest()[:16]
 
 
@@ -88,11 +88,11 @@ class CachedCheckpoint(Checkpoint):
         """What the model runs in."""
         return self._source.dtype
 
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         """The network after a change, read at most once."""
         key: object = (change, dtype)
         if isinstance(change, partial):
             key = (change.func, change.args, tuple(sorted(change.keywords.items())), dtype)
         if key not in self._known:
-            self._known[key] = self._source.copy(change, dtype)
+            self._known[key] = self._source.load_network(change, dtype)
         return self._known[key]

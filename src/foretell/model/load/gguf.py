@@ -20,11 +20,11 @@ _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """Where a tensor lies in the file and how it is stored; `shape` as torch has it, outermost first."""
 
     shape: tuple[int, ...]
-    kind: int
+    ggml_type: int
     """A `GGMLQuantizationType`."""
     offset: int
 
@@ -79,13 +79,13 @@ class GGUF:
         if self._data[:4] != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
         try:
-            self.meta, self.tensors = self._read(cursor)
+            self.metadata, self.tensors = self._read(cursor)
         except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
             raise ValueError(
                 f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again"
             ) from error
 
-    def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, Entry]]:
+    def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
         cursor.at = 4
         version = cursor.scalar("I")
         if version not in (2, 3):
@@ -96,37 +96,37 @@ class GGUF:
         for _ in range(tensors):
             name = cursor.string()
             shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
-            found[name] = Entry(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
+            found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.at // align) * align
-        entries = {n: Entry(e.shape, e.kind, base + e.offset) for n, e in found.items()}
+        entries = {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
         for name, e in entries.items():
             if e.offset + self._bytes(e) > len(self._data):
                 raise ValueError(f"tensor {name} reaches past the end of the file")
         return meta, entries
 
     @staticmethod
-    def _bytes(e: Entry) -> int:
+    def _bytes(e: TensorInfo) -> int:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.kind)]
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.ggml_type)]
         return int(prod(e.shape) // per_block * block_bytes)
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Give the pages of the file that are in memory back to the system; they are read again when needed."""
         if sys.platform == "linux":
             self._data.madvise(mmap.MADV_DONTNEED)
 
-    def load(self, name: str) -> Float[torch.Tensor, "*shape"]:
+    def load_tensor(self, name: str) -> Float[torch.Tensor, "*shape"]:
         """One tensor, dequantised to float32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         e = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
-        if e.kind == GGMLQuantizationType.F32:
+        if e.ggml_type == GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
-        if e.kind == GGMLQuantizationType.F16:
+        if e.ggml_type == GGMLQuantizationType.F16:
             return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
         rows = prod(e.shape[:-1])
-        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.kind)).reshape(e.shape))
+        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type)).reshape(e.shape))

@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.backend import Backend
-from foretell.model.config import ModelConfig, end_tokens
+from foretell.model.config import ModelConfig, eos_token_ids
 from foretell.model.linear import widen
 from foretell.model.runner import Runner
 from foretell.utils.validation import Fields
@@ -76,7 +76,7 @@ class HFRunner(Runner):
                 f"{name} cannot read token trees: it needs position ids, and attention over all keys and values"
             )
         self.model = model.eval()
-        self.config = describe(model)
+        self.config = model_config_of(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
 
@@ -167,7 +167,7 @@ def _numbered(which: Bool[np.ndarray, "b n"]) -> np.ndarray:
     return np.where(which, np.cumsum(which.ravel()).reshape(which.shape) - 1, -1)
 
 
-def describe(model: Any) -> ModelConfig:
+def model_config_of(model: Any) -> ModelConfig:
     """The sizes of a model of transformers, under the names of this package."""
     config = model.config.get_text_config()
     said = config.to_dict()
@@ -183,7 +183,7 @@ def describe(model: Any) -> ModelConfig:
         ffn=int(said.get("intermediate_size") or said.get("ffn_dim") or said.get("n_inner") or 4 * hidden),
         context=int(config.max_position_embeddings),
         rope=None,
-        eos=end_tokens(Fields(said, "config.json")),
+        eos=eos_token_ids(Fields(said, "config.json")),
     )
 
 
@@ -207,7 +207,7 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
-        raise cannot_load(path, error) from error
+        raise load_error(path, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -220,11 +220,11 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except ValueError:
         raise
     except Exception as error:  # As above.
-        raise cannot_load(path, error) from error
+        raise load_error(path, error) from error
     return model
 
 
-def cannot_load(path: Path, error: Exception) -> ValueError:
+def load_error(path: Path, error: Exception) -> ValueError:
     """The error to raise where transformers failed to build the model in a directory."""
     if "trust_remote_code" in str(error):
         return ValueError(

@@ -32,7 +32,7 @@ MLX.
 """
 
 
-UNQUANTIZED = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
+QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
 """What to do about a quantised checkpoint."""
 _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
@@ -44,16 +44,16 @@ class Weights(ABC):
     source: str
 
     @abstractmethod
-    def find(self, name: str) -> Float[Tensor, "*shape"] | None:
+    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
         """The tensor, or None if the checkpoint has none of this name."""
 
-    def need(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+    def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
         """The tensor, which must be there and have this shape.
 
         Raises:
             ValueError: it is missing or of another shape.
         """
-        found = self.find(name)
+        found = self.get(name)
         if found is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
         return self._checked(name, found, shape)
@@ -64,7 +64,7 @@ class Weights(ABC):
         Raises:
             ValueError: it is of another shape, or missing in a format that always has it.
         """
-        found = self.find(_HEAD)
+        found = self.get(_HEAD)
         return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -75,7 +75,7 @@ class Weights(ABC):
         return found
 
     @abstractmethod
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Let the system take back what it holds of the file in memory; a later `find` reads again."""
 
 
@@ -118,7 +118,7 @@ class SafetensorsWeights(Weights):
                     dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
                     refuse_quantized(path / name, key, dtype)
 
-    def find(self, name: str) -> Tensor | None:
+    def get(self, name: str) -> Tensor | None:
         """The tensor, or None if the checkpoint has none of this name."""
         for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
             if candidate in self._where:
@@ -131,10 +131,10 @@ class SafetensorsWeights(Weights):
         Raises:
             ValueError: it is missing, or of another shape.
         """
-        found: Tensor = self.need(_HEAD, vocab, hidden)
+        found: Tensor = self.require(_HEAD, vocab, hidden)
         return found
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Close and reopen: a mapping ends with the last tensor that uses it."""
         self._open()
 
@@ -158,7 +158,7 @@ def refuse_quantized(file: Path, name: str, dtype: str) -> None:
     """
     if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
         raise ValueError(
-            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {UNQUANTIZED}"
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
         )
 
 
@@ -193,8 +193,8 @@ def gguf_config(file: GGUF) -> ModelConfig:
     Raises:
         ValueError: see `from_gguf`.
     """
-    divisors = file.load("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
-    return from_gguf(file.meta, str(file.path), divisors, tied="output.weight" not in file.tensors)
+    divisors = file.load_tensor("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
+    return from_gguf(file.metadata, str(file.path), divisors, tied="output.weight" not in file.tensors)
 
 
 class GGUFWeights(Weights):
@@ -204,7 +204,7 @@ class GGUFWeights(Weights):
         self.source, self._file, self._config = str(file.path), file, config
         self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
 
-    def find(self, name: str) -> Tensor | None:
+    def get(self, name: str) -> Tensor | None:
         """The tensor, or None if the checkpoint has none of this name."""
         inner = _GGUF_NAMES.get(name)
         if inner is None:
@@ -215,34 +215,34 @@ class GGUFWeights(Weights):
             inner = f"blk.{layer}.{self._block[stem]}.{kind}"
         if inner not in self._file.tensors:
             return None
-        tensor: Tensor = self._file.load(inner)
-        if self._file.meta["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        tensor: Tensor = self._file.load_tensor(inner)
+        if self._file.metadata["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             pairs = tensor.view(-1, self._config.head_dim // 2, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Drop the file's pages."""
-        self._file.release()
+        self._file.release_pages()
 
 
-def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder of `config` with the checkpoint's weights, converted to `dtype` on `device`.
 
     Raises:
         ValueError: a tensor is missing or misshapen.
     """
     # A damaged count of layers is found before work is handed out for each of them.
-    weights.need(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
+    weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
-        shell = pool.submit(lambda: build_shell(config, weights, dtype, device))
+        shell = pool.submit(lambda: build_without_blocks(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
     return Decoder(config, shell.result().embedding.data, blocks, shell.result().norm, shell.result().head)
 
 
-def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build_without_blocks(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder with embedding, final norm and head, and no blocks."""
-    embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
+    embedding = weights.require("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
     norm = _norm(config, weights, "model.norm", config.hidden, device)
     head = None if config.tied else weights.head(config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
@@ -260,7 +260,7 @@ def build_block(
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> RMSNorm:
-    return RMSNorm(weights.need(name + ".weight", width).to(device), config.norm_eps, config.norm_offset)
+    return RMSNorm(weights.require(name + ".weight", width).to(device), config.norm_eps, config.norm_offset)
 
 
 def _block(config: ModelConfig, i: int, weights: Weights, place: Callable[[Tensor], Tensor]) -> DecoderBlock:
@@ -268,7 +268,9 @@ def _block(config: ModelConfig, i: int, weights: Weights, place: Callable[[Tenso
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
     def matrix(name: str, out: int, into: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        return weights.need(f"{at}{name}.weight", out, into), weights.need(f"{at}{name}.bias", out) if bias else None
+        return weights.require(f"{at}{name}.weight", out, into), weights.require(
+            f"{at}{name}.bias", out
+        ) if bias else None
 
     def stack(*parts: tuple[Tensor, Tensor | None]) -> Linear:
         biases = [b for _, b in parts if b is not None]
@@ -309,18 +311,20 @@ def _experts(config: ModelConfig, at: str, weights: Weights, place: Callable[[Te
         at, names = at + "mlp.", ("gate_proj", "up_proj", "down_proj")
 
     def gated(prefix: str, width: int) -> tuple[Tensor, Tensor]:
-        gate, up = (weights.need(f"{prefix}{n}.weight", width, c.hidden) for n in names[:2])
-        return place(torch.cat([gate, up])), place(weights.need(f"{prefix}{names[2]}.weight", c.hidden, width))
+        gate, up = (weights.require(f"{prefix}{n}.weight", width, c.hidden) for n in names[:2])
+        return place(torch.cat([gate, up])), place(weights.require(f"{prefix}{names[2]}.weight", c.hidden, width))
 
     each = [gated(f"{at}experts.{j}.", experts.ffn) for j in range(experts.count)]
     shared = None
     if experts.shared_ffn:
         gate_up, down = gated(f"{at}shared_expert.", experts.shared_ffn)
         gate = (
-            Linear(place(weights.need(f"{at}shared_expert_gate.weight", 1, c.hidden))) if experts.shared_gate else None
+            Linear(place(weights.require(f"{at}shared_expert_gate.weight", 1, c.hidden)))
+            if experts.shared_gate
+            else None
         )
         shared = Linear(gate_up), Linear(down), gate
-    router = Linear(place(weights.need(f"{at}gate.weight", experts.count, c.hidden)))
+    router = Linear(place(weights.require(f"{at}gate.weight", experts.count, c.hidden)))
     return ExpertFeedForward(
         experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared
     )

@@ -64,7 +64,7 @@ def read(
         x = full_forward(decoder, x, done, stop)
         found[stop], done = x, stop
     if layers + 1 in hidden_layers:
-        found[layers + 1] = decoder.final(x)
+        found[layers + 1] = decoder.final_norm(x)
     return tuple(found[t] for t in hidden_layers)
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.api import Model
-from foretell.model.load.checkpoint import ends_of
+from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.retrieval.datastore import fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
@@ -170,7 +170,7 @@ def _setup(
 ) -> Setup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    ends = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
+    ends = model.source.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if origin is not None and settings.draft_vocab is None:
         kept = load_own(origin, ends).token_of

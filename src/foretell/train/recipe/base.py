@@ -14,9 +14,9 @@ from torch import nn
 
 from foretell.engine.method import AnyMethod
 from foretell.model.config import ModelConfig
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.graph import GraphedDecoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import Network, Runner
 from foretell.speculator.checkpoint import save

@@ -17,7 +17,7 @@ from foretell.catalogue.options import ChainOptions
 from foretell.distributions.divergence import divergences
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.influence import influence
+from foretell.model.influence import measure_influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
@@ -228,7 +228,7 @@ def _influential(count: int, setup: Setup) -> tuple[int, ...]:
     some = torch.arange(setup.config.vocab) if setup.kept is None else setup.kept
     generator = torch.Generator().manual_seed(setup.seed)
     text = some[torch.randint(0, len(some), (min(256, setup.config.context),), generator=generator)].tolist()
-    turns = influence(setup.decoder, text).block
+    turns = measure_influence(setup.decoder, text).block
     inner = sorted(range(1, setup.config.layers - 1), key=lambda i: -turns[i])[: count - 2]
     return (0, *sorted(inner), setup.config.layers - 1)
 

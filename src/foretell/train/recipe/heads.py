@@ -132,7 +132,7 @@ class HeadsRecipe(Recipe):
         if self._tuned is None:
             return None
         assert self._source is not None
-        return DecoderRunner(self._source.copy(self._tuned.added))
+        return DecoderRunner(self._source.load_network(self._tuned.added))
 
     def save(self, folder: Path) -> None:
         """Write the heads, and beside them in `target/` the tuned target they belong to."""

@@ -72,7 +72,7 @@ class Tuned(nn.Module):
         decoder = self._decoder[0]
         with self._applied(decoder):
             x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
-        states = decoder.final(x[row, place])
+        states = decoder.final_norm(x[row, place])
         return self.network(states, among), decoder.logits(states[few])
 
     @contextmanager

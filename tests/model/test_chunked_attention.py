@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from foretell.model.training import chunked_attention as strips
-from foretell.model.training.chunked_attention import Pair, causal_attention, chunked_attention
+from foretell.model.training.chunked_attention import KeyValue, causal_attention, chunked_attention
 
 SCALE = 0.25
 
 
-def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: list[Pair]) -> torch.Tensor:
+def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: list[KeyValue]) -> torch.Tensor:
     """The same with one table per head and float64 throughout."""
     n, s = q.shape[2], k.shape[2]
     q, k, v, *more = (x.double() for x in (q, k, v, *(part for pair in own for part in pair)))

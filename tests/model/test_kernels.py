@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.kernels import (
     NativeLinear,
@@ -19,15 +18,17 @@ from foretell.model.kernels import (
     argmax,
     available,
     build,
-    likeliest,
     rms_norm,
     structures,
     topk,
-    why_not,
+    topk_softmax,
+    unavailable_reason,
 )
 from foretell.model.kernels.structures import PRECISIONS
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 
-pytestmark = pytest.mark.skipif(not available(), reason=why_not() or "available")
+pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2}
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
@@ -274,27 +275,27 @@ def test_a_range_of_blocks_is_a_part_of_the_pass(precision: Precision) -> None:
     middle = stack(x, chain(9, 0), parts, 0, 1)
     assert torch.equal(stack(middle, chain(9, 0), parts, 1, 2), stack(x, chain(9, 0), whole, 0, 2))
     assert torch.equal(stack(x, chain(9, 0), parts, 1, 1), x)
-    assert torch.equal(stack.first(1)(x, chain(9, 0), parts, 0, 1), middle)
+    assert torch.equal(stack.first_layers(1)(x, chain(9, 0), parts, 0, 1), middle)
 
 
 @every_precision
 @pytest.mark.parametrize("count", [1, 9, 40])
 def test_taps_are_the_streams_between_blocks(count: int, precision: Precision) -> None:
     stack, x, where = stack_of(SMALL, precision), tokens(count, SMALL), chain(count, 0)
-    first, second, last = stack.streams(x, where, cache_of(SMALL, precision), 0, 2, (0, 1))
-    middle, end = stack.streams(x, where, cache_of(SMALL, precision), 0, 2, (1,))
+    first, second, last = stack.run(x, where, cache_of(SMALL, precision), 0, 2, (0, 1))
+    middle, end = stack.run(x, where, cache_of(SMALL, precision), 0, 2, (1,))
     cache = cache_of(SMALL, precision)
     assert torch.equal(first, x)
     assert torch.equal(second, stack(x, where, cache, 0, 1)) and torch.equal(middle, second)
     assert torch.equal(last, stack(second, where, cache, 1, 2)) and torch.equal(end, last)
     for wrong in ((1, 0), (0, 0), (2,), (-1,)):
         with pytest.raises(ValueError, match="hidden_layers must ascend"):
-            stack.streams(x, where, cache, 0, 2, wrong)
+            stack.run(x, where, cache, 0, 2, wrong)
 
 
 def test_skipped_halves_pass_the_residual_through() -> None:
     stack, x = stack_of(SMALL, "float32"), tokens(9, SMALL)
-    found = stack.skipping([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
+    found = stack.without_sublayers([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
     assert error(found, reference(SMALL, blocks_of(SMALL), x, ["attention 0", "mlp 1"])) < TOLERANCE["float32"]
     whole = stack(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
     assert error(whole, reference(SMALL, blocks_of(SMALL), x)) < TOLERANCE["float32"]
@@ -339,7 +340,7 @@ def test_what_does_not_fit_is_refused() -> None:
         chain(3, 62),
         chain(3, 0, row=1),
         replace(good, position=good.position + 255),
-        replace(good, prefix=good.prefix - 1),
+        replace(good, visible_prefix=good.visible_prefix - 1),
     ):
         with pytest.raises(ValueError, match=r"token \d of the layout"):
             stack(x, bad, cache, 0, 2)
@@ -391,9 +392,9 @@ def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_library_has_the_interface_that_python_declares() -> None:
-    lines = structures.reported(build.library()).splitlines()
+    lines = structures.library_interface(build.library()).splitlines()
     assert lines == structures.interface().splitlines()
-    assert {"panel 32", "Cache 24 0:8 8:8 16:4 20:4", "foretell_rotate vpl"} <= set(lines)
+    assert {"panel 32", "Cache 24 0:8 8:8 16:4 20:4", "foretell_hadamard vpl"} <= set(lines)
 
 
 @pytest.fixture
@@ -428,7 +429,7 @@ def test_a_stale_or_damaged_library_in_the_cache_is_built_again(small_library: P
 
 def test_the_environment_switches_the_kernels_off_for_as_long_as_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETELL_NATIVE", "0")
-    assert not build.available() and "FORETELL_NATIVE=0" in build.why_not()
+    assert not build.available() and "FORETELL_NATIVE=0" in build.unavailable_reason()
     monkeypatch.delenv("FORETELL_NATIVE")
     assert build.available(), "tests of the command line switch them off, and other tests in their process need them"
 
@@ -446,7 +447,7 @@ def test_topk_is_sorted_and_prefers_low_indices(width: int, k: int) -> None:
 def test_likeliest_are_the_best_of_the_softmax(width: int, k: int) -> None:
     x = 3 * torch.randn(3, width, generator=torch.Generator().manual_seed(1))
     x[1, 2] = -torch.inf
-    chances, indices = likeliest(x, k)
+    chances, indices = topk_softmax(x, k)
     expected = torch.softmax(x.double(), -1).topk(k)
     assert torch.equal(indices, expected.indices)
     torch.testing.assert_close(chances.double(), expected.values, rtol=1e-5, atol=1e-9)
@@ -457,9 +458,9 @@ def test_likeliest_are_the_best_of_the_softmax(width: int, k: int) -> None:
 def test_a_linear_layer_says_which_outputs_are_likeliest(precision: Precision, tokens: int) -> None:
     torch.manual_seed(2)
     layer, x = NativeLinear(torch.randn(77, 64), torch.randn(77), precision), torch.randn(tokens, 64)
-    chances, indices = layer.likeliest(x, 6)
-    expected = likeliest(layer(x), 6)
+    chances, indices = layer.topk_softmax(x, 6)
+    expected = topk_softmax(layer(x), 6)
     assert torch.equal(indices, expected[1])
     assert torch.equal(chances, expected[0])
     with pytest.raises(ValueError, match="best 78 of 77"):
-        layer.likeliest(x, 78)
+        layer.topk_softmax(x, 78)

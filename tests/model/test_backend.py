@@ -8,11 +8,11 @@ import torch
 from foretell.api import Model
 from foretell.load import _network, _streamed
 from foretell.model import kernels as native
-from foretell.model.decoder import Skip
+from foretell.model.decoder import SkipSet
 from foretell.model.kernels import NativeLinear, Precision
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
-from foretell.model.offload import StreamedDecoder
+from foretell.model.offload import OffloadedDecoder
 from foretell.model.runner import DecoderRunner, Network
 from foretell.testing import TINY, RandomWeights, letter_codec, tiny_mixture
 from helpers import VOCAB, chain_tree, random_tokens
@@ -21,15 +21,15 @@ CPU = torch.device("cpu")
 WIDE = replace(TINY, vocab=VOCAB, hidden=200, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=300)
 TIED = replace(WIDE, tied=True, qkv_bias=True)
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
-needs_kernels = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
 either_backend = pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False])
 
 
 class WithHead(RandomWeights):
     """Random weights with a head that is not the embedding."""
 
-    def find(self, name: str) -> torch.Tensor | None:
-        return self.need(name, VOCAB, WIDE.hidden) if name == "lm_head.weight" else None
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.require(name, VOCAB, WIDE.hidden) if name == "lm_head.weight" else None
 
 
 def network(precision: Precision, kernels: bool, limit: int | None = None, config=WIDE) -> Network:  # type: ignore[no-untyped-def]
@@ -82,12 +82,12 @@ def test_both_backends_compute_the_same_up_to_rounding(precision: Precision, nea
 @pytest.mark.parametrize("config", [WIDE, TIED], ids=["own head", "tied head"])
 def test_a_memory_limit_does_not_change_a_bit(config, precision: Precision, kernels: bool) -> None:  # type: ignore[no-untyped-def]
     whole, limited = network(precision, kernels, config=config), network(precision, kernels, 3_000_000, config)
-    assert isinstance(limited, StreamedDecoder) and limited.backend == whole.backend
-    skip = Skip(frozenset({1}), frozenset({0, 2}))
+    assert isinstance(limited, OffloadedDecoder) and limited.backend == whole.backend
+    skip = SkipSet(frozenset({1}), frozenset({0, 2}))
     for mine, theirs in (
         (limited, whole),
-        (limited.cut(2), whole.cut(2)),
-        (limited.skipping(skip), whole.skipping(skip)),
+        (limited.first_layers(2), whole.first_layers(2)),
+        (limited.without_sublayers(skip), whole.without_sublayers(skip)),
     ):
         for a, b in zip(scores(mine, (0, 1, 2)), scores(theirs, (0, 1, 2)), strict=True):
             assert torch.equal(a, b)

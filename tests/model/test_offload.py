@@ -13,9 +13,9 @@ from foretell.accept import Match
 from foretell.draft import DraftModel
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
-from foretell.model.decoder import Decoder, DecoderBlock, Skip
-from foretell.model.load.weights import SafetensorsWeights, build_block, build_shell
-from foretell.model.offload import BlockStore, StreamedDecoder, size_of
+from foretell.model.decoder import Decoder, DecoderBlock, SkipSet
+from foretell.model.load.weights import SafetensorsWeights, build_block, build_without_blocks
+from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.model.runner import DecoderRunner, Network
 from foretell.shape import Chain, LLMCadTree
 from foretell.testing import TINY, RandomWeights
@@ -48,14 +48,14 @@ class Shelf:
 
 
 def shell() -> Decoder:
-    return build_shell(DEEP, RandomWeights(0, 1.0), torch.float64, CPU)
+    return build_without_blocks(DEEP, RandomWeights(0, 1.0), torch.float64, CPU)
 
 
-def streamed(blocks: int, shelf: Shelf | None = None) -> StreamedDecoder[DecoderBlock]:
+def streamed(blocks: int, shelf: Shelf | None = None) -> OffloadedDecoder[DecoderBlock]:
     """The deep model with room for this many blocks."""
     shelf, outer = shelf or Shelf(), shell()
-    budget = size_of(outer) + blocks * size_of(Shelf().fetch(0))
-    return StreamedDecoder(outer, BlockStore(DEEP.layers, shelf.fetch, shelf.release, budget, size_of(outer)))
+    budget = weight_bytes(outer) + blocks * weight_bytes(Shelf().fetch(0))
+    return OffloadedDecoder(outer, BlockStore(DEEP.layers, shelf.fetch, shelf.release, budget, weight_bytes(outer)))
 
 
 def whole() -> Decoder:
@@ -65,7 +65,7 @@ def whole() -> Decoder:
 
 def answers(network: Network, draft: bool) -> list[list[int]]:
     shape = LLMCadTree(6, 0.2) if draft else Chain(0)
-    method = Method(DraftModel(DecoderRunner(whole().cut(3))), shape, Match())
+    method = Method(DraftModel(DecoderRunner(whole().first_layers(3))), shape, Match())
     engine = Engine(DecoderRunner(network), method, rows=2)
     return [
         tokens_of(u) for u in run(engine, [Request(random_tokens(n, seed=n), max_new_tokens=12) for n in (3, 9, 5)])
@@ -79,8 +79,8 @@ def test_the_budget_holds_and_the_text_is_that_of_the_whole_model(blocks: int) -
     assert answers(network, draft=False) == expected
     assert answers(network, draft=True) == expected
     store = network.store
-    assert store.peak_bytes <= store.block_bytes * min(blocks, 6) + size_of(shell())
-    assert store.keeps == (6 if blocks >= 6 else blocks - 1)
+    assert store.peak_bytes <= store.block_bytes * min(blocks, 6) + weight_bytes(shell())
+    assert store.resident_blocks == (6 if blocks >= 6 else blocks - 1)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 6])
@@ -92,14 +92,14 @@ def test_passing_blocks_are_let_go(blocks: int) -> None:
     gc.collect()
     assert shelf.most <= blocks
     assert shelf.held == (6 if blocks == 6 else blocks - 1)
-    assert network.store.resident_bytes == size_of(shell()) + shelf.held * network.store.block_bytes
+    assert network.store.resident_bytes == weight_bytes(shell()) + shelf.held * network.store.block_bytes
 
 
 def test_fewer_passes_fetch_fewer_blocks() -> None:
     plain, fast = streamed(1), streamed(1)
     answers(plain, draft=False)
     answers(fast, draft=True)
-    assert fast.store.fetched < plain.store.fetched
+    assert fast.store.fetch_count < plain.store.fetch_count
 
 
 def test_taps_are_those_of_the_whole_model() -> None:
@@ -112,12 +112,15 @@ def test_taps_are_those_of_the_whole_model() -> None:
 
 def test_cut_and_skipping_use_the_same_store() -> None:
     network, text = streamed(2), random_tokens(7)
-    skip = Skip(frozenset({1}), frozenset({2, 3}))
-    for mine, theirs in ((network.cut(2), whole().cut(2)), (network.skipping(skip), whole().skipping(skip))):
+    skip = SkipSet(frozenset({1}), frozenset({2, 3}))
+    for mine, theirs in (
+        (network.first_layers(2), whole().first_layers(2)),
+        (network.without_sublayers(skip), whole().without_sublayers(skip)),
+    ):
         assert (all_logits(mine, text) == all_logits(theirs, text)).all()
         assert mine.store is network.store
     with pytest.raises(ValueError, match="cannot cut after 7"):
-        network.cut(7)
+        network.first_layers(7)
 
 
 def test_a_budget_without_room_for_one_block_is_refused() -> None:
@@ -128,6 +131,6 @@ def test_a_budget_without_room_for_one_block_is_refused() -> None:
 def test_safetensors_can_be_released_and_read_again(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
     weights = SafetensorsWeights(tmp_path)
-    before = weights.need("model.norm.weight", 4).clone()
-    weights.release()
-    assert torch.equal(weights.need("model.norm.weight", 4), before)
+    before = weights.require("model.norm.weight", 4).clone()
+    weights.release_pages()
+    assert torch.equal(weights.require("model.norm.weight", 4), before)

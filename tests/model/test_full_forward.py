@@ -31,7 +31,7 @@ FAMILIES = [TINY, replace(TINY, architecture="qwen3", qk_norm=True), SLIDING, GE
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
     out = full_forward(decoder, x).flatten(0, 1)
-    logits: torch.Tensor = decoder.logits(decoder.final(out))
+    logits: torch.Tensor = decoder.logits(decoder.final_norm(out))
     return logits.view(*tokens.shape, -1)
 
 
