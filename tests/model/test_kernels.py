@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from foretell.model.kernels import (
     topk_softmax,
     unavailable_reason,
 )
+from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
@@ -31,22 +32,6 @@ from foretell.model.layout import Layout
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2}
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-@dataclass(frozen=True)
-class Block:
-    attention_norm: Tensor
-    qkv: Tensor
-    output: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    output_bias: Tensor | None = None
-    post_attention_norm: Tensor | None = None
-    post_mlp_norm: Tensor | None = None
 
 
 SMALL = ModelConfig("llama", vocab=50, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, context=256)
@@ -70,7 +55,7 @@ SHAPES = {
 every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 
 
-def blocks_of(config: ModelConfig) -> list[Block]:
+def blocks_of(config: ModelConfig) -> list[BlockWeights]:
     random = torch.Generator().manual_seed(0)
 
     def matrix(outputs: int, inputs: int) -> Tensor:
@@ -86,7 +71,7 @@ def blocks_of(config: ModelConfig) -> list[Block]:
 
     heads, width = config.heads + 2 * config.kv_heads, config.heads * config.head_dim
     return [
-        Block(
+        BlockWeights(
             attention_norm=norm(config.hidden),
             qkv=matrix(heads * config.head_dim, config.hidden),
             qkv_bias=vector(heads * config.head_dim, config.qkv_bias, around=0),
@@ -159,7 +144,7 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
+def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
     """A causal pass over a whole text in float32, written as the papers write it."""
     count, half = len(x), config.head_dim // 2
     cos, sin = (table[:count, None] for table in tables(config))
@@ -173,7 +158,7 @@ def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Seq
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def attention(x: Tensor, block: Block, window: int) -> Tensor:
+    def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
         heads = F.linear(x, block.qkv, block.qkv_bias).view(count, -1, config.head_dim)
         q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
         q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
@@ -187,7 +172,7 @@ def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Seq
         mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
         return norm(F.linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
 
-    def feed_forward(x: Tensor, block: Block) -> Tensor:
+    def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
         gate, up = F.linear(x, block.gate_up).chunk(2, -1)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
         return norm(F.linear(gate * up, block.down), block.post_mlp_norm)

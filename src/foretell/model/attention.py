@@ -57,7 +57,7 @@ def padded_attention(
     scale: float,
     softcap: float,
 ) -> Float[torch.Tensor, "t hd"]:
-    """Grouped-query softmax attention; the query heads of a group become further queries, so that keys are read once."""
+    """Grouped-query softmax attention; the heads of a group become further queries, so that keys are read once."""
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
     k, v = (part[layer].index_select(0, padded.cache_rows)[:, :, :s] for part in (cache.k, cache.v))

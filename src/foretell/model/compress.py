@@ -53,8 +53,8 @@ def fake_quantize_weight(
 
 
 def magnitude_prune(decoder: Decoder, sparsity: float) -> Decoder:
-    """A copy with the smallest weights of every output set to zero, the share `sparsity` of them (magnitude pruning, Han
-    et al., arXiv 1506.02626).
+    """A copy in which the share `sparsity` of smallest weights of every output is zero (magnitude pruning, Han et al.,
+    arXiv 1506.02626).
 
     Storage stays dense, so this shows the acceptance that sparsity costs; a gain in speed needs sparse kernels.
 

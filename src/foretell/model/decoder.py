@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module, ABC):
         return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
-        """Add the feed-forward network to the residual stream; also the number of distinct experts it read (0: dense)."""
+        """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
         p, expert_count = self.layer_modules, 0
         part: torch.Tensor = p.mlp_norm(x)
         if isinstance(p.mlp, ExpertFeedForward):
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
         cache: KVCache,
         blocks: BlockRange,
     ) -> BlockOutput:
-        """Run a range of blocks on device tensors whose shapes depend on the padded layout alone, as CUDA graphs need."""
+        """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
         return run_blocks(x, blocks, self.block, self._block_forward(padded, cache))
 
     def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[DecoderBlock]:

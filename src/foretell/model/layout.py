@@ -108,7 +108,7 @@ class PaddedLayout:
     def from_layout(
         layout: Layout, device: torch.device, token_index: Int[torch.Tensor, "b n"] | None = None, slots: int = 0
     ) -> "PaddedLayout":
-        """Pad a layout. `token_index` gives the rectangle (None: the smallest), `slots` the least width of the masks."""
+        """Pad a layout to the rectangle `token_index` (None: the smallest); `slots`: least width of the masks."""
         index = pad_to_rectangle(layout) if token_index is None else token_index
         slots = max(slots, int(layout.visible_prefix.max()), int(layout.slot.max()) + 1)
         mask = torch.arange(slots) < layout.visible_prefix[:, None]
@@ -142,8 +142,8 @@ class PaddedLayout:
 
 
 def pad_to_rectangle(layout: Layout, b: int = 0, n: int = 0) -> Int[torch.Tensor, "b n"]:
-    """Token indices by row, padded to at least `b` rows of `n`: short rows repeat their last token, missing rows the last
-    row.
+    """Token indices by row, padded to at least `b` rows of `n`: short rows repeat their last token, missing rows the
+    last row.
     """
     count = torch.unique_consecutive(layout.row, return_counts=True)[1]
     first = count.cumsum(0) - count

@@ -31,7 +31,8 @@ class ExpertFeedForward(nn.Module):
         self.router = router
         self.gate_up = nn.ModuleList(Linear(weight) for weight in gate_up)
         self.down = nn.ModuleList(Linear(weight) for weight in down)
-        self.shared_gate_up, self.shared_down, self.shared_gate = shared or (None, None, None)
+        modules: tuple[Linear | None, Linear | None, Linear | None] = shared or (None, None, None)
+        self.shared_gate_up, self.shared_down, self.shared_gate = modules
 
     def route(self, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
         """Weights and indices of the experts of each token."""

@@ -1,4 +1,4 @@
-"""A network that scores only some tokens, seen as one that knows them all."""
+"""A network with a reduced output vocabulary, behind the interface of one with the whole vocabulary."""
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +13,7 @@ from foretell.model.runner import DynamicTreeNetwork, Network
 
 
 class ReducedVocabulary:
-    """Implements `Network` over one whose head has a row per entry of `token_of`: every other token scores minus
-    infinity.
+    """Implements `Network` over one whose head has a row per entry of `token_of`; all other tokens get logit -infinity.
 
     Embedding, blocks and `config.vocab` are those of the whole vocabulary.
     """
@@ -25,12 +24,12 @@ class ReducedVocabulary:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._network.device
 
     @property
     def backend(self) -> Backend:
-        """What computes its passes."""
+        """What computes the passes."""
         return self._network.backend
 
     def new_cache(self) -> KVCache:
@@ -41,34 +40,34 @@ class ReducedVocabulary:
         """Input of the first block."""
         return self._network.embed(token)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: BlockRange) -> BlockOutput:
-        """The blocks of a span."""
-        return self._network.run(x, layout, cache, span)
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+        """Run a range of blocks."""
+        return self._network.run(x, layout, cache, blocks)
 
     def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """What the head sees."""
+        """The final norm, from the last block's output to the input of the head."""
         return self._network.final_norm(x)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Next-token scores over the whole vocabulary."""
-        scores = self._network.logits(x)
-        out = scores.new_full((len(scores), self.config.vocab), float("-inf"))
-        return out.index_copy_(1, self._token_of, scores)
+        """Next-token logits over the whole vocabulary."""
+        logits = self._network.logits(x)
+        out = logits.new_full((len(logits), self.config.vocab), float("-inf"))
+        return out.index_copy_(1, self._token_of, logits)
 
     @property
     def grows_dynamic_trees(self) -> bool:
-        """Whether the network has trees by confidence."""
+        """Whether the inner network can."""
         return isinstance(self._network, DynamicTreeNetwork) and self._network.grows_dynamic_trees
 
     def grow_dynamic_trees(self, roots: Float[torch.Tensor, "b d"], trees: DynamicTrees, cache: KVCache) -> None:
-        """The network's trees, in tokens of the whole vocabulary."""
+        """Grow trees with tokens of the whole vocabulary."""
         assert isinstance(self._network, DynamicTreeNetwork)
         self._network.grow_dynamic_trees(roots, trees, cache, self._token_of)
 
     def first_layers(self, layers: int) -> "ReducedVocabulary":
-        """The first blocks under the same head, sharing weights."""
+        """The first `layers` blocks with the same norm and head, sharing all weights."""
         return ReducedVocabulary(self._network.first_layers(layers), self._token_of)
 
     def without_sublayers(self, skip: SkipSet) -> "ReducedVocabulary":
-        """All blocks without some of their parts, sharing weights."""
+        """The network without some sub-layers, sharing all weights."""
         return ReducedVocabulary(self._network.without_sublayers(skip), self._token_of)

@@ -83,7 +83,8 @@ class NativeEagle:
         """Run tokens, int64 [t], that follow features, float32 [n, hidden]: token `i` follows feature `parent[i]`.
 
         Raises:
-            ValueError: a tensor has the wrong dtype or shape, a token or parent does not exist, or as `NativeStack.run`.
+            ValueError: a tensor has the wrong dtype or shape, or a token or parent does not exist; or as
+                `NativeStack.run`.
         """
         check_tensor(features, torch.float32, "features", len(features), self._stack.config.hidden)
         check_tensor(parent, torch.int64, "parent", len(token))
@@ -104,8 +105,8 @@ class NativeEagle:
         )
         if invalid == -2:
             raise ValueError(
-                f"tokens {token.tolist()}: one is outside the vocabulary of {self._input.embedding.vocab}, or follows a feature that "
-                f"does not exist"
+                f"{token.tolist()} is not among {self._input.embedding.vocab} tokens, or follows what is not among the "
+                "features"
             )
         stack.check_result(invalid, layout, structs[1])
         return x

@@ -25,7 +25,7 @@ from foretell.model.rope import RopeTables
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Weights of one decoder block, matrices [out, in], in any float dtype. None: the architecture has no such tensor."""
+    """Weights of one decoder block in any float dtype; matrices are [out, in]. None: the architecture has none."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -106,7 +106,7 @@ class NativeStack:
     ) -> Tensor:
         """Run blocks first .. last - 1 on the residual stream, float32 [t, hidden]; returns the result in a new tensor.
 
-        `attention_input`: input of the attention of block `first`, [t, inputs of its qkv], in place of the normed stream.
+        `attention_input`: input of the attention of block `first`, [t, inputs of its qkv]; None: the normed stream.
 
         Raises:
             ValueError: a tensor has the wrong dtype or shape, or a token points outside the cache or the context.

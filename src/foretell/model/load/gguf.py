@@ -1,5 +1,5 @@
-"""Reads GGUF files: metadata in one quick pass (the `gguf` package's own reader takes seconds over a large vocabulary),
-tensors by `gguf.quants`.
+"""Reads GGUF files. Metadata is parsed here, since the `gguf` package's reader takes seconds for a large vocabulary;
+tensors are dequantised by `gguf.quants`.
 """
 
 import mmap
@@ -21,7 +21,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in the file and how it is stored; `shape` as torch has it, outermost first."""
+    """Location and storage type of a tensor in the file; `shape` in torch's order, outermost first."""
 
     shape: tuple[int, ...]
     ggml_type: int
@@ -30,22 +30,22 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads little-endian values one after another."""
+    """Reads consecutive little-endian values."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+        self.data, self.position = data, 0
 
     def scalar(self, code: str) -> Any:
-        value = struct.unpack_from("<" + code, self.data, self.at)[0]
-        self.at += struct.calcsize(code)
+        value = struct.unpack_from("<" + code, self.data, self.position)[0]
+        self.position += struct.calcsize(code)
         return value
 
     def string(self) -> str:
         size = self.scalar("Q")
-        if self.at + size > len(self.data):
+        if self.position + size > len(self.data):
             raise struct.error("string past the end")
-        raw = self.data[self.at : self.at + size]
-        self.at += size
+        raw = self.data[self.position : self.position + size]
+        self.position += size
         return raw.decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
@@ -54,18 +54,18 @@ class _Cursor:
         if kind == _ARRAY:
             inner, size = self.scalar("I"), self.scalar("Q")
             if inner in _SCALARS:
-                values = struct.unpack_from(f"<{size}{_SCALARS[inner]}", self.data, self.at)
-                self.at += struct.calcsize(f"<{size}{_SCALARS[inner]}")
+                values = struct.unpack_from(f"<{size}{_SCALARS[inner]}", self.data, self.position)
+                self.position += struct.calcsize(f"<{size}{_SCALARS[inner]}")
                 return list(values)
             return [self.value(inner) for _ in range(size)]
         return self.scalar(_SCALARS[kind])
 
 
 class GGUF:
-    """A GGUF file (versions 2 and 3): `meta` by key, tensors by name.
+    """A GGUF file (versions 2 and 3): metadata by key, tensors by name.
 
     Raises:
-        ValueError: not a GGUF file, truncated, or damaged.
+        ValueError: the file is not a GGUF file, truncated or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,11 +82,11 @@ class GGUF:
             self.metadata, self.tensors = self._read(cursor)
         except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
             raise ValueError(
-                f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again"
+                f"{path}: damaged GGUF file near byte {cursor.position} of {size}: {error}; download it again"
             ) from error
 
     def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
-        cursor.at = 4
+        cursor.position = 4
         version = cursor.scalar("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported")
@@ -98,7 +98,7 @@ class GGUF:
             shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
             found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
-        base = -(-cursor.at // align) * align
+        base = -(-cursor.position // align) * align
         entries = {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
         for name, e in entries.items():
             if e.offset + self._bytes(e) > len(self._data):
@@ -113,12 +113,12 @@ class GGUF:
         return int(prod(e.shape) // per_block * block_bytes)
 
     def release_pages(self) -> None:
-        """Give the pages of the file that are in memory back to the system; they are read again when needed."""
+        """Return the file's memory pages to the system; they are read again when needed."""
         if sys.platform == "linux":
             self._data.madvise(mmap.MADV_DONTNEED)
 
     def load_tensor(self, name: str) -> Float[torch.Tensor, "*shape"]:
-        """One tensor, dequantised to float32."""
+        """Load a tensor, dequantised to float32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 

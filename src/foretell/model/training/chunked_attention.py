@@ -1,5 +1,5 @@
-"""Causal attention over whole sequences for training: torch's kernel, or on the CPU, where the backward pass of that kernel
-is slow, attention over one chunk of queries at a time.
+"""Causal attention over whole sequences for training: torch's kernel, or on the CPU, where its backward pass is slow,
+attention over one chunk of queries at a time.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from foretell.model.training.chunked_attention import causal_attention
 def full_forward(
     decoder: Decoder, x: Float[torch.Tensor, "b s d"], first: int = 0, last: int | None = None
 ) -> Float[torch.Tensor, "b s d"]:
-    """Blocks `first .. last-1` (None: to the end) of a decoder over sequences from position 0; padding is at the end."""
+    """Blocks `first .. last-1` (None: to the end) of a decoder over sequences from position 0, padded at the end."""
     blocks = list(decoder.blocks)[first:last]
     return forward_blocks(blocks, decoder.config, (decoder.rope_tables, decoder.local_rope_tables), x, first)
 
@@ -28,7 +28,7 @@ def forward_blocks(
     x: Float[torch.Tensor, "b s d"],
     first: int = 0,
 ) -> Float[torch.Tensor, "b s d"]:
-    """Blocks `first, first+1, …` of a configuration; `ropes`: the rotary tables of full and of sliding-window layers."""
+    """Blocks `first, first+1, …` of a configuration; `ropes`: rotary tables of full and of sliding-window layers."""
     position, attention = torch.arange(x.shape[1], device=x.device), CausalAttention(config)
     angles = [rope_angles(rope, position) for rope in ropes]
     for i, block in enumerate(blocks, first):
