@@ -1,5 +1,6 @@
-"""What the name of a precision stands for: the same arithmetic on the kernels, in torch, and under a memory limit."""
+"""Every precision has the same arithmetic on the kernels, in torch, and under a memory limit."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -58,7 +59,7 @@ def test_an_int8_product_is_the_same_on_both_backends(outputs: int, inputs: int)
     weight, bias = torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)
     x = torch.randn(21, inputs, generator=random)
     x[:, 0] *= 50
-    # A rotated number that lies between two levels may be rounded to either.
+    # A rotated number halfway between two levels may be rounded to either.
     assert distance(Int8Linear(Linear(weight, bias))(x), NativeLinear(weight, bias, "int8")(x)) < 1e-3
 
 
@@ -110,9 +111,16 @@ def test_experts_are_quantised_and_routers_are_not() -> None:
     assert kinds["router"] is Linear and kinds["qkv"] is kinds["head"] is Int8Linear
 
 
+def test_the_kernels_are_available_where_there_is_a_compiler() -> None:
+    """Other tests skip without them, so a broken build would go unnoticed."""
+    if native.build._compiler() is None or os.environ.get("FORETELL_NATIVE") == "0":
+        pytest.skip("no compiler, or disabled")
+    assert native.available(), native.unavailable_reason()
+
+
 @either_backend
 @every_precision
-def test_an_answer_says_what_ran_and_what_that_promises(precision: Precision, kernels: bool) -> None:
+def test_an_answer_reports_its_backend_and_guarantees(precision: Precision, kernels: bool) -> None:
     run = network(precision, kernels)
     answer = Model("tiny", WIDE, letter_codec(VOCAB), run, precision, ()).generate("abc", max_new_tokens=2, raw=True)[0]
     assert answer.backend.name == ("native" if kernels else "torch")

@@ -1,4 +1,4 @@
-"""Cheaper copies of the target: what they share, what they change, and that acceptance falls with what is lost."""
+"""Quantised and pruned copies of a target: shared and changed weights, and acceptance that falls with precision."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def blocks(decoder: Decoder) -> list[DecoderBlock]:
 
 
 def acceptance(method: str, values: dict[str, object]) -> float:
-    """Share of drafts that stand, over greedy answers to five prompts."""
+    """Share of drafted tokens that are accepted, over greedy answers to five prompts."""
     target = tiny_decoder(DEEP)
     chain = {"num_speculative_tokens": 1, "confidence_threshold": 0.0}
     engine = Engine(
@@ -118,6 +118,6 @@ def test_influence_finds_the_block_that_does_nothing() -> None:
     assert not found.least_influential_blocks(0).attention
 
 
-def test_influence_needs_a_text() -> None:
+def test_influence_needs_two_tokens() -> None:
     with pytest.raises(ValueError, match="at least 2 tokens, found 1"):
         measure_influence(tiny_decoder(DEEP), [3])

@@ -1,6 +1,4 @@
-"""Configurations: what transformers takes for what a file leaves out, GGUF metadata as llama.cpp reads it, and hostile
-values.
-"""
+"""Configurations: defaults of transformers for missing keys, GGUF metadata as llama.cpp reads it, invalid values."""
 
 import json
 import math

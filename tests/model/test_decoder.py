@@ -1,4 +1,4 @@
-"""The decoder against transformers: the same logits from the same checkpoint, for chains in chunks and for trees."""
+"""The decoder against transformers: equal logits from the same checkpoint, for chains in chunks and for trees."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The CPU kernels against plain torch, and the promise that a token's result does not depend on its company."""
+"""The CPU kernels against plain torch, and their batch invariance."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -102,31 +102,31 @@ def stack_of(config: ModelConfig, precision: Precision) -> NativeStack:
 def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> KVCache:
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, torch.device("cpu"))
-    # Slots nobody wrote hold what may lie in memory: a kernel that reads them shows it.
+    # NaN in slots that were not written: a kernel that reads them returns NaN.
     cache.k = torch.full((config.layers, rows, config.kv_heads, slots, config.head_dim), torch.nan, dtype=dtype)
     cache.v = cache.k.clone()
     return cache
 
 
 def layout(parents: Sequence[int], length: int, row: int = 0, slots: Sequence[int] | None = None) -> Layout:
-    """A tree whose roots follow `length` committed tokens; slots that continue the text join the prefix."""
+    """A tree whose roots follow `length` committed tokens; slots that continue the sequence extend the prefix."""
     slot = list(range(length, length + len(parents)) if slots is None else slots)
     depth: list[int] = []
     prefix: list[int] = []
     extra: list[list[int]] = []
     for node, parent in enumerate(parents):
-        above, seen = (prefix[parent], extra[parent]) if parent >= 0 else (length, [])
-        straight = not seen and slot[node] == above
+        parent_prefix, parent_extra = (prefix[parent], extra[parent]) if parent >= 0 else (length, [])
+        contiguous = not parent_extra and slot[node] == parent_prefix
         depth.append(0 if parent < 0 else depth[parent] + 1)
-        prefix.append(above + straight)
-        extra.append(seen if straight else [*seen, slot[node]])
-    most = max(map(len, extra))
+        prefix.append(parent_prefix + contiguous)
+        extra.append(parent_extra if contiguous else [*parent_extra, slot[node]])
+    width = max(map(len, extra))
     columns = (
         [row] * len(parents),
         slot,
         [length + d for d in depth],
         prefix,
-        [e + [-1] * (most - len(e)) for e in extra],
+        [e + [-1] * (width - len(e)) for e in extra],
     )
     return Layout(*(torch.tensor(column, dtype=torch.int32) for column in columns))
 
@@ -135,8 +135,8 @@ def chain(count: int, length: int, row: int = 0) -> Layout:
     return layout(range(-1, count - 1), length, row)
 
 
-def joined(parts: Sequence[Layout]) -> Layout:
-    names = ("row", "slot", "position", "prefix", "extra")
+def concatenate(parts: Sequence[Layout]) -> Layout:
+    names = [field.name for field in fields(Layout)]
     return Layout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
@@ -145,7 +145,7 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
 
 
 def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
-    """A causal pass over a whole text in float32, written as the papers write it."""
+    """A causal forward pass over a whole sequence in float32, as in the papers."""
     count, half = len(x), config.head_dim // 2
     cos, sin = (table[:count, None] for table in tables(config))
 
@@ -232,11 +232,11 @@ def test_tree_paths_agree_with_chains_bit_for_bit(config: ModelConfig, precision
 @every_precision
 def test_rows_of_a_batch_agree_with_rows_alone_bit_for_bit(precision: Precision) -> None:
     stack, lengths = stack_of(NINE, precision), [3, 30, 17, 1, 48]
-    texts = [tokens(n, NINE, seed=n) for n in lengths]
-    batch = joined([chain(n, 0, row) for row, n in enumerate(lengths)])
-    found = stack(torch.cat(texts), batch, cache_of(NINE, precision, rows=5), 0, 2)
-    for text, part in zip(texts, torch.split(found, lengths), strict=True):
-        assert torch.equal(stack(text, chain(len(text), 0), cache_of(NINE, precision, slots=50), 0, 2), part)
+    sequences = [tokens(n, NINE, seed=n) for n in lengths]
+    batch = concatenate([chain(n, 0, row) for row, n in enumerate(lengths)])
+    found = stack(torch.cat(sequences), batch, cache_of(NINE, precision, rows=5), 0, 2)
+    for sequence, part in zip(sequences, torch.split(found, lengths), strict=True):
+        assert torch.equal(stack(sequence, chain(len(sequence), 0), cache_of(NINE, precision, slots=50), 0, 2), part)
 
 
 @every_precision
@@ -265,7 +265,7 @@ def test_a_range_of_blocks_is_a_part_of_the_pass(precision: Precision) -> None:
 
 @every_precision
 @pytest.mark.parametrize("count", [1, 9, 40])
-def test_taps_are_the_streams_between_blocks(count: int, precision: Precision) -> None:
+def test_hidden_layers_are_the_streams_between_blocks(count: int, precision: Precision) -> None:
     stack, x, where = stack_of(SMALL, precision), tokens(count, SMALL), chain(count, 0)
     first, second, last = stack.run(x, where, cache_of(SMALL, precision), 0, 2, (0, 1))
     middle, end = stack.run(x, where, cache_of(SMALL, precision), 0, 2, (1,))
@@ -278,7 +278,7 @@ def test_taps_are_the_streams_between_blocks(count: int, precision: Precision) -
             stack.run(x, where, cache, 0, 2, wrong)
 
 
-def test_skipped_halves_pass_the_residual_through() -> None:
+def test_skipped_sublayers_leave_the_residual_unchanged() -> None:
     stack, x = stack_of(SMALL, "float32"), tokens(9, SMALL)
     found = stack.without_sublayers([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
     assert error(found, reference(SMALL, blocks_of(SMALL), x, ["attention 0", "mlp 1"])) < TOLERANCE["float32"]
@@ -318,7 +318,7 @@ def test_argmax_takes_the_first_of_equals() -> None:
     assert argmax(torch.full((1, 20), -torch.inf)).item() == 0
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     stack, x, cache = stack_of(SMALL, "float32"), tokens(3, SMALL), cache_of(SMALL, "float32")
     good = chain(3, 0)
     for bad in (
@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_refused() -> None:
         stack(x, good, cache, 0, 3)
 
 
-def test_supports_says_what_runs() -> None:
+def test_supported_architectures() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
     refused = (
         replace(SMALL, experts=MoEConfig(4, 2, 8)),
@@ -365,15 +365,15 @@ def test_portable_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    outcome = build.build()
-    assert outcome.library is None
-    assert "C++ compiler" in outcome.reason
+    result = build.build()
+    assert result.library is None
+    assert "C++ compiler" in result.reason
 
 
 def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = build.build(["-DBROKEN", "-include", "no/such/header.h"])
-    assert outcome.library is None
-    assert "no/such/header.h" in outcome.reason
+    result = build.build(["-DBROKEN", "-include", "no/such/header.h"])
+    assert result.library is None
+    assert "no/such/header.h" in result.reason
 
 
 def test_the_library_has_the_interface_that_python_declares() -> None:
@@ -384,10 +384,10 @@ def test_the_library_has_the_interface_that_python_declares() -> None:
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that says of its interface what stands in a file, in place of the kernels and in a cache of its own."""
+    """A library whose interface text is given by a source file, in place of the kernels, with its own cache."""
     source = tmp_path / "small.cpp"
     monkeypatch.setattr(build, "SOURCE", source)
-    monkeypatch.setattr(structures, "declare", lambda library: library)
+    monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
     return source
@@ -403,16 +403,16 @@ def test_a_library_with_another_interface_is_refused(small_library: Path) -> Non
 
 def test_a_stale_or_damaged_library_in_the_cache_is_built_again(small_library: Path) -> None:
     assert build.build().library is not None
-    (kept,) = small_library.parent.glob("foretell/*.so")
-    good = kept.read_bytes()
+    (cached,) = small_library.parent.glob("foretell/*.so")
+    good = cached.read_bytes()
     for bad in (b"", b"no library at all", good.replace(b"Weight 24", b"Weight 32")):
-        kept.unlink()
-        kept.write_bytes(bad)
+        cached.unlink()
+        cached.write_bytes(bad)
         assert build.build().library is not None
-        assert structures.interface().encode() in kept.read_bytes()
+        assert structures.interface().encode() in cached.read_bytes()
 
 
-def test_the_environment_switches_the_kernels_off_for_as_long_as_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_disables_the_kernels_while_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETELL_NATIVE", "0")
     assert not build.available() and "FORETELL_NATIVE=0" in build.unavailable_reason()
     monkeypatch.delenv("FORETELL_NATIVE")
@@ -429,23 +429,23 @@ def test_topk_is_sorted_and_prefers_low_indices(width: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "k"), [(5, 3), (16, 16), (1000, 8), (49153, 8)])
-def test_likeliest_are_the_best_of_the_softmax(width: int, k: int) -> None:
+def test_topk_softmax_is_the_topk_of_the_softmax(width: int, k: int) -> None:
     x = 3 * torch.randn(3, width, generator=torch.Generator().manual_seed(1))
     x[1, 2] = -torch.inf
-    chances, indices = topk_softmax(x, k)
+    probabilities, indices = topk_softmax(x, k)
     expected = torch.softmax(x.double(), -1).topk(k)
     assert torch.equal(indices, expected.indices)
-    torch.testing.assert_close(chances.double(), expected.values, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
 
 
 @every_precision
 @pytest.mark.parametrize("tokens", [0, 1, 5, 20])
-def test_a_linear_layer_says_which_outputs_are_likeliest(precision: Precision, tokens: int) -> None:
+def test_topk_softmax_of_a_linear_layer(precision: Precision, tokens: int) -> None:
     torch.manual_seed(2)
     layer, x = NativeLinear(torch.randn(77, 64), torch.randn(77), precision), torch.randn(tokens, 64)
-    chances, indices = layer.topk_softmax(x, 6)
+    probabilities, indices = layer.topk_softmax(x, 6)
     expected = topk_softmax(layer(x), 6)
     assert torch.equal(indices, expected[1])
-    assert torch.equal(chances, expected[0])
+    assert torch.equal(probabilities, expected[0])
     with pytest.raises(ValueError, match="best 78 of 77"):
         layer.topk_softmax(x, 78)

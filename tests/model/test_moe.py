@@ -1,4 +1,4 @@
-"""Mixture-of-experts targets: dropless passes, and how many experts a pass reads."""
+"""Mixture-of-experts targets: dropless passes, and the number of experts that a pass reads."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def decoded(method: AnyMethod) -> Completion:
 def test_distinct_experts_follow_the_formula_for_random_routing(count: int, active: int) -> None:
     layer = mixture(count, active)
     noise = torch.Generator().manual_seed(1)
-    # Routers without a taste: every token has scores of its own.
+    # An unbiased router: every token has random scores.
     layer.router.weight.data = torch.eye(count, 16 if count <= 16 else count)
     width = layer.router.weight.shape[1]
     for tokens in (1, 2, 4, 8, 16):

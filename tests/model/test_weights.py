@@ -1,5 +1,5 @@
-"""Reading checkpoints: GGUF files of several precisions against transformers, and one sentence for whatever is damaged
-or refused.
+"""Loading checkpoints: GGUF files of several precisions against transformers, and one sentence for damaged or refused
+files.
 """
 
 import json
@@ -220,7 +220,7 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
         ("smollm", "did you mean 'smollm2-135m'"),
     ],
 )
-def test_a_model_that_is_not_there_is_said_to_be_missing(reference: str, said: str) -> None:
+def test_a_missing_model_is_reported(reference: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         resolve(reference)
 

@@ -485,12 +485,9 @@ def _gguf_eos(read: Fields) -> tuple[int, ...]:
     tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
         return eos
-    pairs = zip(tokens, types, strict=False)
-    return tuple(
-        dict.fromkeys(
-            (*eos, *(i for i, (t, k) in enumerate(pairs) if k == _CONTROL_TOKEN and t in _END_OF_TURN_TOKENS))
-        )
-    )
+    pairs = enumerate(zip(tokens, types, strict=False))
+    end_of_turn = (i for i, (t, kind) in pairs if kind == _CONTROL_TOKEN and t in _END_OF_TURN_TOKENS)
+    return tuple(dict.fromkeys((*eos, *end_of_turn)))
 
 
 def _gguf_rope(read: Fields, context: int, divisors: Sequence[float]) -> RopeConfig:

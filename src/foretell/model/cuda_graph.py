@@ -100,7 +100,9 @@ class GraphedDecoder:
         used = int(max(layout.visible_prefix.max(), layout.slot.max() + 1))
         slots = min(-(-used // _SLOT_STEP) * _SLOT_STEP, cache.k.shape[3])
         padded = PaddedLayout.from_layout(flat_layout, x.device, torch.arange(index.numel()).view(index.shape), slots)
-        shape = _Shape(index.shape[0], index.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), blocks.hidden_layers)
+        shape = _Shape(
+            index.shape[0], index.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), blocks.hidden_layers
+        )
         flat = x[index.flatten().to(x.device)]
         static = self._passes.get(shape)
         if static is None:
