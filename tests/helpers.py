@@ -28,7 +28,8 @@ from foretell.engine.engine import Engine, Request, Update
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS

@@ -11,8 +11,9 @@ from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDraft
 from foretell.engine.engine import Request
 from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 

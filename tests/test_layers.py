@@ -36,6 +36,7 @@ ORDER = [
         "model.cuda_graph",
         "model.kernels.decoder",
         "model.load.weights",
+        "model.network",
         "model.offload",
         "model.runner",
         "model.training",

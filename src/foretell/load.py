@@ -32,8 +32,8 @@ from foretell.model.load.weights import (
     build_without_blocks,
     gguf_config,
 )
+from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
-from foretell.model.runner import Network
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
 from foretell.tokenizer.codec import from_gguf as codec_from_gguf

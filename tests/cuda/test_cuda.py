@@ -24,7 +24,8 @@ from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import Decoder
 from foretell.model.linear import quantize_int8
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,

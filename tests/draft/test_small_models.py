@@ -18,8 +18,9 @@ from foretell.engine.method import Method
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
+from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree
 from foretell.shape.base import Shape
 from foretell.testing import TINY, tiny_decoder

@@ -13,8 +13,9 @@ from foretell.model.decoder import SkipSet
 from foretell.model.kernels import NativeLinear, Precision
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
+from foretell.model.network import Network
 from foretell.model.offload import OffloadedDecoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights, letter_codec, tiny_mixture
 from helpers import VOCAB, chain_tree, random_tokens
 

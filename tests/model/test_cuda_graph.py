@@ -9,7 +9,8 @@ from foretell.draft import TokenRecycling
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.model.cuda_graph import GraphedDecoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY, tiny_decoder
 from helpers import chain_tree

@@ -15,8 +15,9 @@ from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.model.decoder import Decoder, DecoderBlock, SkipSet
 from foretell.model.load.weights import SafetensorsWeights, build_block, build_without_blocks
+from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, LLMCadTree
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, all_logits, chain_tree, random_tokens, run, tokens_of

@@ -15,7 +15,8 @@ from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import TargetCard

@@ -16,7 +16,8 @@ from foretell.engine.engine import Engine, Request
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.heads import HeadsNetwork

@@ -17,7 +17,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize_int8
 from foretell.model.load.weights import Weights, build_decoder
-from foretell.model.runner import Network
+from foretell.model.network import Network
 from foretell.roofline.describe import find
 from foretell.testing import hash_name
 from foretell.tokenizer.codec import TextCodec

@@ -16,7 +16,8 @@ from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetri
 from foretell.model.compress import DecoderTransform
 from foretell.model.decoder import Decoder
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import (
     AdaptiveChain,
     Chain,

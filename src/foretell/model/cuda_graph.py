@@ -6,11 +6,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.backend import Backend
-from foretell.model.config import ModelConfig
 from foretell.model.decoder import BlockOutput, BlockRange, Decoder, SkipSet
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout, find_padded_index, pad_to_rectangle
+from foretell.model.network import NetworkWrapper
 
 _MAX_TOKENS = 64
 """Larger passes are not bound by kernel launches, so they are not captured."""
@@ -38,7 +37,7 @@ class _Pass:
     graph: torch.cuda.CUDAGraph | None
 
 
-class GraphedDecoder:
+class GraphedDecoder(NetworkWrapper):
     """Implements `Network` by a torch decoder whose small passes are CUDA graphs: one launch instead of some hundred.
 
     Rows and queries are padded to powers of two and slots to multiples of 256, so that few graphs serve all steps; each
@@ -47,40 +46,14 @@ class GraphedDecoder:
     """
 
     def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
         self._decoder = decoder
-        self.config: ModelConfig = decoder.config
         self._passes: dict[_Shape, _Pass] = {}
 
     @property
     def decoder(self) -> Decoder:
         """The decoder whose passes are captured."""
         return self._decoder
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self._decoder.device
-
-    @property
-    def backend(self) -> Backend:
-        """The decoder's."""
-        return self._decoder.backend
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for this network."""
-        return self._decoder.new_cache()
-
-    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block."""
-        return self._decoder.embed(token)
-
-    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """The final norm, from the last block's output to the input of the head."""
-        return self._decoder.final_norm(x)
-
-    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Next-token logits."""
-        return self._decoder.logits(x)
 
     def first_layers(self, layers: int) -> "GraphedDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""

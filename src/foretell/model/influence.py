@@ -10,7 +10,7 @@ from jaxtyping import Float
 from foretell.core.tree import root_tree
 from foretell.model.decoder import BlockRange, SkipSet
 from foretell.model.layout import Layout
-from foretell.model.runner import Network
+from foretell.model.network import Network
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import nn
 
-from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import BlockForward, BlockOutput, BlockRange, SkipSet, run_blocks
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
+from foretell.model.network import NetworkWrapper, OuterNetwork
 
 B = TypeVar("B")
 
@@ -71,39 +71,17 @@ def weight_bytes(part: Any) -> int:
     return sum(tensors.values())
 
 
-class BlocklessNetwork(Protocol[B]):
-    """A network without its blocks: embedding, norm, head, and the forward pass of a block given as an argument."""
-
-    config: ModelConfig
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-
-    @property
-    def backend(self) -> Backend:
-        """What computes the passes."""
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for all blocks."""
-
-    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block."""
+class BlocklessNetwork(OuterNetwork, Protocol[B]):
+    """A network without its blocks, and the forward pass of a block given as an argument."""
 
     def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[B]:
         """The forward pass of a block over this layout and cache."""
-
-    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """The final norm, from the last block's output to the input of the head."""
-
-    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Next-token logits."""
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "BlocklessNetwork[B]":
         """The same embedding, norm and head for another configuration of the blocks."""
 
 
-class OffloadedDecoder(Generic[B]):
+class OffloadedDecoder(NetworkWrapper, Generic[B]):
     """Implements `Network` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
 
     A pass takes as long as reading most of the weights, so speed depends on tokens per pass. Results are bit for bit
@@ -111,38 +89,12 @@ class OffloadedDecoder(Generic[B]):
     """
 
     def __init__(self, outer: BlocklessNetwork[B], store: BlockStore[B]) -> None:
+        super().__init__(outer)
         self._outer, self.store = outer, store
-        self.config: ModelConfig = outer.config
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self._outer.device
-
-    @property
-    def backend(self) -> Backend:
-        """What computes the passes."""
-        return self._outer.backend
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for this network."""
-        return self._outer.new_cache()
-
-    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block."""
-        return self._outer.embed(token)
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; blocks that are not resident are in memory one at a time."""
         return run_blocks(x, blocks, self.store.get, self._outer.block_forward(layout, cache))
-
-    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """The final norm, from the last block's output to the input of the head."""
-        return self._outer.final_norm(x)
-
-    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Next-token logits."""
-        return self._outer.logits(x)
 
     def first_layers(self, layers: int) -> "OffloadedDecoder[B]":
         """The first `layers` blocks with the same norm and head, from the same store."""

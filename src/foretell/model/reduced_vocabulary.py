@@ -3,50 +3,26 @@
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.backend import Backend
-from foretell.model.config import ModelConfig
 from foretell.model.decoder import BlockOutput, BlockRange, SkipSet
 from foretell.model.kernels import DynamicTrees
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
-from foretell.model.runner import DynamicTreeNetwork, Network
+from foretell.model.network import DynamicTreeNetwork, Network, NetworkWrapper
 
 
-class ReducedVocabulary:
+class ReducedVocabulary(NetworkWrapper):
     """Implements `Network` over one whose head has a row per entry of `token_of`; all other tokens get logit -infinity.
 
     Embedding, blocks and `config.vocab` are those of the whole vocabulary.
     """
 
     def __init__(self, network: Network, token_of: Int[torch.Tensor, " w"]) -> None:
+        super().__init__(network)
         self._network, self._token_of = network, token_of.to(network.device)
-        self.config: ModelConfig = network.config
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self._network.device
-
-    @property
-    def backend(self) -> Backend:
-        """What computes the passes."""
-        return self._network.backend
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for this network."""
-        return self._network.new_cache()
-
-    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block."""
-        return self._network.embed(token)
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
         return self._network.run(x, layout, cache, blocks)
-
-    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """The final norm, from the last block's output to the input of the head."""
-        return self._network.final_norm(x)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits over the whole vocabulary."""

@@ -18,7 +18,8 @@ from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.decoder import SkipSet
 from foretell.model.influence import measure_influence
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_weight_share
 from foretell.shape import Chain, RootOnly
 

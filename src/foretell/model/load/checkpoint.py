@@ -12,7 +12,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.weights import Weights, build_block, build_decoder, build_without_blocks
-from foretell.model.runner import Network
+from foretell.model.network import Network
 
 
 def embedding_and_head_of(decoder: Decoder) -> EmbeddingAndHead:

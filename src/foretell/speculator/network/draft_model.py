@@ -19,9 +19,10 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.linear import Linear
 from foretell.model.load.weights import Weights, build_block
+from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
 from foretell.model.rope import rope_tables
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
