@@ -28,7 +28,7 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
         found.append(build_decoder(config, weights, dtype, device))
         return found[-1]
 
-    monkeypatch.setattr(source, "build", counted)
+    monkeypatch.setattr(source, "build_decoder", counted)
     return found
 
 
