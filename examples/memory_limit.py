@@ -20,7 +20,7 @@ from foretell.accept import Match
 from foretell.api import Model
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.offload import StreamedDecoder
+from foretell.model.offload import OffloadedDecoder
 from foretell.model.runner import DecoderRunner
 from foretell.shape import LLMCadTree
 
@@ -48,8 +48,8 @@ def method_of(way: str, model: Model, draft: str | None) -> AnyMethod:
         return model.method("suffix")
     if draft is not None:
         return model.method("llmcad", drafts=[load(draft)])
-    assert isinstance(model.network, StreamedDecoder)
-    inner = model.network.cut(max(1, model.network.store.keeps))
+    assert isinstance(model.network, OffloadedDecoder)
+    inner = model.network.first_layers(max(1, model.network.store.resident_blocks))
     return Method(DraftModel(DecoderRunner(inner)), LLMCadTree(8), Match())
 
 
@@ -60,15 +60,15 @@ def measure(way: str, name: str, draft: str | None, limit: int, tokens: int) -> 
     method = method_of(way, model, draft)
     gc.collect()
     forget_peak()
-    store = model.network.store if isinstance(model.network, StreamedDecoder) else None
-    fetched = store.fetched if store else 0
+    store = model.network.store if isinstance(model.network, OffloadedDecoder) else None
+    fetched = store.fetch_count if store else 0
     start = time.perf_counter()
     answer = model.generate(TEXT, method, max_new_tokens=tokens, raw=True)[0]
     seconds = time.perf_counter() - start
     return {
         "peak_mb": resident_mb(peak=True) - before,
         "tokens_per_pass": answer.statistics.tokens_per_pass,
-        "blocks_per_token": ((store.fetched if store else 0) - fetched) / len(answer.tokens),
+        "blocks_per_token": ((store.fetch_count if store else 0) - fetched) / len(answer.tokens),
         "seconds": seconds,
         "text": answer.text,
     }

@@ -97,7 +97,7 @@ def _tensors(vocab: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
                 "post_attention_layernorm": (HIDDEN,),
             }.items()
         }
-    return {name: weights.need(name, *shape).contiguous() for name, shape in shapes.items()}
+    return {name: weights.require(name, *shape).contiguous() for name, shape in shapes.items()}
 
 
 def _tokenizer(vocab: int) -> Tokenizer:

@@ -26,7 +26,8 @@ from foretell.engine.engine import Engine, Request, Update
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
@@ -135,7 +136,7 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
 
 def _of_catalogue(entry: Entry) -> Variant:
     def make(vocab: int) -> AnyMethod:
-        drafts = DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).cut(1))
+        drafts = DecoderRunner(sibling(vocab)), DecoderRunner(target(vocab).first_layers(1))
         trained = speculator(entry.speculator, vocab) if entry.speculator else None
         return of_catalogue(entry, target(vocab), drafts, trained)
 
@@ -155,7 +156,7 @@ def looking_ahead(vocab: int, groups: int) -> AnyMethod:
 
 def good_model(vocab: int) -> DraftModel:
     """A drafter that is often right: the target's first layer."""
-    return DraftModel(DecoderRunner(target(vocab).cut(1)))
+    return DraftModel(DecoderRunner(target(vocab).first_layers(1)))
 
 
 def trained_model(vocab: int) -> Predictor:

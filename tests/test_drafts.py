@@ -9,10 +9,11 @@ from foretell.catalogue import BuildContext, build, speculators
 from foretell.catalogue.speculators import draft_models, draft_predictor, find_draft_models
 from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
 from foretell.engine.engine import Request
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 
@@ -52,7 +53,7 @@ def test_tolerant_blocks_draft_with_heads_or_small_models_as_named() -> None:
 
 
 class RandomCheckpoint(Checkpoint):
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         return change(self.decoder(torch.float32))
 
 

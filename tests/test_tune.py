@@ -16,9 +16,9 @@ from foretell.catalogue.config import SpeculativeConfig
 from foretell.draft import DraftModel
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
-from foretell.model.decoder import Decoder, Skip
+from foretell.model.decoder import Decoder, SkipSet
 from foretell.model.runner import DecoderRunner
-from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share, read_skip
+from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_weight_share, read_skip
 from foretell.shape import Chain
 from foretell.testing import TINY, tiny_decoder
 from foretell.tune.skip import DraftingOptions, GreedyAnswer, _count_rounds, count_passes, greedy_answers, tune_skip
@@ -26,7 +26,7 @@ from helpers import VOCAB, random_tokens
 
 pytest.importorskip("optuna")
 CONFIG = replace(TINY, vocab=VOCAB, layers=3)
-EVERYTHING = Skip(frozenset(range(3)), frozenset(range(3)))
+EVERYTHING = SkipSet(frozenset(range(3)), frozenset(range(3)))
 
 
 def model(seed: int = 0) -> Decoder:
@@ -38,9 +38,9 @@ def samples() -> list[GreedyAnswer]:
 
 
 def test_counts_are_those_of_a_real_run_where_confidence_plays_no_part() -> None:
-    skip = Skip(attention=frozenset({1}), mlp=frozenset({2}))
+    skip = SkipSet(attention=frozenset({1}), mlp=frozenset({2}))
     found = count_passes(model(), skip, samples(), DraftingOptions(3, 0.0))
-    method = Method(DraftModel(DecoderRunner(model().skipping(skip))), Chain(3, draw=False), Match())
+    method = Method(DraftModel(DecoderRunner(model().without_sublayers(skip))), Chain(3, draw=False), Match())
     engine = Engine(DecoderRunner(model()), method, rows=1)
     completions = engine.complete([Request(sample.prompt, max_new_tokens=20) for sample in samples()])
     real = [completion.statistics for completion in completions]
@@ -57,14 +57,15 @@ def test_rounds_end_with_an_unsure_token() -> None:
 
 
 def test_nothing_skipped_is_always_right_and_everything_skipped_still_decodes() -> None:
-    assert count_passes(model(), Skip(), samples(), DraftingOptions(4, 0.0)).passes == 8
+    assert count_passes(model(), SkipSet(), samples(), DraftingOptions(4, 0.0)).passes == 8
     none = count_passes(model(), EVERYTHING, samples(), DraftingOptions(4, 0.0))
     assert none.tokens == 40 and none.passes > 8
 
 
 def test_the_share_of_weights_falls_with_every_part_left_out() -> None:
     shares = [
-        kept_share(CONFIG, s) for s in (Skip(), Skip(frozenset({0})), Skip(frozenset({0}), frozenset({1})), EVERYTHING)
+        kept_weight_share(CONFIG, s)
+        for s in (SkipSet(), SkipSet(frozenset({0})), SkipSet(frozenset({0}), frozenset({1})), EVERYTHING)
     ]
     assert shares[0] == 1 and shares == sorted(shares, reverse=True) and shares[-1] > 0
 
@@ -82,9 +83,9 @@ def test_a_search_is_saved_resumed_and_deterministic(tmp_path: Path) -> None:
     assert len(SkipFile.read(tmp_path / "parts.json", "m", 3).trials) == 5
     parts = tune_skip(model(), "m", work, tmp_path / "parts.json", trials=14, on_trial=told.append)
     assert len(told) == 9 and parts.trials[:5] == whole.trials[:5]
-    assert len({t.skip for t in whole.trials[:6]}) == 6
+    assert len({t.skip_set for t in whole.trials[:6]}) == 6
     assert tune_skip(model(), "m", work, tmp_path / "again.json", trials=14) == whole
-    assert read_skip(tmp_path / "whole.json", "m", 3) == whole.best.skip
+    assert read_skip(tmp_path / "whole.json", "m", 3) == whole.best.skip_set
     assert whole.best.value == max(t.value for t in whole.trials)
 
 
@@ -97,7 +98,7 @@ def test_the_method_uses_the_file(tmp_path: Path) -> None:
     SkipFile("m", 3, "counts", "w", (SkipTrial((0, 2), (1,), 2.0), SkipTrial((), (), 1.0))).save(out)
     method = build("self_speculative", BuildContext(VOCAB, model()), SpeculativeConfig(skip_set=str(out)))
     network = method.draft.runner.network
-    assert network.skip == Skip(frozenset({0, 2}), frozenset({1}))
+    assert network.skip == SkipSet(frozenset({0, 2}), frozenset({1}))
 
 
 def test_files_of_another_model_or_search_are_refused(tmp_path: Path) -> None:

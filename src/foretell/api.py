@@ -15,7 +15,8 @@ from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
-from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator
 from foretell.tokenizer.codec import Message, TextCodec

@@ -12,28 +12,28 @@ import torch
 
 from foretell.api import Model
 from foretell.model import kernels as native
-from foretell.model.compress import Change, unchanged
-from foretell.model.config import ModelConfig, end_tokens, from_hf, in_family, quantization
+from foretell.model.compress import DecoderTransform, identity
+from foretell.model.config import ModelConfig, eos_token_ids, from_hf, is_decoder_family, quantization_method
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import DecoderBlock
-from foretell.model.graph import GraphedDecoder
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.linear import quantize
+from foretell.model.linear import quantize_int8
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.transformers import HFRunner, describe, load_hf
+from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
 from foretell.model.load.weights import (
-    UNQUANTIZED,
+    QUANTIZED_ADVICE,
     GGUFWeights,
     SafetensorsWeights,
     Weights,
-    build,
     build_block,
-    build_shell,
+    build_decoder,
+    build_without_blocks,
     gguf_config,
 )
-from foretell.model.offload import BlockStore, StreamedDecoder, size_of
-from foretell.model.runner import Network
+from foretell.model.network import Network
+from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
 from foretell.tokenizer.codec import from_gguf as codec_from_gguf
@@ -66,7 +66,7 @@ def load(
         raise unknown("dtype", dtype, get_args(Precision))
     place = checked_device(device)
     path = resolve(reference)
-    if path.is_dir() and not in_family(_configuration(path)):
+    if path.is_dir() and not is_decoder_family(_configuration(path)):
         return _foreign(reference, path, dtype, place)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     precision: Precision = dtype  # type: ignore[assignment]
@@ -102,7 +102,7 @@ class _Checkpoint(Checkpoint):
         """What the model runs in."""
         return _stored(self._precision)
 
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         """The network after a change."""
         precision: Precision = self._precision if dtype is None else dtype  # type: ignore[assignment]
         return _network(self.config, self._weights, precision, self._device, change)
@@ -171,7 +171,7 @@ def _download(reference: str) -> Path:
 def load_codec(reference: str = EMBEDDED) -> TextCodec:
     """The tokenizer of a model alone; for references and errors see `load`."""
     path = resolve(reference)
-    return codec_from_gguf(GGUF(path).meta) if path.is_file() else from_directory(path)
+    return codec_from_gguf(GGUF(path).metadata) if path.is_file() else from_directory(path)
 
 
 Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
@@ -180,7 +180,7 @@ Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 def _read_gguf(path: Path) -> Parsed:
     file = GGUF(path)
     config = gguf_config(file)
-    return config, GGUFWeights(file, config), codec_from_gguf(file.meta), config.eos
+    return config, GGUFWeights(file, config), codec_from_gguf(file.metadata), config.eos
 
 
 def _read_directory(path: Path) -> Parsed:
@@ -194,7 +194,7 @@ def _foreign(reference: str, path: Path, dtype: str, device: torch.device) -> Mo
         raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
     SafetensorsWeights(path)  # Refuses what transformers would read past: damaged shards and quantised tensors.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
-    config = describe(model)
+    config = model_config_of(model)
     return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _end_tokens(path, config))
 
 
@@ -204,16 +204,16 @@ def _configuration(path: Path) -> dict[str, Any]:
             f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file"
         )
     found = read_json(path / "config.json", "download it again")
-    kind = quantization(found)
+    kind = quantization_method(found)
     if kind is not None:
-        raise ValueError(f"{path}: a checkpoint quantised with {kind}, which is not supported; {UNQUANTIZED}")
+        raise ValueError(f"{path}: a checkpoint quantised with {kind}, which is not supported; {QUANTIZED_ADVICE}")
     return found
 
 
 def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Tokens that end an answer: the configuration's, and those of generation_config.json."""
     file = path / "generation_config.json"
-    more = end_tokens(Fields(read_json(file, "download it again"), str(file))) if file.is_file() else ()
+    more = eos_token_ids(Fields(read_json(file, "download it again"), str(file))) if file.is_file() else ()
     return tuple(sorted({*config.eos, *more}))
 
 
@@ -231,20 +231,24 @@ def checked_device(name: str) -> torch.device:
 
 
 def _network(
-    config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, change: Change = unchanged
+    config: ModelConfig,
+    weights: Weights,
+    precision: Precision,
+    device: torch.device,
+    change: DecoderTransform = identity,
 ) -> Network:
     """The fastest way this machine has to run the model, its weights changed on the way."""
-    decoder = change(build(config, weights, _stored(precision), device))
+    decoder = change(build_decoder(config, weights, _stored(precision), device))
     if _on_kernels(config, device):
         return NativeDecoder(decoder, precision)
     if precision == "int8":
-        quantize(decoder)
+        quantize_int8(decoder)
     return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
 
 
 def _streamed(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int) -> Network:
     """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_cached_graph`."""
-    shell = build_shell(config, weights, _stored(precision), device)
+    shell = build_without_blocks(config, weights, _stored(precision), device)
 
     def block_of(i: int) -> DecoderBlock:
         return build_block(config, i, weights, _stored(precision), device)
@@ -252,18 +256,24 @@ def _streamed(config: ModelConfig, weights: Weights, precision: Precision, devic
     if _on_kernels(config, device):
         packed = NativeDecoder(shell, precision)
         del shell
-        kept = BlockStore(config.layers, lambda i: packed.pack(i, block_of(i)), weights.release, limit, size_of(packed))
-        return StreamedDecoder(packed, kept)
+        kept = BlockStore(
+            config.layers,
+            lambda i: packed.pack_block(i, block_of(i)),
+            weights.release_pages,
+            limit,
+            weight_bytes(packed),
+        )
+        return OffloadedDecoder(packed, kept)
 
     def fetch(i: int) -> DecoderBlock:
         block = block_of(i)
         if precision == "int8":
-            quantize(block)
+            quantize_int8(block)
         return block
 
     if precision == "int8":
-        quantize(shell)
-    return StreamedDecoder(shell, BlockStore(config.layers, fetch, weights.release, limit, size_of(shell)))
+        quantize_int8(shell)
+    return OffloadedDecoder(shell, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(shell)))
 
 
 def _stored(precision: Precision) -> torch.dtype:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
-from foretell.model.load.weights import Weights, build
+from foretell.model.load.weights import Weights, build_decoder
 from foretell.tokenizer.codec import TextCodec
 
 TINY = ModelConfig(
@@ -24,11 +24,11 @@ class RandomWeights(Weights):
     def __init__(self, seed: int = 0, sharpness: float = 2.0) -> None:
         self._seed, self._sharpness = seed, sharpness
 
-    def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
+    def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
         """Nothing is missing, but shapes are known to `need` only."""
         return None
 
-    def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
+    def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
         """A tensor of this shape, drawn from the seed and the name."""
         generator = torch.Generator().manual_seed(hash_name(name) + self._seed)
         noise = torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -37,7 +37,7 @@ class RandomWeights(Weights):
         scale = self._sharpness if "embed" in name else shape[-1] ** -0.5
         return (noise * scale).float()
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Nothing is held."""
 
 
@@ -57,7 +57,7 @@ def tiny_decoder(
     device: str = "cpu",
 ) -> Decoder:
     """A random decoder; float64 by default, so that argmaxes do not depend on the order of additions."""
-    return build(config, RandomWeights(seed, sharpness), dtype, torch.device(device))
+    return build_decoder(config, RandomWeights(seed, sharpness), dtype, torch.device(device))
 
 
 def letter_codec(vocab: int, first: int = 0) -> TextCodec:

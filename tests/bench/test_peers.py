@@ -57,11 +57,11 @@ def test_weights_are_exported_for_llama_cpp(tmp_path: Path, precision: str, kind
     assert export(str(tmp_path / "m.gguf"), precision, tmp_path / "cache") == path
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [path.name]
     file = GGUF(path)
-    assert file.meta["general.architecture"] == "llama" and file.meta["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert file.metadata["general.architecture"] == "llama" and file.metadata["tokenizer.ggml.tokens"] == ["a", "b"]
     names = ("token_embd.weight", "blk.0.attn_q.weight", "output_norm.weight")
-    assert tuple(gguf.GGMLQuantizationType(file.tensors[n].kind).name for n in names) == (*kinds, "F32")
+    assert tuple(gguf.GGMLQuantizationType(file.tensors[n].ggml_type).name for n in names) == (*kinds, "F32")
     for name, values in tensors.items():
-        assert np.abs(file.load(name).numpy() - values).max() <= np.abs(values).max() / 7
+        assert np.abs(file.load_tensor(name).numpy() - values).max() <= np.abs(values).max() / 7
 
 
 def test_a_directory_cannot_be_exported() -> None:

@@ -21,10 +21,11 @@ from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.engine.engine import Engine, Request
 from foretell.model.config import ModelConfig, MoEConfig
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import Decoder
-from foretell.model.graph import GraphedDecoder
-from foretell.model.linear import quantize
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.linear import quantize_int8
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
@@ -139,7 +140,7 @@ def test_trees_of_any_size_have_the_logits_of_the_cpu(device: str, nodes: int) -
 def test_eight_bit_weights_have_the_logits_of_the_cpu(device: str) -> None:
     def logits(place: str) -> torch.Tensor:
         decoder = tiny_decoder(WIDE, dtype=torch.float32, device=place)
-        quantize(decoder)
+        quantize_int8(decoder)
         return logits_after(GraphedDecoder(decoder), random_tokens(PROMPT, WIDE.vocab), 13)
 
     expected = logits("cpu")
@@ -152,7 +153,7 @@ def engine_on(device: str, entry: Entry, vocab: int, rows: int) -> Engine:
     network = tiny_decoder(replace(TINY, vocab=vocab), device=device)
     draft = tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5, device=device)
     trained = speculator(entry.speculator, vocab) if entry.speculator else None
-    method = of_catalogue(entry, network, (DecoderRunner(draft), DecoderRunner(network.cut(1))), trained)
+    method = of_catalogue(entry, network, (DecoderRunner(draft), DecoderRunner(network.first_layers(1))), trained)
     return Engine(DecoderRunner(GraphedDecoder(network)), method, rows=rows, chunk=64)
 
 

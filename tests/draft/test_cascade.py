@@ -39,7 +39,7 @@ AHEAD: dict[str, Callable[[], AnyMethod]] = {
 
 def small() -> DecoderRunner:
     """A draft model: the target's first layer."""
-    return DecoderRunner(target().cut(1))
+    return DecoderRunner(target().first_layers(1))
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from foretell.draft import EagleDrafter
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.model import kernels as native
-from foretell.model.attention import Sight
-from foretell.model.cache import KVCache, Layout
+from foretell.model.attention import AttentionBackend
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import Precision
-from foretell.model.rope import rotate
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
+from foretell.model.rope import apply_rope
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network.base import TargetCard
@@ -78,7 +79,7 @@ def features_of(network: EagleNetwork, text: Sequence[int], vocab: int = VOCAB) 
     return [f[None].clone() for f in output.hidden_states]
 
 
-class Plain(Sight):
+class Plain(AttentionBackend):
     """Attention of one text without a cache, written plainly: token `i` sees the tokens that `sees[i]` lists."""
 
     def __init__(self, sees: Sequence[Sequence[int]]) -> None:
@@ -291,7 +292,7 @@ def test_pieces_of_the_layer_are_what_they_say() -> None:
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * made.weight
     torch.testing.assert_close(made(x), expected)
     turn = torch.tensor([[0.6]]), torch.tensor([[0.8]])
-    turned = rotate(torch.tensor([[1.0, 2.0]]), turn)
+    turned = apply_rope(torch.tensor([[1.0, 2.0]]), turn)
     torch.testing.assert_close(turned, torch.tensor([[1 * 0.6 - 2 * 0.8, 2 * 0.6 + 1 * 0.8]]))
 
 
@@ -394,17 +395,19 @@ def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
     kernels = network.kernels
     assert kernels is not None
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    layout = Layout(row=zero, slot=zero, position=zero, prefix=one, extra=zero[:, None][:, :0].contiguous())
+    layout = Layout(
+        row=zero, slot=zero, position=zero, visible_prefix=one, extra_slots=zero[:, None][:, :0].contiguous()
+    )
     cache = KVCache(2, 2, 16, torch.float32, torch.device("cpu"))
     cache.reserve(1, 8)
     for token, parent in ((VOCAB, 0), (-1, 0), (1, 1), (1, -1)):
         with pytest.raises(ValueError, match="is not among"):
-            kernels.follow(torch.tensor([token]), torch.zeros(1, 64), torch.tensor([parent]), layout, cache)
+            kernels.forward(torch.tensor([token]), torch.zeros(1, 64), torch.tensor([parent]), layout, cache)
     states, at = [torch.zeros(2, 64)] * 3, np.array([1])
-    kernels.read(torch.tensor([3]), states, at, layout, cache)
+    kernels.forward_from_target(torch.tensor([3]), states, at, layout, cache)
     for token, place in ((VOCAB, at), (3, at + 1), (3, at - 2)):
         with pytest.raises(ValueError, match="is not among"):
-            kernels.read(torch.tensor([token]), states, place, layout, cache)
+            kernels.forward_from_target(torch.tensor([token]), states, place, layout, cache)
     for found, place in ((states[1:], at), (states, np.array([0, 1]))):
         with pytest.raises(ValueError, match="3 states at 1 places are read"):
-            kernels.read(torch.tensor([3]), found, place, layout, cache)
+            kernels.forward_from_target(torch.tensor([3]), found, place, layout, cache)

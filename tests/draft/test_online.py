@@ -34,7 +34,7 @@ def varied_target() -> Decoder:
     """A model with a head of its own: where it is the embedding, a random model repeats itself."""
     decoder = tiny_decoder(replace(TINY, vocab=VOCAB, hidden=32, ffn=48))
     head = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return Decoder(decoder.config, decoder.embedding, decoder._each(), decoder.norm, Linear(0.6 * head))
+    return Decoder(decoder.config, decoder.embedding, decoder._block_list(), decoder.norm, Linear(0.6 * head))
 
 
 TARGET = varied_target()

@@ -23,7 +23,8 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings

@@ -18,8 +18,9 @@ from foretell.engine.method import Method
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
+from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree
 from foretell.shape.base import Shape
 from foretell.testing import TINY, tiny_decoder
@@ -61,11 +62,11 @@ class Watched(Shape[Predictor]):
 def small(precision: Precision, subset: bool, layers: int = 1) -> Network:
     """The first layers of the target, which agree with it now and then."""
     decoder = tiny_decoder(SIZES, dtype=torch.float32 if precision == "float32" else torch.bfloat16)
-    network = NativeDecoder(decoder, precision).cut(layers)
+    network = NativeDecoder(decoder, precision).first_layers(layers)
     if not subset:
         return network
     decoder.head.weight.data = decoder.head.weight[5:].clone()
-    return ReducedVocabulary(NativeDecoder(decoder, precision).cut(layers), torch.arange(5, VOCAB))
+    return ReducedVocabulary(NativeDecoder(decoder, precision).first_layers(layers), torch.arange(5, VOCAB))
 
 
 def watched(made: type[DraftModel], precision: Precision, subset: bool, shape: Shape[Any]) -> list[list[set[Path]]]:
@@ -127,7 +128,7 @@ def test_a_network_that_bounds_its_logits_grows_level_by_level() -> None:
 def test_trees_deeper_than_the_cache_and_the_positions_are_refused() -> None:
     network = NativeDecoder(tiny_decoder(replace(SIZES, context=16), dtype=torch.float32), "float32")
     runner = DecoderRunner(network)
-    trees = native.Trees(np.array([9]), (9, 1, 9), (0.0, 0.0), np.array([0]), np.array([12]))
+    trees = native.DynamicTrees(np.array([9]), (9, 1, 9), (0.0, 0.0), np.array([0]), np.array([12]))
     cache = network.new_cache()
     cache.reserve(1, 64)
     with pytest.raises(

@@ -18,7 +18,7 @@ from foretell.engine.method import Method
 from foretell.model import kernels as native
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.kernels import Precision, Trees
+from foretell.model.kernels import DynamicTrees, Precision
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, LLMCadTree
 from foretell.speculator.network.base import TargetCard
@@ -266,6 +266,8 @@ def test_the_kernels_refuse_what_is_deeper_than_the_stages_or_no_token() -> None
     assert kernels is not None
     for depth, token in ((5, 0), (4, 31), (4, -1)):
         with pytest.raises(ValueError, match="there are 4 stages and 31 tokens"):
-            kernels.beam(
-                torch.zeros(1, CONFIG.hidden), torch.tensor([token]), Trees(np.ones(1, int), (depth, 2, 4), (0.0, 0.0))
+            kernels.grow_dynamic_trees(
+                torch.zeros(1, CONFIG.hidden),
+                torch.tensor([token]),
+                DynamicTrees(np.ones(1, int), (depth, 2, 4), (0.0, 0.0)),
             )

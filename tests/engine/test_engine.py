@@ -97,7 +97,7 @@ def test_prompts_are_read_in_chunks(chunk: int) -> None:
 
 
 def test_a_draft_model_reads_its_backlog_in_chunks() -> None:
-    network = target().cut(1)
+    network = target().first_layers(1)
     method = Method(DraftModel(DecoderRunner(network), chunk=5), Chain(3), Rejection())
     request = Request(random_tokens(43), max_new_tokens=9)
     assert generate(method, [request]) == [naive(target(), request)]

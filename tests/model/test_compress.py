@@ -1,4 +1,4 @@
-"""Cheaper copies of the target: what they share, what they change, and that acceptance falls with what is lost."""
+"""Quantised and pruned copies of a target: shared and changed weights, and acceptance that falls with precision."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import torch
 
 from foretell.catalogue import BuildContext, find
 from foretell.engine.engine import Engine, Request
-from foretell.model.compress import pruned, quantized, rounded, sparse
+from foretell.model.compress import fake_quantize, fake_quantize_weight, magnitude_prune, magnitude_prune_weight
 from foretell.model.decoder import Decoder, DecoderBlock
-from foretell.model.influence import influence
+from foretell.model.influence import measure_influence
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
@@ -23,7 +23,7 @@ def blocks(decoder: Decoder) -> list[DecoderBlock]:
 
 
 def acceptance(method: str, values: dict[str, object]) -> float:
-    """Share of drafts that stand, over greedy answers to five prompts."""
+    """Share of drafted tokens that are accepted, over greedy answers to five prompts."""
     target = tiny_decoder(DEEP)
     chain = {"num_speculative_tokens": 1, "confidence_threshold": 0.0}
     engine = Engine(
@@ -38,30 +38,30 @@ def acceptance(method: str, values: dict[str, object]) -> float:
 def test_rounding_is_symmetric_per_output_and_within_half_a_step() -> None:
     weight = torch.randn(5, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for bits, group in ((8, 0), (4, 0), (4, 32), (3, 7)):
-        out = rounded(weight, bits, group)
+        out = fake_quantize_weight(weight, bits, group)
         step = weight.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
         assert (out - weight).abs().max() <= step.max() / 2 + 1e-12
-        assert torch.allclose(rounded(-weight, bits, group), -out)
+        assert torch.allclose(fake_quantize_weight(-weight, bits, group), -out)
         assert len(out[0, : group or 70].unique()) <= 2**bits - 1
-    assert torch.equal(rounded(torch.zeros(2, 4), 4), torch.zeros(2, 4))
+    assert torch.equal(fake_quantize_weight(torch.zeros(2, 4), 4), torch.zeros(2, 4))
 
 
 def test_groups_lose_less_than_whole_rows() -> None:
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
-    lost = [float((rounded(weight, 4, g) - weight).square().sum()) for g in (16, 64, 0)]
+    lost = [float((fake_quantize_weight(weight, 4, g) - weight).square().sum()) for g in (16, 64, 0)]
     assert lost == sorted(lost)
 
 
 def test_pruning_zeroes_the_smallest_weights_of_every_output() -> None:
     weight = torch.tensor([[1.0, -4.0, 2.0, 3.0], [8.0, 7.0, -5.0, 6.0]])
-    assert pruned(weight, 0.5).tolist() == [[0, -4, 0, 3], [8, 7, 0, 0]]
-    assert torch.equal(pruned(weight, 0.0), weight)
+    assert magnitude_prune_weight(weight, 0.5).tolist() == [[0, -4, 0, 3], [8, 7, 0, 0]]
+    assert torch.equal(magnitude_prune_weight(weight, 0.0), weight)
 
 
 def test_copies_leave_the_target_alone_and_share_what_they_do_not_change() -> None:
     target = tiny_decoder(DEEP)
     before = all_logits(target, [1, 2, 3])
-    copy = quantized(target, 4, 8)
+    copy = fake_quantize(target, 4, 8)
     assert (all_logits(target, [1, 2, 3]) == before).all()
     assert (all_logits(copy, [1, 2, 3]) != before).any()
     assert copy.embedding.data_ptr() == target.embedding.data_ptr()
@@ -70,13 +70,13 @@ def test_copies_leave_the_target_alone_and_share_what_they_do_not_change() -> No
 def test_sixteen_bits_and_no_sparsity_change_next_to_nothing() -> None:
     target, text = tiny_decoder(DEEP), random_tokens(12)
     exact = all_logits(target, text)
-    assert abs(all_logits(quantized(target, 16), text) - exact).max() < 1e-2
-    assert (all_logits(sparse(target, 0.0), text) == exact).all()
+    assert abs(all_logits(fake_quantize(target, 16), text) - exact).max() < 1e-2
+    assert (all_logits(magnitude_prune(target, 0.0), text) == exact).all()
 
 
 def test_experts_are_quantised_and_the_router_is_not() -> None:
     target = tiny_decoder(tiny_mixture(DEEP))
-    copy = quantized(target, 3)
+    copy = fake_quantize(target, 3)
     for old, new in zip(blocks(target), blocks(copy), strict=True):
         assert isinstance(old.mlp, ExpertFeedForward) and isinstance(new.mlp, ExpertFeedForward)
         assert torch.equal(old.mlp.router.weight, new.mlp.router.weight)
@@ -95,9 +95,9 @@ def test_acceptance_falls_with_fewer_bits_and_with_more_sparsity() -> None:
 @pytest.mark.parametrize("bits", [1, 17])
 def test_impossible_widths_are_refused(bits: int) -> None:
     with pytest.raises(ValueError, match=f"2 to 16 bits.*found {bits}"):
-        quantized(tiny_decoder(DEEP), bits)
+        fake_quantize(tiny_decoder(DEEP), bits)
     with pytest.raises(ValueError, match=r"0\.\.1, found 1\.5"):
-        sparse(tiny_decoder(DEEP), 1.5)
+        magnitude_prune(tiny_decoder(DEEP), 1.5)
 
 
 def test_more_blocks_than_there_are_cannot_be_dropped() -> None:
@@ -111,13 +111,13 @@ def test_influence_finds_the_block_that_does_nothing() -> None:
     for linear in (idle.output, idle.mlp.down):
         assert not isinstance(linear, torch.Tensor)
         linear.get_parameter("weight").data.zero_()
-    found = influence(target, random_tokens(12))
+    found = measure_influence(target, random_tokens(12))
     assert found.block[2] < 1e-12 and min(found.block[i] for i in (0, 1, 3)) > 1e-3
-    assert found.drop(1).attention == found.drop(1).mlp == {2}
-    assert found.skip(2).attention == found.skip(2).mlp == {2}
-    assert not found.drop(0).attention
+    assert found.least_influential_blocks(1).attention == found.least_influential_blocks(1).mlp == {2}
+    assert found.least_influential_sublayers(2).attention == found.least_influential_sublayers(2).mlp == {2}
+    assert not found.least_influential_blocks(0).attention
 
 
-def test_influence_needs_a_text() -> None:
+def test_influence_needs_two_tokens() -> None:
     with pytest.raises(ValueError, match="at least 2 tokens, found 1"):
-        influence(tiny_decoder(DEEP), [3])
+        measure_influence(tiny_decoder(DEEP), [3])

@@ -1,6 +1,4 @@
-"""Configurations: what transformers takes for what a file leaves out, GGUF metadata as llama.cpp reads it, and hostile
-values.
-"""
+"""Configurations: defaults of transformers for missing keys, GGUF metadata as llama.cpp reads it, invalid values."""
 
 import json
 import math
@@ -12,8 +10,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foretell.model.config import ARCHITECTURES, ModelConfig, from_gguf, from_hf, quantization
-from foretell.model.rope import tables
+from foretell.model.config import ARCHITECTURES, ModelConfig, from_gguf, from_hf, quantization_method
+from foretell.model.rope import rope_tables
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 32,
@@ -143,7 +141,7 @@ def test_rotary_tables_are_those_of_transformers(name: str, key: str) -> None:
     rope = from_hf(raw).rope
     assert rope is not None
     angle = torch.arange(40).double()[:, None] * frequency.double()
-    cos, sin = tables(rope, 64, 40)
+    cos, sin = rope_tables(rope, 64, 40)
     torch.testing.assert_close(cos, (angle.cos() * factor).float(), rtol=0, atol=2e-5)
     torch.testing.assert_close(sin, (angle.sin() * factor).float(), rtol=0, atol=2e-5)
 
@@ -319,8 +317,8 @@ def test_hostile_gguf_metadata_is_read_or_refused(name: str) -> None:
 
 
 def test_quantisations_are_known_by_name() -> None:
-    assert quantization({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
-    assert quantization({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
-    assert quantization({"quantization": {"bits": 4}}) == "quantization"
-    assert quantization({"quantization_config": None}) is None
-    assert quantization({}) is None
+    assert quantization_method({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
+    assert quantization_method({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
+    assert quantization_method({"quantization": {"bits": 4}}) == "quantization"
+    assert quantization_method({"quantization_config": None}) is None
+    assert quantization_method({}) is None

@@ -1,4 +1,4 @@
-"""Where tree nodes lie in a cache, and that reading them there is reading their paths."""
+"""Layouts of trees in the cache: the logits of a node are those of its path alone."""
 
 from dataclasses import replace
 
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from foretell.core.tree import root_tree, tree_from_lists
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
 from helpers import chain_tree, random_tokens
@@ -28,15 +29,16 @@ PARENTS = [-1, 0, 0, 1, 3, 1, 2, 6, 4, 0]
 
 
 def layout_of(
-    parents: list[int], prefix_length: int, length: int, read: list[bool] | None = None
+    parents: list[int], prefix_length: int, length: int, active: list[bool] | None = None
 ) -> list[tuple[int, ...]]:
-    """Slot, position, prefix and extras of every node that is read."""
+    """Slot, position, visible prefix and extra slots of every active node."""
     tree = tree_from_lists([[0] * len(parents)], [parents])
     tree.prefix_length[:] = prefix_length
-    layout, _ = Layout.of(tree, [0], np.array([length]), tree.valid if read is None else np.array([read]))
-    columns = (layout.slot, layout.position, layout.prefix)
+    layout, _ = Layout.from_tree(tree, [0], np.array([length]), tree.valid if active is None else np.array([active]))
+    columns = (layout.slot, layout.position, layout.visible_prefix)
     return [
-        (*(int(c[t]) for c in columns), *layout.extra[t][layout.extra[t] >= 0].tolist()) for t in range(layout.tokens)
+        (*(int(c[t]) for c in columns), *layout.extra_slots[t][layout.extra_slots[t] >= 0].tolist())
+        for t in range(layout.token_count)
     ]
 
 
@@ -44,7 +46,7 @@ def test_the_worked_example() -> None:
     assert layout_of([-1, 0, 0], 1, 5) == [(5, 5, 6), (6, 6, 7), (7, 6, 6, 7)]
 
 
-def test_a_chain_needs_no_extras() -> None:
+def test_a_chain_needs_no_extra_slots() -> None:
     assert layout_of([-1, 0, 1, 2], 3, 10) == [(10 + i, 10 + i, 11 + i) for i in range(4)]
 
 
@@ -59,7 +61,7 @@ def test_deeper_branches_list_their_own_slots() -> None:
     ]
 
 
-def test_nodes_read_later_see_their_ancestors_read_before() -> None:
+def test_nodes_that_run_later_see_their_ancestors() -> None:
     whole = layout_of([-1, 0, 0, 2], 1, 5)
     assert layout_of([-1, 0, 0, 2], 1, 5, [False, False, False, True]) == whole[3:]
 
@@ -84,7 +86,7 @@ def test_tree_logits_are_path_logits(name: str) -> None:
             torch.testing.assert_close(found[node], expected[-1], rtol=0, atol=1e-9)
 
 
-def test_a_kept_path_continues_as_if_it_had_been_the_text() -> None:
+def test_decoding_after_a_committed_path_equals_decoding_after_the_same_tokens() -> None:
     network, text = tiny_decoder(CONFIGS["window"]), random_tokens(5, 31)
     runner, tree = DecoderRunner(network), tree_from_lists([random_tokens(10, 31, seed=1)], [PARENTS])
     runner.forward([2, 0], root_tree([1, 1]).with_prefix([text, text[:2]]))
@@ -129,10 +131,10 @@ def test_a_growing_cache_keeps_what_it_holds() -> None:
     assert cache.k[0, 0, 0, :3, 0].tolist() == [1, 2, 3]
 
 
-def test_a_cut_network_shares_weights_and_predicts_alike_with_all_layers() -> None:
+def test_the_first_layers_share_weights_and_all_layers_predict_alike() -> None:
     network = tiny_decoder(replace(TINY, layers=3))
-    cut, tree = network.cut(3), chain_tree([1, 2, 3])
+    cut, tree = network.first_layers(3), chain_tree([1, 2, 3])
     assert cut.blocks[0] is network.blocks[0]
     assert torch.equal(DecoderRunner(cut).forward([0], tree).logits, DecoderRunner(network).forward([0], tree).logits)
     with pytest.raises(ValueError, match="cannot cut after 4 layers: the model has 3"):
-        network.cut(4)
+        network.first_layers(4)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts targets: dropless passes, and how many experts a pass reads."""
+"""Mixture-of-experts targets: dropless passes, and the number of experts that a pass reads."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def decoded(method: AnyMethod) -> Completion:
 def test_distinct_experts_follow_the_formula_for_random_routing(count: int, active: int) -> None:
     layer = mixture(count, active)
     noise = torch.Generator().manual_seed(1)
-    # Routers without a taste: every token has scores of its own.
+    # An unbiased router: every token has random scores.
     layer.router.weight.data = torch.eye(count, 16 if count <= 16 else count)
     width = layer.router.weight.shape[1]
     for tokens in (1, 2, 4, 8, 16):
@@ -58,8 +58,8 @@ def test_distinct_experts_follow_the_formula_for_random_routing(count: int, acti
 def test_a_batched_pass_equals_passes_of_one_token() -> None:
     layer = mixture(8, 2).double()
     x = torch.randn(13, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    out, visited = layer.visit(x)
-    alone = [layer.visit(x[i : i + 1]) for i in range(len(x))]
+    out, visited = layer.forward_counting_experts(x)
+    alone = [layer.forward_counting_experts(x[i : i + 1]) for i in range(len(x))]
     assert torch.allclose(out, torch.cat([o for o, _ in alone]), atol=1e-12)
     assert {n for _, n in alone} == {2} and 2 <= visited <= 8
     order = torch.randperm(13, generator=torch.Generator().manual_seed(3))

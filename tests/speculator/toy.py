@@ -39,7 +39,7 @@ class TinySource(Checkpoint):
     def dtype(self) -> torch.dtype:
         return self._dtype
 
-    def copy(self, change: object, dtype: str | None = None) -> object:  # type: ignore[override]
+    def load_network(self, change: object, dtype: str | None = None) -> object:  # type: ignore[override]
         raise NotImplementedError
 
 

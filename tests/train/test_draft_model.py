@@ -11,9 +11,10 @@ from foretell.accept import Match
 from foretell.draft import DraftModel, NoDrafter
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import TargetCard
@@ -33,8 +34,8 @@ CARD = TargetCard(name="tiny", hidden=32, vocab=24, layers=4)
 class Untied(RandomWeights):
     """With a head of its own: where it is the embedding, a random model repeats itself."""
 
-    def find(self, name: str) -> torch.Tensor | None:
-        return 3 * self.need(name, CONFIG.vocab, CONFIG.hidden) if name == "lm_head.weight" else None
+    def get(self, name: str) -> torch.Tensor | None:
+        return 3 * self.require(name, CONFIG.vocab, CONFIG.hidden) if name == "lm_head.weight" else None
 
 
 class RandomCheckpoint(Checkpoint):
@@ -43,7 +44,7 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self) -> None:
         super().__init__(CONFIG, Untied(0, 1.0), torch.device("cpu"))
 
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         return change(self.decoder(torch.float32))
 
 

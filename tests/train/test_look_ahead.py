@@ -39,7 +39,7 @@ class Tiny(Checkpoint):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
-    def copy(self, change: object, dtype: str | None = None) -> object:  # type: ignore[override]
+    def load_network(self, change: object, dtype: str | None = None) -> object:  # type: ignore[override]
         raise NotImplementedError
 
 

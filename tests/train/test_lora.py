@@ -11,10 +11,11 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options import MedusaOptions
 from foretell.engine.engine import Engine, Request
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetCard
 from foretell.speculator.network.heads import HeadsNetwork
@@ -36,7 +37,7 @@ class Toy(Checkpoint):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, RandomWeights(sharpness=0.1), torch.device("cpu"))
 
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         return change(self.decoder(torch.float32))
 
 

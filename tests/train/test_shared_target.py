@@ -11,7 +11,7 @@ from training_helpers import settings, task, trained, trainer
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load import checkpoint as source
-from foretell.model.load.weights import Weights, build
+from foretell.model.load.weights import Weights, build_decoder
 from foretell.train.loop import job as jobs
 from foretell.train.loop.job import TrainingJob
 from helpers import unchecked
@@ -23,10 +23,10 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     found = list[Decoder]()
 
     def counted(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
-        found.append(build(config, weights, dtype, device))
+        found.append(build_decoder(config, weights, dtype, device))
         return found[-1]
 
-    monkeypatch.setattr(source, "build", counted)
+    monkeypatch.setattr(source, "build_decoder", counted)
     return found
 
 

@@ -10,7 +10,7 @@ from foretell.bench.peers.base import ForwardBackend
 from foretell.bench.tracing import TracingRunner, prefill
 from foretell.core.tree import tree_from_lists
 from foretell.engine.engine import Engine, Request
-from foretell.model.graph import GraphedDecoder
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Runner
 
 _WARM_UP_TOKENS = 4

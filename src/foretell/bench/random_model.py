@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, models
 from foretell.api import Model
 from foretell.model import kernels as native
 from foretell.model.config import ARCHITECTURES, ModelConfig
-from foretell.model.graph import GraphedDecoder
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.linear import quantize
-from foretell.model.load.weights import Weights, build
-from foretell.model.runner import Network
+from foretell.model.linear import quantize_int8
+from foretell.model.load.weights import Weights, build_decoder
+from foretell.model.network import Network
 from foretell.roofline.model_configs import find_model
 from foretell.testing import hash_name
 from foretell.tokenizer.codec import TextCodec
@@ -30,11 +30,11 @@ class DeviceRandomWeights(Weights):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
 
-    def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
+    def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
         """The untied head; no other optional tensor exists."""
-        return self.need(name, self._config.vocab, self._config.hidden) if name == "lm_head.weight" else None
+        return self.require(name, self._config.vocab, self._config.hidden) if name == "lm_head.weight" else None
 
-    def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
+    def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
         """A tensor of this shape, drawn from a seed that depends on the name."""
         if "norm" in name:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
@@ -42,18 +42,18 @@ class DeviceRandomWeights(Weights):
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=generator)
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Hold nothing."""
 
 
 def random_network(config: ModelConfig, precision: Precision, device: torch.device) -> Network:
     """A random network with what `foretell.load` uses on this device: native kernels, CUDA graphs or plain torch."""
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    decoder = build(config, DeviceRandomWeights(config, dtype, device), dtype, device)
+    decoder = build_decoder(config, DeviceRandomWeights(config, dtype, device), dtype, device)
     if device.type == "cpu" and native.available() and NativeDecoder.supports(config):
         return NativeDecoder(decoder, precision)
     if precision == "int8":
-        quantize(decoder)
+        quantize_int8(decoder)
     return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
 
 

@@ -13,10 +13,11 @@ from foretell.catalogue.options import (
     TrieOptions,
 )
 from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetriever, TokenRecycling
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.decoder import Decoder
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import DecoderRunner, Network, Runner
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import (
     AdaptiveChain,
     Chain,
@@ -82,10 +83,10 @@ def require_network(context: BuildContext, purpose: str = "drafts with parts of 
     return context.network
 
 
-def changed_copy(context: BuildContext, change: Change, dtype: str | None = None) -> Network:
+def changed_copy(context: BuildContext, change: DecoderTransform, dtype: str | None = None) -> Network:
     """The target read again, changed."""
     if context.source is not None:
-        return context.source.copy(change, dtype)
+        return context.source.load_network(change, dtype)
     network = require_network(context)
     if not isinstance(network, Decoder):
         raise ValueError(
@@ -102,7 +103,7 @@ def early_exit_draft(context: BuildContext, exit_layer: int | None) -> DraftMode
     the paper's self-verification avoids.
     """
     network = require_network(context, "cuts the target after some layers")
-    return DraftModel(DecoderRunner(network.cut(exit_layer or max(1, network.config.layers // 3))))
+    return DraftModel(DecoderRunner(network.first_layers(exit_layer or max(1, network.config.layers // 3))))
 
 
 def chain(options: ChainOptions) -> Shape[Predictor]:

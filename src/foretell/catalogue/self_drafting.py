@@ -21,8 +21,8 @@ from foretell.catalogue.options import (
 )
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.compress import quantized, sparse, unchanged
-from foretell.model.influence import influence
+from foretell.model.compress import fake_quantize, identity, magnitude_prune
+from foretell.model.influence import measure_influence
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
@@ -44,7 +44,9 @@ def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> 
         confidence=options.confidence_threshold,
     )
     return Method(
-        DraftModel(DecoderRunner(network.skipping(skip))), AdaptiveChain(start, ConfidenceRule()), rejection(options)
+        DraftModel(DecoderRunner(network.without_sublayers(skip))),
+        AdaptiveChain(start, ConfidenceRule()),
+        rejection(options),
     )
 
 
@@ -52,9 +54,9 @@ def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> An
     """A copy in fewer bits drafts."""
     bits = options.quantization_bits
     if bits == 8 and context.source is not None:
-        network = changed_copy(context, unchanged, "int8")
+        network = changed_copy(context, identity, "int8")
     else:
-        network = changed_copy(context, partial(quantized, bits=bits, group=options.quantization_group))
+        network = changed_copy(context, partial(fake_quantize, bits=bits, group=options.quantization_group))
     return Method(DraftModel(DecoderRunner(network)), chain(options), rejection(options))
 
 
@@ -69,9 +71,9 @@ def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMetho
     dropped = layers // 4 if options.pruned_layers is None else options.pruned_layers
     if dropped > layers:
         raise ValueError(f"a pruned draft cannot lack {dropped} blocks: the model has {layers}")
-    skip = influence(network, _sample_text(context)).drop(dropped)
-    whole = changed_copy(context, partial(sparse, share=options.sparsity)) if options.sparsity else network
-    return Method(DraftModel(DecoderRunner(whole.skipping(skip))), chain(options), rejection(options))
+    skip = measure_influence(network, _sample_text(context)).least_influential_blocks(dropped)
+    whole = changed_copy(context, partial(magnitude_prune, sparsity=options.sparsity)) if options.sparsity else network
+    return Method(DraftModel(DecoderRunner(whole.without_sublayers(skip))), chain(options), rejection(options))
 
 
 _SAMPLE = """\

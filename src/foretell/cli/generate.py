@@ -170,7 +170,7 @@ def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
         "method": answer.method,
         "lossless": answer.lossless,
         "exact": answer.exact,
-        "backend": answer.backend.record(),
+        "backend": answer.backend.to_dict(),
         "target_passes": s.target_passes,
         "tokens_per_pass": s.tokens_per_pass,
         "accepted_per_position": list(s.accepted_per_position),

@@ -14,7 +14,8 @@ from foretell.bench.random_model import random_network
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.load import EMBEDDED, load
 from foretell.model.config import ModelConfig
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.roofline.calibrate import PROBES, PassTimer
 from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.names import look_up

@@ -10,7 +10,7 @@ from foretell.cli import options
 from foretell.cli.prompts import read_all_prompts
 from foretell.cli.setup import read_text
 from foretell.load import EMBEDDED, load
-from foretell.model.skip import SkipTrial, kept_share
+from foretell.model.skip import SkipTrial, kept_weight_share
 from foretell.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
 
 app = typer.Typer(
@@ -67,7 +67,7 @@ def skip(
     )
 
     def print_trial(trial: SkipTrial) -> None:
-        share = kept_share(target.config, trial.skip)
+        share = kept_weight_share(target.config, trial.skip_set)
         console.print(
             f"{trial.value:8.3f}  without {len(trial.attention):2} attention and {len(trial.mlp):2} feed-forward "
             f"parts, {share:.0%} of the weights"

@@ -5,8 +5,8 @@ from jaxtyping import Float, Int
 
 from foretell.model.kernels import argmax as native_argmax
 from foretell.model.kernels import available
-from foretell.model.kernels import likeliest as native_likeliest
 from foretell.model.kernels import topk as native_topk
+from foretell.model.kernels import topk_softmax as native_likeliest
 
 
 def argmax(scores: Float[torch.Tensor, "k v"]) -> Int[torch.Tensor, " k"]:

@@ -14,8 +14,9 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree, tree_from_parents
 from foretell.draft.base import Predictor, TopTokens
-from foretell.model.cache import KVCache, Layout
-from foretell.model.kernels import Trees
+from foretell.model.kernels import DynamicTrees
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 from foretell.speculator.network.eagle import EagleNetwork
 
 
@@ -167,8 +168,8 @@ class EagleDrafter(Predictor):
         row = np.array(context.rows)[able]
         length = np.array([self._known[r].length for r in row.tolist()])
         self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
-        trees = Trees(context.max_depth[able], sizes, bounds, row, length)
-        self.network.kernels.beam(out, trees, self._cache)
+        trees = DynamicTrees(context.max_depth[able], sizes, bounds, row, length)
+        self.network.kernels.grow_dynamic_trees(out, trees, self._cache)
         return tree_from_parents(context.last_tokens, able, trees.token, trees.parent, trees.count)
 
     def _outputs(

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree, tree_from_parents
 from foretell.draft.base import Predictor, TopTokens, top_tokens
-from foretell.model.kernels import Trees
+from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 
 
@@ -59,8 +59,8 @@ class MLPSpeculatorDrafter(Predictor):
         if kernels is None or self.network.softcap or not len(able):
             return None
         start = torch.cat([self._start[context.rows[i]][1] for i in able.tolist()])
-        trees = Trees(context.max_depth[able], (min(depth, self.network.stages), width, budget), bounds)
-        kernels.beam(start, torch.tensor(context.last_tokens)[able], trees)
+        trees = DynamicTrees(context.max_depth[able], (min(depth, self.network.stages), width, budget), bounds)
+        kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[able], trees)
         return tree_from_parents(context.last_tokens, able, trees.token, trees.parent, trees.count)
 
     def expand(

@@ -1,1 +1,1 @@
-"""The target: its configuration, its decoder, its cache, and the runner that binds them."""
+"""Language models: configuration, loading, decoder, key-value cache, CPU kernels, and the runner of forward passes."""

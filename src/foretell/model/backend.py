@@ -1,4 +1,4 @@
-"""What computes the passes of a model, and what may be relied on in its results."""
+"""Backends: what computes the forward passes of a model, and which guarantees its results have."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,24 +10,22 @@ ARITHMETIC = {
         "bfloat16 embedding and cache; float32 residual stream, norms, softmax and logits"
     ),
 }
-"""What the name of a precision stands for, on every backend. Backends differ by rounding only."""
+"""Arithmetic of each precision; the same on every backend up to rounding."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run a model."""
+    """A backend, and the device and precision it runs on."""
 
     name: str
-    """`native` (the CPU kernels), `torch`, `transformers`, or a name of your own."""
+    """`native` (the CPU kernels), `torch`, `transformers`, or the name of a custom runner."""
     device: str = "cpu"
     precision: str = "float32"
     """float32, bfloat16 or int8; see `ARITHMETIC`."""
     instructions: str = ""
-    """Of the CPU kernels: the vector instructions that they were compiled for."""
+    """Vector instructions that the CPU kernels were compiled for."""
     batch_invariant: bool = False
-    """What is computed for a token is bit for bit independent of the tokens that share its pass; otherwise it is equal
-    up to rounding.
-    """
+    """A token's result does not depend, bit for bit, on the other tokens of its pass; otherwise only up to rounding."""
 
     @property
     def arithmetic(self) -> str:
@@ -35,7 +33,7 @@ class Backend:
         known = ARITHMETIC.get(self.precision) if self.name in ("native", "torch") else None
         return known or f"{self.precision}, as {self.name} computes it".lstrip(", ")
 
-    def record(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """As a dictionary for JSON."""
         return asdict(self) | {"arithmetic": self.arithmetic}
 

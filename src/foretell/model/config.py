@@ -1,7 +1,7 @@
-"""What a decoder-only language model looks like, read from any of the formats that describe one.
+"""Configuration of decoder-only language models, read from Hugging Face `config.json` files and GGUF metadata.
 
-`ModelConfig` is neutral: Llama, Mistral, Qwen, Gemma and the mixtures of experts differ only in its values. The decoder
-builds a network from it, the roofline analyzer prices one; neither reads a Hugging Face or GGUF key itself.
+`ModelConfig` does not depend on the format or the family: Llama, Mistral, Qwen, Gemma and mixtures of experts differ
+only in its values. The decoder and the roofline analyzer use it and read no Hugging Face or GGUF key themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., arXiv 2104.09864) and how its frequencies are stretched for long
-    contexts.
-    """
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling for long contexts."""
 
     theta: float = 10000.0
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -30,15 +28,15 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    """YaRN: whether the range of interpolated dimensions is rounded to whole ones."""
+    """YaRN: whether the bounds of the interpolated dimensions are rounded to integers."""
     fraction: float = 1.0
     divisors: tuple[float, ...] = ()
-    """What each frequency is divided by on top (how GGUF files store Llama 3's scaling)."""
+    """Divisors of the frequencies, in addition to the scaling (GGUF files store Llama 3's scaling this way)."""
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture-of-experts feed-forward: how many experts there are, how many each token visits, how wide they are."""
+    """Mixture-of-experts layers: number of experts, experts per token (`active`), and intermediate sizes (`ffn`)."""
 
     count: int
     active: int
@@ -47,14 +45,14 @@ class MoEConfig:
     shared_gate: bool = False
     renormalize: bool = True
     layers: tuple[int, ...] = ()
-    """Indices of the layers that have experts; the others are dense."""
+    """Indices of the layers with experts; the others are dense."""
 
 
 @dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths.
 
-    Priced by the roofline, not run by the decoder.
+    The roofline analyzer supports it, the decoder does not.
     """
 
     q_rank: int
@@ -66,10 +64,7 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder-only transformer.
-
-    Widths are numbers of elements, `context` is in tokens, `layers` counts blocks.
-    """
+    """Sizes and arithmetic of a decoder-only transformer; `context` is in tokens."""
 
     architecture: str
     vocab: int
@@ -83,7 +78,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     local_rope: RopeConfig | None = None
-    """Rotary embedding of the sliding-window layers where it differs (Gemma 3)."""
+    """Rotary embedding of the sliding-window layers; None: as in the other layers. Gemma 3 has one."""
     activation: Activation = "silu"
     gated: bool = True
     tied: bool = False
@@ -94,11 +89,11 @@ class ModelConfig:
     norm_offset: float = 0.0
     """Added to every norm weight (1 for Gemma, whose checkpoints store weight - 1)."""
     post_norms: bool = False
-    """Norms after attention and feed-forward, before the residual is added (Gemma 2 and 3)."""
+    """Norms of the outputs of attention and feed-forward, before they are added to the residual (Gemma 2 and 3)."""
     window: int = 0
     """Sliding attention window in tokens; 0: full attention."""
     window_layers: tuple[int, ...] = ()
-    """Indices of the layers that use the window."""
+    """Indices of the sliding-window layers."""
     attention_scale: float | None = None
     """Factor on query-key products; None: head_dim ** -0.5."""
     attention_softcap: float = 0.0
@@ -108,7 +103,7 @@ class ModelConfig:
     latent: MLAConfig | None = None
     learned_positions: bool = False
     parallel_blocks: bool = False
-    """Attention and feed-forward read the same normed input and are added together (GPT-J)."""
+    """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -142,7 +137,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {"qkv_bias": True},
     "qwen3_moe": {"qk_norm": True},
 }
-"""Decoder family: `model_type` to what its configuration leaves unsaid."""
+"""Supported values of `model_type`, and the settings that their `config.json` does not contain."""
 
 _QWEN: Mapping[str, Any] = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA: Mapping[str, Any] = {
@@ -173,10 +168,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
 }  # fmt: skip
-"""What transformers takes for a key that `config.json` does not have, by `model_type`, where it differs from the
-decoder's own default.
+"""The defaults of transformers for keys missing in `config.json`, by `model_type`, where they differ from ours.
 
-Published Gemma files leave even sizes to these; the other types must say theirs, so that a damaged file is found.
+Published Gemma files omit even sizes. For other types sizes are required, so that a damaged file is recognised.
 """
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -187,26 +181,24 @@ _MAX_LAYERS = 10_000
 _MAX_CONTEXT = 2**24
 """Tokens; the longest context of a published model is 10 million."""
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-"""Layers by which llama.cpp knows Gemma's 27B models, the only ones whose attention scale is (hidden / heads) **
--0.5.
+"""Number of layers of Gemma's 27B models, by which llama.cpp recognises them; only their attention scale is
+(hidden / heads) ** -0.5.
 """
-_GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a turn in chat; llama.cpp goes by these names where a file has no `eot_token_id`."""
-_CONTROL = 3
-"""Type of a control token in GGUF."""
+_GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
+_END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Control tokens that end a chat turn; llama.cpp uses these names where a file has no `eot_token_id`."""
+_CONTROL_TOKEN = 3
+"""The token type of control tokens in GGUF."""
 
 
-def in_family(raw: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face `config.json` is for `from_hf`: of the decoder family, or of no architecture at all, which
-    `from_hf` explains.
-    """
+def is_decoder_family(raw: Mapping[str, Any]) -> bool:
+    """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
     kind = raw.get("model_type")
     return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
 
 
-def quantization(raw: Mapping[str, Any]) -> str | None:
-    """The name of the quantisation that a `config.json` says its checkpoint is stored in; None: it says none."""
+def quantization_method(raw: Mapping[str, Any]) -> str | None:
+    """The quantisation method named in a `config.json`; None: there is none."""
     text = raw.get("text_config")
     for holder in (raw, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config", "quantization"):
@@ -218,11 +210,11 @@ def quantization(raw: Mapping[str, Any]) -> str | None:
 
 
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Read a Hugging Face `config.json` of the decoder family; what it does not say is as transformers takes it.
+    """Read a Hugging Face `config.json`; missing keys have the defaults of transformers.
 
     Raises:
-        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of
-            the family.
+        ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
+            supported.
     """
     raw = _text_config(raw, source)
     kind = Fields(raw, source).text("model_type")
@@ -231,7 +223,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
             f"{source}: the decoder does not know model_type {kind!r}; it knows {', '.join(ARCHITECTURES)}"
         )
     read, gemma = Fields({**DEFAULTS[kind], **raw}, source), kind.startswith("gemma")
-    said = dict(ARCHITECTURES[kind])
+    fixed = dict(ARCHITECTURES[kind])
     hidden, heads = (read.integer(k, least=1) for k in ("hidden_size", "num_attention_heads"))
     layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
     context = read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)
@@ -241,15 +233,15 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     if activation:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
-        said["activation"] = _ACTIVATIONS[activation]
+        fixed["activation"] = _ACTIVATIONS[activation]
     if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and read.flag("attention_bias", default=False):
-        said |= {"qkv_bias": True, "output_bias": True}
+        fixed |= {"qkv_bias": True, "output_bias": True}
     if kind == "qwen2_moe":
-        said["qkv_bias"] = read.flag("qkv_bias", default=True)
+        fixed["qkv_bias"] = read.flag("qkv_bias", default=True)
     if gemma and read.flag("use_bidirectional_attention", default=False):
         raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
-    scaled = gemma and read.has("query_pre_attn_scalar")
-    tied = read.flag("tie_word_embeddings", default=bool(said.pop("tied", False)))
+    has_scale = gemma and read.has("query_pre_attn_scalar")
+    tied = read.flag("tie_word_embeddings", default=bool(fixed.pop("tied", False)))
     return _checked(
         source,
         architecture=kind,
@@ -268,30 +260,30 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         mlp_bias=kind == "llama" and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=read.positive("query_pre_attn_scalar") ** -0.5 if scaled else None,
+        attention_scale=read.positive("query_pre_attn_scalar") ** -0.5 if has_scale else None,
         attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         embedding_scale=hidden**0.5 if gemma else 1.0,
         experts=_experts(read, kind, layers),
         bos=next(iter(read.integers("bos_token_id")), None),
-        eos=end_tokens(read),
-        **said,
+        eos=eos_token_ids(read),
+        **fixed,
     )
 
 
-def end_tokens(read: Fields, *names: str) -> tuple[int, ...]:
-    """Tokens that end an answer, under the keys of these names (`eos_token_id`): each a token or a list of them."""
+def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
+    """End-of-sequence tokens under these keys (default: `eos_token_id`); each holds a token or a list of tokens."""
     return tuple(dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name)))
 
 
 def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The language model's part of a multimodal Gemma 3 configuration."""
+    """The language model of a multimodal Gemma 3 configuration; other configurations unchanged."""
     if raw.get("model_type") != "gemma3":
         return raw
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
-    ends = end_tokens(whole) + end_tokens(Fields(text, source))
-    text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(ends)} if ends else {})
+    eos = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
+    text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(eos)} if eos else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
 
@@ -310,7 +302,7 @@ def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
 
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
-    """Sliding window and the layers that have it, as the classes of transformers decide it."""
+    """Sliding window and its layers, by the rules of the classes of transformers."""
     if kind == "llama" or (kind.startswith("qwen") and not read.flag("use_sliding_window", default=False)):
         return 0, ()
     window = read.integer("sliding_window", default=0)
@@ -333,10 +325,10 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
 
 
 def _ropes(read: Fields, kind: str, context: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """Rotary embeddings of all layers, and of the windowed ones where they have their own."""
+    """Rotary embedding of all layers, and of the sliding-window layers where it differs."""
     scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
     theta = read.positive("rope_theta", default=10000.0)
-    _refuse_partial(read)
+    _refuse_partial_rotary(read)
     nested = [name for name, value in parameters.raw.items() if isinstance(value, Mapping)]
     if kind != "gemma3_text":
         if nested:
@@ -350,22 +342,20 @@ def _ropes(read: Fields, kind: str, context: int) -> tuple[RopeConfig, RopeConfi
     return _rope(full, theta, context), _rope(sliding, local_theta, context)
 
 
-def _refuse_partial(read: Fields) -> None:
+def _refuse_partial_rotary(read: Fields) -> None:
     share = read.number("partial_rotary_factor", default=1.0)
     if share != 1:
         raise read.wrong("partial_rotary_factor", "1 for this architecture", share)
 
 
 def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None) -> RopeConfig:
-    """The rotary embedding that an object describes; `whole` is the configuration, whose own original context goes
-    first.
-    """
+    """The rotary embedding described by an object; an original context in `whole`, the configuration, comes first."""
     kind = read.text("rope_type", "type", default="default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(
             f"{read.source}: rotary scaling {kind!r} is not supported; known: default, linear, llama3, yarn"
         )
-    _refuse_partial(read)
+    _refuse_partial_rotary(read)
     theta = read.positive("rope_theta", default=theta)
     if kind == "default":
         return RopeConfig(theta=theta, original_context=context)
@@ -383,9 +373,7 @@ def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None)
 
 
 def _yarn(read: Fields, rope: RopeConfig) -> RopeConfig:
-    """YaRN's own keys, and the factor on the tables that follows from `mscale` and `mscale_all_dim` (DeepSeek's
-    form).
-    """
+    """YaRN's own keys; its attention factor may also be given by `mscale` and `mscale_all_dim` (DeepSeek)."""
     if rope.theta <= 1:
         raise read.wrong("rope_theta", "above 1 for yarn", rope.theta)
     attention = read.number("attention_factor", least=0) if read.has("attention_factor") else None
@@ -425,13 +413,13 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
 def from_gguf(
     meta: Mapping[str, Any], source: str = "GGUF file", divisors: Sequence[float] = (), tied: bool = False
 ) -> ModelConfig:
-    """Read the metadata of a GGUF file (keys as the format's specification names them, values already Python objects).
+    """Read the metadata of a GGUF file (keys of the format's specification, values as Python objects).
 
-    `divisors`: the file's `rope_freqs.weight`, where it has one. `tied`: it has no `output.weight`.
+    `divisors`: the file's `rope_freqs.weight`, where it has one. `tied`: the file has no `output.weight`.
 
     Raises:
-        ValueError: a needed key is missing, a value is of the wrong type or out of range, or the architecture is not of
-            the family.
+        ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
+            supported.
     """
     kinds = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
     whole = Fields(meta, source)
@@ -442,7 +430,7 @@ def from_gguf(
     gemma = kind.startswith("gemma")
     read = Fields({k.removeprefix(name + "."): v for k, v in meta.items()}, source, f"{name}.")
     if read.integer("expert_count", default=0):
-        raise ValueError(f"{source}: a mixture of experts in GGUF is not supported; take its safetensors checkpoint")
+        raise ValueError(f"{source}: a mixture of experts in GGUF is not supported; use its safetensors checkpoint")
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
     layers = read.integer("block_count", least=1, most=_MAX_LAYERS)
     context = read.integer("context_length", least=1, most=_MAX_CONTEXT)
@@ -458,7 +446,7 @@ def from_gguf(
     return _checked(
         source,
         architecture=kind,
-        vocab=read.integer("vocab_size", default=0) or len(_listed(whole, "tokenizer.ggml.tokens")),
+        vocab=read.integer("vocab_size", default=0) or len(_require_list(whole, "tokenizer.ggml.tokens")),
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -478,34 +466,35 @@ def from_gguf(
         logit_softcap=read.number("final_logit_softcapping", default=caps[1], least=0),
         embedding_scale=hidden**0.5 if gemma else 1.0,
         bos=next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
-        eos=_gguf_ends(whole),
-        # llama.cpp folds Gemma's "+ 1" into the norm weights it stores.
+        eos=_gguf_eos(whole),
+        # GGUF files hold Gemma's norm weights with the offset of 1 added.
         **(dict(ARCHITECTURES[kind]) | {"norm_offset": 0.0, "tied": tied or gemma}),
     )
 
 
-def _listed(read: Fields, name: str) -> list[Any]:
+def _require_list(read: Fields, name: str) -> list[Any]:
     value = read.raw.get(name)
     if not isinstance(value, list):
         raise read.wrong(name, "a list", value)
     return value
 
 
-def _gguf_ends(read: Fields) -> tuple[int, ...]:
-    """Tokens that end an answer, as llama.cpp finds them."""
-    ends = end_tokens(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_END_KEYS))
+def _gguf_eos(read: Fields) -> tuple[int, ...]:
+    """End-of-sequence tokens, by the rules of llama.cpp."""
+    eos = eos_token_ids(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS))
     tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
-        return ends
-    pairs = zip(tokens, types, strict=False)
-    return tuple(dict.fromkeys((*ends, *(i for i, (t, k) in enumerate(pairs) if k == _CONTROL and t in _TURN_ENDS))))
+        return eos
+    pairs = enumerate(zip(tokens, types, strict=False))
+    end_of_turn = (i for i, (t, kind) in pairs if kind == _CONTROL_TOKEN and t in _END_OF_TURN_TOKENS)
+    return tuple(dict.fromkeys((*eos, *end_of_turn)))
 
 
 def _gguf_rope(read: Fields, context: int, divisors: Sequence[float]) -> RopeConfig:
     kind = read.text("rope.scaling.type", default="none")
-    for key, usual in (("rope.scaling.attn_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)):
-        if read.number(key, default=usual) != usual:
-            raise read.wrong(key, f"{usual:g}: no other is supported", read.raw[key])
+    for key, default in (("rope.scaling.attn_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)):
+        if read.number(key, default=default) != default:
+            raise read.wrong(key, f"{default:g}: no other value is supported", read.raw[key])
     values = {
         "rope_type": "default" if kind == "none" else kind,
         "factor": read.raw.get("rope.scaling.factor", 1.0),

@@ -1,6 +1,6 @@
-"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, Mixtral by configuration.
+"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma and Mixtral by configuration.
 
-Weights only; caches are arguments.
+The modules hold weights only; key-value caches are arguments.
 """
 
 from abc import ABC, abstractmethod
@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.attention import Cached, PaddedLayout, Sight
+from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import Activation, ModelConfig
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
-from foretell.model.rope import Rotation, Tables, rotate, rotation, tables
+from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 
 
 class RMSNorm(nn.Module):
@@ -37,21 +38,21 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward; `gate_up` holds the gate's rows, then the up projection's."""
+    """Gated feed-forward network; `gate_up` holds the gate projection's rows, then the up projection's."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         super().__init__()
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """Down(activation(gate x) * up x)."""
-        return gated(x, self.gate_up, self.down, self.activation)
+        """`down(activation(gate(x)) * up(x))`."""
+        return gated_mlp(x, self.gate_up, self.down, self.activation)
 
 
-def gated(
+def gated_mlp(
     x: Float[torch.Tensor, "*t d"], gate_up: nn.Module, down: nn.Module, activation: Activation
 ) -> Float[torch.Tensor, "*t d"]:
-    """Gated feed-forward (Shazeer, arXiv 2002.05202): down(activation(gate x) * up x)."""
+    """Gated feed-forward network (Shazeer, arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
     gate, up = gate_up(x).chunk(2, -1)
     out: torch.Tensor = down(_activate(gate, activation) * up)
     return out
@@ -66,7 +67,7 @@ def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
 
 
 class HeadSizes(Protocol):
-    """How the rows of `qkv` are divided into heads."""
+    """Sizes of the attention heads in the rows of `qkv`."""
 
     @property
     def heads(self) -> int: ...  # noqa: D102
@@ -76,8 +77,8 @@ class HeadSizes(Protocol):
     def head_dim(self) -> int: ...  # noqa: D102
 
 
-class Parts(NamedTuple):
-    """The modules of a decoder layer, whatever a checkpoint calls them. None: the architecture has no such norm."""
+class LayerModules(NamedTuple):
+    """The modules of a decoder layer under common names. None: the architecture has no such norm."""
 
     qkv: nn.Module
     output: nn.Module
@@ -90,56 +91,53 @@ class Parts(NamedTuple):
 
 
 class DecoderLayer(nn.Module, ABC):
-    """The forward pass of one decoder layer.
-
-    A `Sight` computes the attention, so that decoding and training run the same code.
-    """
+    """The forward pass of one decoder layer, with the attention as an argument: decoding and training share it."""
 
     @property
     @abstractmethod
-    def parts(self) -> Parts:
+    def layer_modules(self) -> LayerModules:
         """Its modules."""
 
     def project(
-        self, seen: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: Rotation
+        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
-        """Rotated queries, rotated keys, and values of the attention's input."""
-        p, h, g = self.parts, sizes.heads, sizes.kv_heads
-        heads = p.qkv(seen).unflatten(-1, (h + 2 * g, sizes.head_dim))
-        asked, v = heads[..., : h + g, :], heads[..., h + g :, :]
+        """Rotated queries, rotated keys, and values from the input of the attention."""
+        p, h, g = self.layer_modules, sizes.heads, sizes.kv_heads
+        heads = p.qkv(x).unflatten(-1, (h + 2 * g, sizes.head_dim))
+        qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
         if p.q_norm is not None and p.k_norm is not None:
-            asked = torch.cat((p.q_norm(asked[..., :h, :]), p.k_norm(asked[..., h:, :])), -2)
-        asked = rotate(asked, angles)
-        return asked[..., :h, :], asked[..., h:, :], v
+            qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
+        qk = apply_rope(qk, angles)
+        return qk[..., :h, :], qk[..., h:, :], v
 
     def add_attention(
         self,
         x: Float[torch.Tensor, "*t d"],
-        seen: Float[torch.Tensor, "*t i"],
+        attention_input: Float[torch.Tensor, "*t i"],
         sizes: HeadSizes,
-        angles: Rotation,
+        angles: RopeAngles,
         layer: int,
-        sight: Sight,
+        attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
-        """The residual stream after the attention, whose input is `seen`. `layer` is the layer's number for `sight`."""
-        p = self.parts
-        part: torch.Tensor = p.output(sight.attend(layer, *self.project(seen, sizes, angles)))
+        """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
+        p = self.layer_modules
+        part: torch.Tensor = p.output(attention.attend(layer, *self.project(attention_input, sizes, angles)))
         return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
-        """The residual stream after the feed-forward, and how many distinct experts it read (0: it has none)."""
-        p, experts = self.parts, 0
+        """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
+        p, expert_count = self.layer_modules, 0
         part: torch.Tensor = p.mlp_norm(x)
         if isinstance(p.mlp, ExpertFeedForward):
-            flat, experts = p.mlp.visit(part.flatten(0, -2))
+            flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2))
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
-        return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), experts
+        return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), expert_count
 
 
 class DecoderBlock(DecoderLayer):
-    """One decoder block. `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
+    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
 
     def __init__(
         self,
@@ -160,65 +158,68 @@ class DecoderBlock(DecoderLayer):
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
 
     @property
-    def parts(self) -> Parts:
+    def layer_modules(self) -> LayerModules:
         """Its modules."""
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
-        return Parts(self.qkv, self.output, self.mlp_norm, self.mlp, *norms)
+        return LayerModules(self.qkv, self.output, self.mlp_norm, self.mlp, *norms)
 
     def forward(
-        self, x: Float[torch.Tensor, "*t d"], sizes: HeadSizes, angles: Rotation, layer: int, sight: Sight
+        self,
+        x: Float[torch.Tensor, "*t d"],
+        sizes: HeadSizes,
+        angles: RopeAngles,
+        layer: int,
+        attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the block."""
-        return self.add_mlp(self.add_attention(x, self.attention_norm(x), sizes, angles, layer, sight))[0]
+        return self.add_mlp(self.add_attention(x, self.attention_norm(x), sizes, angles, layer, attention))[0]
 
 
-class Span(NamedTuple):
-    """Blocks `first .. last-1` of a network, and those of them, ascending, before which the residual stream is looked
-    at.
-    """
+class BlockRange(NamedTuple):
+    """Blocks `first .. last-1` of a network, and those of them, ascending, whose input is recorded."""
 
     first: int
     last: int
     hidden_layers: tuple[int, ...] = ()
 
 
-class Streams(NamedTuple):
-    """What the blocks of a span computed."""
+class BlockOutput(NamedTuple):
+    """Output of a range of blocks."""
 
-    states: tuple[Float[torch.Tensor, "t d"], ...]
-    """The residual stream at every recorded layer, and after the last block."""
-    experts: tuple[int, ...] = ()
-    """Distinct experts that each mixture layer read."""
+    hidden_states: tuple[Float[torch.Tensor, "t d"], ...]
+    """The residual stream before every recorded layer, and after the last block."""
+    expert_counts: tuple[int, ...] = ()
+    """Number of distinct experts that each mixture-of-experts layer read."""
 
 
 B = TypeVar("B")
-Through = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
-"""Takes the residual stream through a block, the `i`-th, and says how many distinct experts that read (0: it has
-none).
-"""
+BlockForward = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
+"""`(block, i, x)` to the residual stream after block `i`, and the number of distinct experts it read (0: dense)."""
 
 
-def visit(x: Float[torch.Tensor, "t d"], span: Span, fetch: Callable[[int], B], through: Through[B]) -> Streams:
-    """The blocks of a span one by one, from where `fetch` has them."""
-    seen, experts = list[torch.Tensor](), list[int]()
-    for i in range(span.first, span.last):
-        if i in span.hidden_layers:
-            seen.append(x)
-        x, count = through(fetch(i), i, x)
-        experts += [count] if count else []
-    return Streams((*seen, x), tuple(experts))
+def run_blocks(
+    x: Float[torch.Tensor, "t d"], blocks: BlockRange, fetch: Callable[[int], B], forward: BlockForward[B]
+) -> BlockOutput:
+    """Run a range of blocks; `fetch(i)` returns block `i`."""
+    states, expert_counts = list[torch.Tensor](), list[int]()
+    for i in range(blocks.first, blocks.last):
+        if i in blocks.hidden_layers:
+            states.append(x)
+        x, count = forward(fetch(i), i, x)
+        expert_counts += [count] if count else []
+    return BlockOutput((*states, x), tuple(expert_counts))
 
 
 @dataclass(frozen=True)
-class Skip:
-    """Sub-layers that a pass leaves out: the residual stream goes past them unchanged."""
+class SkipSet:
+    """Sub-layers that a forward pass skips, by layer index."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
 
 
 class Decoder(nn.Module):
-    """A whole network: embedding, blocks, final norm and head. Implements `Network` on any device."""
+    """A decoder in torch: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class Decoder(nn.Module):
         blocks: list[DecoderBlock],
         norm: RMSNorm,
         head: Linear | Int8Linear | None = None,
-        skip: Skip = Skip(),
+        skip: SkipSet = SkipSet(),
     ) -> None:
         super().__init__()
         self.config = config
@@ -236,19 +237,19 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = Linear(self.embedding.data) if head is None else head
         self.skip = skip
-        self.rope = self._tables(local=False)
-        self.local_rope = self._tables(local=True)
+        self.rope_tables = self._build_rope_tables(local=False)
+        self.local_rope_tables = self._build_rope_tables(local=True)
 
-    def _tables(self, local: bool) -> Tables:
+    def _build_rope_tables(self, local: bool) -> RopeTables:
         rope = self.config.local_rope if local and self.config.local_rope else self.config.rope
         if rope is None:
             raise ValueError(f"{self.config.architecture}: the decoder needs rotary positions")
-        cos, sin = tables(rope, self.config.head_dim, self.config.context)
+        cos, sin = rope_tables(rope, self.config.head_dim, self.config.context)
         return cos.to(self.device), sin.to(self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     @property
@@ -257,23 +258,23 @@ class Decoder(nn.Module):
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
         return Backend("torch", self.device.type, precision)
 
-    def cut(self, layers: int) -> "Decoder":
-        """The first `layers` blocks under the same norm and head, sharing all weights (LayerSkip's draft, arXiv
-        2404.16710).
-        """
+    def first_layers(self, layers: int) -> "Decoder":
+        """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return Decoder(replace(self.config, layers=layers), self.embedding, self._each()[:layers], self.norm, self.head)
+        return Decoder(
+            replace(self.config, layers=layers), self.embedding, self._block_list()[:layers], self.norm, self.head
+        )
 
-    def skipping(self, skip: Skip) -> "Decoder":
-        """The same weights without some sub-layers (Draft & Verify, arXiv 2309.08168)."""
-        return Decoder(self.config, self.embedding, self._each(), self.norm, self.head, skip)
+    def without_sublayers(self, skip: SkipSet) -> "Decoder":
+        """The network without some sub-layers, sharing all weights (Draft & Verify, arXiv 2309.08168)."""
+        return Decoder(self.config, self.embedding, self._block_list(), self.norm, self.head, skip)
 
-    def shell(self, config: ModelConfig, skip: Skip) -> "Decoder":
-        """The same embedding, norm and head without blocks, for blocks that are kept elsewhere."""
+    def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "Decoder":
+        """The same embedding, norm and head without blocks; see `BlocklessNetwork`."""
         return Decoder(config, self.embedding, [], self.norm, self.head, skip)
 
-    def _each(self) -> list[DecoderBlock]:
+    def _block_list(self) -> list[DecoderBlock]:
         return [b for b in self.blocks if isinstance(b, DecoderBlock)]
 
     def new_cache(self) -> KVCache:
@@ -282,61 +283,55 @@ class Decoder(nn.Module):
         return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block, float32 or wider: the residual stream is not rounded to the dtype of the
-        weights.
-        """
+        """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""
         x = widen(F.embedding(token.to(self.device), self.embedding))
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
-        """The blocks of a span, writing the new keys and values into `cache`."""
-        return self.planned(x, PaddedLayout.of(layout, x.device), cache, span, self.block)
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+        """Run a range of blocks; new keys and values are written to `cache`."""
+        return self.run_padded(x, PaddedLayout.from_layout(layout, x.device), cache, blocks)
 
     def block(self, i: int) -> DecoderBlock:
-        """The `i`-th block."""
+        """Block `i`."""
         block = self.blocks[i]
         assert isinstance(block, DecoderBlock)
         return block
 
-    def planned(
+    def run_padded(
         self,
         x: Float[torch.Tensor, "t d"],
-        plan: PaddedLayout,
+        padded: PaddedLayout,
         cache: KVCache,
-        span: Span,
-        fetch: Callable[[int], DecoderBlock],
-    ) -> Streams:
-        """The blocks of a span, from where `fetch` has them.
+        blocks: BlockRange,
+    ) -> BlockOutput:
+        """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
+        return run_blocks(x, blocks, self.block, self._block_forward(padded, cache))
 
-        On device tensors only: shapes depend on the plan's shapes alone, so that a pass can be captured.
-        """
-        return visit(x, span, fetch, self._over(plan, cache))
+    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[DecoderBlock]:
+        """The forward pass of a block over this layout and cache."""
+        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache)
 
-    def over(self, layout: Layout, cache: KVCache) -> Through[DecoderBlock]:
-        """What takes the residual stream of a pass through a block."""
-        return self._over(PaddedLayout.of(layout, self.device), cache)
+    def _block_forward(self, padded: PaddedLayout, cache: KVCache) -> BlockForward[DecoderBlock]:
+        c, attention = self.config, CachedAttention(cache, padded, self.config)
+        full = rope_angles(self.rope_tables, padded.position)
+        local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
 
-    def _over(self, plan: PaddedLayout, cache: KVCache) -> Through[DecoderBlock]:
-        c, sight = self.config, Cached(cache, plan, self.config)
-        full = rotation(self.rope, plan.position)
-        local = rotation(self.local_rope, plan.position) if c.window_layers else full
-
-        def through(
+        def forward(
             block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
         ) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
-                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, sight)
+                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, attention)
             return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
 
-        return through
+        return forward
 
-    def final(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """What the head sees: the last block's output after the final norm."""
+    def final_norm(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The final norm, from the last block's output to the input of the head."""
         return self.norm(x)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Scores of the next token in float32 or wider, from what `final` gave."""
+        """Logits of the next token in float32 or wider, from the output of `final_norm`."""
         out = widen(self.head(x))
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out

@@ -1,4 +1,4 @@
-"""The two ends of a target, which everything that drafts for it shares: its embedding and its head."""
+"""Embedding and output head of a target, which its speculators share."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,21 @@ from jaxtyping import Float
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
-    """Weights of a target that its speculators use and never change.
+    """Embedding and head of a target; speculators use them and do not change them.
 
-    `head` sees hidden states after the final norm, as tapped at `layers + 1`. Both may be one tensor (tied).
+    The input of `head` is the hidden state after the final norm (hidden layer `layers + 1`). Both may be one tensor
+    (tied).
     """
 
     embedding: Float[torch.Tensor, "v d"]
     head: Float[torch.Tensor, "v d"]
     embedding_scale: float = 1.0
     softcap: float = 0.0
-    """Gemma 2's bound on logits; 0: none."""
+    """Soft cap on logits (Gemma 2); 0: none."""
 
     @property
     def vocab(self) -> int:
-        """Tokens the target knows."""
+        """Size of the vocabulary."""
         return len(self.embedding)
 
     @property

@@ -1,4 +1,4 @@
-"""Matrices of the network: dense ones, and eight-bit ones that read eight-bit activations."""
+"""Linear layers: in a float dtype, and int8 weights times int8 activations (W8A8)."""
 
 import functools
 
@@ -8,15 +8,15 @@ from jaxtyping import Float, Int8
 from torch import nn
 
 INT8_BLOCK = 64
-"""Inputs that are rotated together. The kernels' number, as all of this arithmetic."""
+"""Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
 INT8_GROUP = 192
 """Inputs that share a scale."""
-UNQUANTIZED = ("router", "shared_gate")
-"""Matrices of mixture layers that stay as they are: they choose and weigh experts, and are small."""
+UNQUANTIZED_MATRICES = ("router", "shared_gate")
+"""Matrices of mixture-of-experts layers that are not quantised: they select and weight experts, and are small."""
 
 
 def widen(x: Float[torch.Tensor, "*any"]) -> Float[torch.Tensor, "*any"]:
-    """`x` in float32, or as it is where it is wider: what norms, softmaxes and logits are computed in."""
+    """`x` in float32, or unchanged if it is float64: the dtype of norms, softmaxes and logits."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -35,12 +35,11 @@ class Linear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """Eight-bit weights times eight-bit activations, float32 in and out: the int8 arithmetic of the CPU kernels in
-    torch.
+    """Int8 weights times int8 activations, float32 in and out: the arithmetic of the CPU kernels in torch.
 
-    Both sides are rotated by a Hadamard matrix over blocks of inputs, which spreads outliers (QuaRot, arXiv
-    2404.00456), and rounded symmetrically with one scale per output or token and group of inputs. Sums of a group are
-    exact.
+    Weights and activations are rotated by a Hadamard matrix over blocks of inputs, which spreads outliers (QuaRot,
+    arXiv 2404.00456), and rounded symmetrically with one scale per output or token and group of inputs. Sums within a
+    group are exact.
     """
 
     weight: Int8[torch.Tensor, "g o 192"]
@@ -70,7 +69,7 @@ class Int8Linear(nn.Module):
 def rotate_and_round(
     x: Float[torch.Tensor, "t i"],
 ) -> tuple[Float[torch.Tensor, "t g 192"], Float[torch.Tensor, "t g"]]:
-    """Whole numbers of -127 .. 127 and scales whose products are the rotated rows, padded to whole groups."""
+    """Integers in -127 .. 127 and scales whose products approximate the rotated rows, padded to whole groups."""
     padded = F.pad(x.float(), (0, -x.shape[-1] % INT8_GROUP))
     groups = (padded.view(-1, INT8_BLOCK) @ _hadamard(x.device)).view(len(x), -1, INT8_GROUP)
     scale = (groups.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
@@ -79,17 +78,17 @@ def rotate_and_round(
 
 @functools.cache
 def _hadamard(device: torch.device) -> Float[torch.Tensor, "64 64"]:
-    """The orthonormal, symmetric Hadamard matrix of a block."""
+    """The orthonormal symmetric Hadamard matrix of a block."""
     matrix = torch.ones(1, 1)
     while len(matrix) < INT8_BLOCK:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return (matrix * INT8_BLOCK**-0.5).to(device)
 
 
-def quantize(module: nn.Module) -> None:
-    """Replace every `Linear` below `module` by its eight-bit form, in place; routers stay."""
+def quantize_int8(module: nn.Module) -> None:
+    """Replace every `Linear` within `module` by an `Int8Linear`, in place; routers stay."""
     for name, child in module.named_children():
         if not isinstance(child, Linear):
-            quantize(child)
-        elif name not in UNQUANTIZED:
+            quantize_int8(child)
+        elif name not in UNQUANTIZED_MATRICES:
             setattr(module, name, Int8Linear(child))

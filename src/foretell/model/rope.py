@@ -10,19 +10,17 @@ from jaxtyping import Float, Int
 from foretell.model.config import RopeConfig
 
 _EMPTY_RANGE = 0.001
-"""Width in dimensions that YaRN's range has where it is empty, so that nothing is divided by zero (as in
-transformers).
-"""
-Tables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of every token's rotary angles, `[*t, 1, half]` each."""
+"""Width, in dimensions, of an empty YaRN range: avoids a division by zero (as in transformers)."""
+RopeTables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
+RopeAngles = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of every token's angles, `[*t, 1, half]` each."""
 
 
-def tables(rope: RopeConfig, head_dim: int, context: int) -> Tables:
+def rope_tables(rope: RopeConfig, head_dim: int, context: int) -> RopeTables:
     """Cosine and sine of every position's angles, float32 (Su et al., arXiv 2104.09864).
 
-    Scalings: `linear` (positions divided), `llama3` (low frequencies divided, smooth between), `yarn` (Peng et al.,
-    arXiv 2309.00071).
+    Scalings: `linear` divides positions, `llama3` divides low frequencies with a smooth transition, `yarn` is Peng et
+    al., arXiv 2309.00071.
     """
     frequency, factor = _frequencies(rope, head_dim)
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
@@ -67,14 +65,14 @@ def _yarn(
     return frequency / rope.factor * ramp + frequency * (1 - ramp), factor
 
 
-def rotation(table: Tables, position: Int[torch.Tensor, "*t"]) -> Rotation:
-    """Cosine and sine of tokens at these positions."""
+def rope_angles(table: RopeTables, position: Int[torch.Tensor, "*t"]) -> RopeAngles:
+    """Cosine and sine of the angles at these positions."""
     cos, sin = table
     return cos[position].unsqueeze(-2), sin[position].unsqueeze(-2)
 
 
-def rotate(x: Float[torch.Tensor, "*t h e"], angles: Rotation) -> Float[torch.Tensor, "*t h e"]:
-    """Rotate every head to its token's position, in float32 or wider."""
+def apply_rope(x: Float[torch.Tensor, "*t h e"], angles: RopeAngles) -> Float[torch.Tensor, "*t h e"]:
+    """Rotate every head by its token's angles, in float32 or wider."""
     cos, sin = angles
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -1,8 +1,7 @@
-"""A model bound to its cache: reads token trees, remembers what is kept. Target and draft models alike."""
+"""A network with its key-value cache: forward passes over token trees, for targets and draft models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -11,83 +10,27 @@ from jaxtyping import Bool, Float, Int
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
-from foretell.model.cache import KVCache, Layout, numbered
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip, Span, Streams
-from foretell.model.kernels import Trees
-
-
-@runtime_checkable
-class Network(Protocol):
-    """Weights that a `DecoderRunner` can run: the torch decoder, or its blocks on native kernels."""
-
-    config: ModelConfig
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-
-    @property
-    def backend(self) -> Backend:
-        """What computes its passes."""
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for this network."""
-
-    def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block."""
-
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
-        """The blocks of a span."""
-
-    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """What the head sees."""
-
-    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Next-token scores, float32."""
-
-    def cut(self, layers: int) -> "Network":
-        """The first blocks under the same head, sharing weights."""
-
-    def skipping(self, skip: Skip) -> "Network":
-        """All blocks without some of their parts, sharing weights."""
-
-
-@runtime_checkable
-class DynamicTreeNetwork(Protocol):
-    """A network that may grow trees by confidence in one call."""
-
-    @property
-    def grows_dynamic_trees(self) -> bool:
-        """Whether it does."""
-
-    def grow_dynamic_trees(
-        self,
-        roots: Float[torch.Tensor, "b d"],
-        trees: Trees,
-        cache: KVCache,
-        token_of: Int[torch.Tensor, " v"] | None = None,
-    ) -> None:
-        """Grow trees below roots whose last block's outputs are given; `token_of`: the token of every row of the head
-        (None: its number).
-        """
+from foretell.model.decoder import BlockRange
+from foretell.model.kernels import DynamicTrees
+from foretell.model.layout import Layout, index_marked
+from foretell.model.network import DynamicTreeNetwork, Network
 
 
 class Runner(ABC):
-    """Reads trees of tokens on behalf of row-indexed texts."""
+    """Runs forward passes over token trees; keeps the accepted tokens of every batch row."""
 
     vocab: int
     context: int
-    """Longest text the model can read, in tokens."""
+    """Longest sequence, in tokens."""
 
     @property
     def backend(self) -> Backend:
-        """What computes its passes; nothing may be relied on where a runner does not say."""
+        """What computes the passes; by default unknown, without batch invariance."""
         return Backend("custom", precision="")
 
     @abstractmethod
     def length(self, row: int) -> int:
-        """How many tokens of a row have been read and kept."""
+        """Number of committed tokens of a row."""
 
     @abstractmethod
     def forward(
@@ -99,11 +42,11 @@ class Runner(ABC):
         scored: Bool[np.ndarray, "b n"] | None = None,
         hidden_layers: Sequence[int] = (),
     ) -> ModelOutput:
-        """Read nodes of a tree on top of what is kept: those that `read` marks (default: all that the tree has read).
+        """Run the `active` nodes of a tree (default: `tree.active`) after the committed tokens of their rows.
 
-        Ancestors not marked were read by earlier calls with the same tree, before anything was kept. Scores the nodes
-        that `scored` marks (default: all read). `hidden_layers` names blocks whose *input* is wanted as features:
-        `layers` stands for the last block's output, `layers + 1` for the same after the final norm.
+        Inactive ancestors must have run in earlier calls with the same tree, since the last commit. Logits are computed
+        for the nodes that `scored` marks (default: all active ones). `hidden_layers` names blocks whose *input* is
+        returned as hidden states; `layers` is the last block's output, `layers + 1` the same after the final norm.
         """
 
     def grow_dynamic_tree(
@@ -113,18 +56,18 @@ class Runner(ABC):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
-    ) -> Trees | None:
-        """Read trunks, and grow what `shape.Beam` would below each, in one call of the network; None: it cannot, and
-        nothing was read.
+    ) -> DynamicTrees | None:
+        """Run the prefixes, and grow a dynamic tree below each in one call, as `shape.DynamicTree` would; None: not
+        supported, nothing ran.
 
-        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`. Of a tree without branches all
-        nodes but the last have been read then, as nodes after the trunk.
+        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`. If a tree is a chain, all its
+        nodes but the last have run, in the slots after the prefix.
         """
         return None
 
     @abstractmethod
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keep these nodes of the last tree, in order, as the row's next tokens; everything else of it is forgotten."""
+        """Keep these nodes of the last tree, in order, as the row's next tokens; forget its other nodes."""
 
     @abstractmethod
     def truncate(self, row: int, length: int) -> None:
@@ -132,7 +75,7 @@ class Runner(ABC):
 
 
 class DecoderRunner(Runner):
-    """Runs a `Network`."""
+    """A `Network` with a `KVCache`."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -142,11 +85,11 @@ class DecoderRunner(Runner):
 
     @property
     def backend(self) -> Backend:
-        """That of the network."""
+        """The network's."""
         return self.network.backend
 
     def length(self, row: int) -> int:
-        """How many tokens of a row have been read and kept."""
+        """Number of committed tokens of a row."""
         return int(self._length[row]) if row < len(self._length) else 0
 
     @torch.inference_mode()
@@ -159,22 +102,23 @@ class DecoderRunner(Runner):
         scored: Bool[np.ndarray, "b n"] | None = None,
         hidden_layers: Sequence[int] = (),
     ) -> ModelOutput:
-        """Read nodes of a tree; see `Runner.forward`."""
+        """Run nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
         active = tree.active if active is None else active
-        layout, index = Layout.of(tree, rows, self._length[list(rows)], active)
-        x = self._inputs(tree.token[active], tree.probe_embeddings)
-        states, experts = self._states(x, layout, hidden_layers)
-        at, layers = index, self.network.config.layers
-        seen = states.get(layers + 1, states[layers])
+        layout, index = Layout.from_tree(tree, rows, self._length[list(rows)], active)
+        x = self._embed(tree.token[active], tree.probe_embeddings)
+        states, expert_counts = self._hidden_states(x, layout, hidden_layers)
+        logit_index, layers = index, self.network.config.layers
+        head_input = states.get(layers + 1, states[layers])
         if scored is not None and scored is not active:
             wanted = active & scored
-            at = numbered(wanted)
-            seen = seen[torch.from_numpy(index[wanted]).to(x.device)]
+            logit_index = index_marked(wanted)
+            head_input = head_input[torch.from_numpy(index[wanted]).to(x.device)]
         if layers + 1 not in states:
-            seen = self.network.final(seen)
-        logits = self.network.logits(seen) if len(seen) else x.new_zeros(0, self.vocab)
-        return ModelOutput(logits, at, tuple(states[t] for t in hidden_layers), index, experts=experts)
+            head_input = self.network.final_norm(head_input)
+        logits = self.network.logits(head_input) if len(head_input) else x.new_zeros(0, self.vocab)
+        hidden = tuple(states[layer] for layer in hidden_layers)
+        return ModelOutput(logits, logit_index, hidden, index, experts=expert_counts)
 
     @torch.inference_mode()
     def grow_dynamic_tree(
@@ -184,46 +128,45 @@ class DecoderRunner(Runner):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
-    ) -> Trees | None:
-        """Read trunks and grow trees below them; see `Runner.grow_dynamic_tree`."""
+    ) -> DynamicTrees | None:
+        """Run prefixes and grow trees below them; see `Runner.grow_dynamic_tree`."""
         if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
             return None
         self._reserve(rows, prefixes.nodes + sizes[0] * sizes[1])
         output = self.forward(
             rows, prefixes, scored=np.zeros_like(prefixes.valid), hidden_layers=(self.network.config.layers,)
         )
-        ends = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
-        trees = Trees(max_depth, sizes, bounds, np.array(rows), self._length[list(rows)] + prefixes.prefix_length)
-        self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(ends)], trees, self.cache)
+        roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
+        length = self._length[list(rows)] + prefixes.prefix_length
+        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length)
+        self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 
-    def _inputs(
-        self, token: Int[np.ndarray, " t"], side: Float[torch.Tensor, "e d"] | None
+    def _embed(
+        self, token: Int[np.ndarray, " t"], probe_embeddings: Float[torch.Tensor, "e d"] | None
     ) -> Float[torch.Tensor, "t d"]:
-        """What the first block sees: embeddings of tokens, and of ids beyond the vocabulary the rows of the tree's own
-        table.
-        """
-        if side is None:
+        """Input of the first block; ids from the vocabulary's size on index `probe_embeddings`."""
+        if probe_embeddings is None:
             return self.network.embed(torch.from_numpy(token))
-        beyond = token >= self.vocab
-        x = self.network.embed(torch.from_numpy(np.where(beyond, 0, token)))
-        number = torch.from_numpy(token[beyond] - self.vocab)
-        x[torch.from_numpy(beyond).to(x.device)] = side[number.to(side.device)].to(x)
+        probe = token >= self.vocab
+        x = self.network.embed(torch.from_numpy(np.where(probe, 0, token)))
+        index = torch.from_numpy(token[probe] - self.vocab)
+        x[torch.from_numpy(probe).to(x.device)] = probe_embeddings[index.to(probe_embeddings.device)].to(x)
         return x
 
-    def _states(
+    def _hidden_states(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, hidden_layers: Sequence[int]
     ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[int, ...]]:
-        """What is tapped and the last block's output, by number of the tap; and how many experts each mixture layer
-        read.
+        """The requested hidden states and the last block's output, by layer; and the number of distinct experts per
+        mixture-of-experts layer.
         """
         layers = self.network.config.layers
-        span = Span(0, layers, tuple(t for t in sorted(set(hidden_layers)) if t < layers))
-        streams = self.network.run(x, layout, self.cache, span)
-        states = dict(zip((*span.hidden_layers, layers), streams.states, strict=True))
+        blocks = BlockRange(0, layers, tuple(i for i in sorted(set(hidden_layers)) if i < layers))
+        output = self.network.run(x, layout, self.cache, blocks)
+        states = dict(zip((*blocks.hidden_layers, layers), output.hidden_states, strict=True))
         if layers + 1 in hidden_layers:
-            states[layers + 1] = self.network.final(states[layers])
-        return states, streams.experts
+            states[layers + 1] = self.network.final_norm(states[layers])
+        return states, output.expert_counts
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         need = max(rows) + 1

@@ -1,4 +1,4 @@
-"""Which sub-layers a self-drafting target leaves out: a sensible default, and the tuning file of one model."""
+"""Skip sets of self-speculative decoding: the default, and the file that `foretell tune skip` writes."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Skip
+from foretell.model.decoder import SkipSet
 from foretell.utils.validation import Fields, read_json
 
 _KIND = "foretell skip set"
 
 
-def default_skip(layers: int) -> Skip:
-    """The attention of every second block, first and last fifth apart: what searches on unlike models agree on.
+def default_skip(layers: int) -> SkipSet:
+    """The attention of every second block except in the first and last fifth.
 
-    Draft & Verify's published sets (arXiv 2309.08168) skip twice as many attention as feed-forward parts, mostly in the
-    upper middle.
+    Searches on different models agree on this. The skip sets published with Draft & Verify (arXiv 2309.08168) have
+    twice as many attention as feed-forward sub-layers, mostly in the upper middle.
     """
     edge = layers // 5
-    return Skip(attention=frozenset(range(edge, layers - edge, 2)))
+    return SkipSet(attention=frozenset(range(edge, layers - edge, 2)))
 
 
-def kept_share(config: ModelConfig, skip: Skip) -> float:
-    """Share of the weights of a one-token pass that is still read without the skipped parts (final head included)."""
+def kept_weight_share(config: ModelConfig, skip: SkipSet) -> float:
+    """Share of the weights of a one-token pass, head included, that is read without the skipped sub-layers."""
     heads = config.heads + 2 * config.kv_heads
     attention = config.hidden * config.head_dim * (heads + config.heads)
     total = kept = config.vocab * config.hidden
@@ -38,27 +38,27 @@ def kept_share(config: ModelConfig, skip: Skip) -> float:
 
 @dataclass(frozen=True)
 class SkipTrial:
-    """A skip set and how good it was."""
+    """A skip set and its objective value."""
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
     value: float
 
     @property
-    def skip(self) -> Skip:
-        """As the decoder takes it."""
-        return Skip(frozenset(self.attention), frozenset(self.mlp))
+    def skip_set(self) -> SkipSet:
+        """The skip set of this trial."""
+        return SkipSet(frozenset(self.attention), frozenset(self.mlp))
 
     @staticmethod
-    def of(skip: Skip, value: float) -> "SkipTrial":
-        """The trial of this set."""
+    def from_skip_set(skip: SkipSet, value: float) -> "SkipTrial":
+        """The trial of a skip set."""
         return SkipTrial(tuple(sorted(skip.attention)), tuple(sorted(skip.mlp)), value)
 
 
 @dataclass(frozen=True)
 class SkipFile:
-    """All trials of a search on one model (its `Checkpoint.fingerprint`); `workload` names the prompts and `objective`
-    what was maximised.
+    """All trials of a search; `model` is the `Checkpoint.fingerprint`, `workload` names the prompts, `objective` the
+    quantity that was maximised.
     """
 
     model: str
@@ -73,11 +73,11 @@ class SkipFile:
         return max(self.trials, key=lambda t: t.value)
 
     def add(self, trial: SkipTrial) -> "SkipFile":
-        """With one trial more."""
+        """The file with one more trial."""
         return replace(self, trials=(*self.trials, trial))
 
     def save(self, path: Path) -> None:
-        """Write the file in one stroke, so that an interrupted search loses nothing."""
+        """Write the file atomically, so that an interrupted search loses nothing."""
         values = {"kind": _KIND, **asdict(self), "best": asdict(self.best) if self.trials else None}
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(values, indent=1) + "\n")
@@ -85,11 +85,10 @@ class SkipFile:
 
     @staticmethod
     def read(path: Path, model: str, layers: int) -> "SkipFile":
-        """Read a file that was tuned on the model of this fingerprint (empty where its checkpoint is not at hand: the
-        layers decide).
+        """Read a file that was tuned on the model with this fingerprint (empty: unknown, compare the layers only).
 
         Raises:
-            ValueError: no such file, not a skip set, or one of another model.
+            ValueError: there is no such file, it is not a skip set, or it belongs to another model.
         """
         raw = read_json(path, "make one with `foretell tune skip`")
         if raw.get("kind") != _KIND:
@@ -98,8 +97,7 @@ class SkipFile:
         if found.layers != layers or (model and found.model != model):
             raise ValueError(
                 f"{path}: this skip set was tuned on another model ({found.layers} layers, fingerprint {found.model}; "
-                f"this one has "
-                f"{layers} layers and {model or 'none'}); run `foretell tune skip` for this model"
+                f"this one has {layers} layers and {model or 'none'}); run `foretell tune skip` for this model"
             )
         return found
 
@@ -119,7 +117,7 @@ def _parse(raw: dict[str, Any], path: Path) -> SkipFile:
     return found
 
 
-def read_skip(path: Path, model: str, layers: int) -> Skip:
+def read_skip(path: Path, model: str, layers: int) -> SkipSet:
     """The best skip set of a tuning file; see `SkipFile.read`.
 
     Raises:
@@ -128,4 +126,4 @@ def read_skip(path: Path, model: str, layers: int) -> Skip:
     found = SkipFile.read(path, model, layers)
     if not found.trials:
         raise ValueError(f"{path}: the search was stopped before its first trial; run `foretell tune skip` again")
-    return found.best.skip
+    return found.best.skip_set

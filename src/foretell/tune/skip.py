@@ -16,10 +16,11 @@ from foretell.core.tree import root_tree
 from foretell.draft import DraftModel, NoDrafter
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.decoder import Skip
-from foretell.model.influence import influence
-from foretell.model.runner import DecoderRunner, Network
-from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_share
+from foretell.model.decoder import SkipSet
+from foretell.model.influence import measure_influence
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
+from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_weight_share
 from foretell.shape import Chain, RootOnly
 
 if TYPE_CHECKING:
@@ -82,14 +83,14 @@ def _decode(
 
 
 def count_passes(
-    network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
+    network: Network, skip: SkipSet, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
 ) -> PassCounts:
     """Passes of decoding with `skip`, from one pass of the draft over each known answer.
 
     Deterministic and faster than decoding. Exact as long as the draft is right; the length of a draft after a wrong
     token is estimated from the confidences on the true answer.
     """
-    draft = network.skipping(skip)
+    draft = network.without_sublayers(skip)
     total = PassCounts(0, 0, 0)
     for sample in samples:
         predicted, probability = _draft_predictions(draft, sample)
@@ -128,11 +129,11 @@ def _count_rounds(
 
 
 def tokens_per_second(
-    network: Network, skip: Skip, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
+    network: Network, skip: SkipSet, samples: Sequence[GreedyAnswer], drafting: DraftingOptions
 ) -> float:
     """Measured speed of decoding the samples; differences of a few percent are noise."""
     shape = Chain(drafting.length, draw=False, confidence=drafting.confidence)
-    method = Method(DraftModel(DecoderRunner(network.skipping(skip))), shape, Match())
+    method = Method(DraftModel(DecoderRunner(network.without_sublayers(skip))), shape, Match())
     new_tokens = max(len(s.answer) for s in samples)
     answers, seconds = _decode(network, method, [s.prompt for s in samples], new_tokens, ())
     return sum(map(len, answers)) / seconds
@@ -161,17 +162,17 @@ def tune_skip(
     found = _load_or_create(model, layers, samples, out, objective, drafting)
     study = _create_study(found, layers, seed)
     for skip in _initial_skips(network, samples):
-        if skip not in [t.skip for t in found.trials]:
+        if skip not in [t.skip_set for t in found.trials]:
             study.enqueue_trial(_params(skip, layers))
     while len(found.trials) < trials:
         trial = study.ask(_search_space(layers))
         skip = _skip_from_params(trial.params, layers)
         if objective == "counts":
-            value = count_passes(network, skip, samples, drafting).speedup(kept_share(network.config, skip))
+            value = count_passes(network, skip, samples, drafting).speedup(kept_weight_share(network.config, skip))
         else:
             value = tokens_per_second(network, skip, samples, drafting)
         study.tell(trial, value)
-        found = found.add(SkipTrial.of(skip, value))
+        found = found.add(SkipTrial.from_skip_set(skip, value))
         found.save(out)
         on_trial(found.trials[-1])
     return found
@@ -193,12 +194,12 @@ def _load_or_create(
     return found
 
 
-def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[Skip]:
+def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[SkipSet]:
     """Skip sets of the first trials."""
     layers = network.config.layers
-    measured = influence(network, [*samples[0].prompt, *samples[0].answer])
+    measured = measure_influence(network, [*samples[0].prompt, *samples[0].answer])
     counts = sorted({max(1, 2 * layers * part // 20) for part in range(1, 11)})
-    return [default_skip(layers), *(measured.skip(n) for n in counts)]
+    return [default_skip(layers), *(measured.least_influential_sublayers(n) for n in counts)]
 
 
 def _create_study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
@@ -212,7 +213,7 @@ def _create_study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
     for trial in found.trials:
         study.add_trial(
             optuna.trial.create_trial(
-                params=_params(trial.skip, layers), distributions=_search_space(layers), value=trial.value
+                params=_params(trial.skip_set, layers), distributions=_search_space(layers), value=trial.value
             )
         )
     return study
@@ -225,12 +226,12 @@ def _search_space(layers: int) -> "dict[str, optuna.distributions.BaseDistributi
     return {f"{part}.{i}": yes_no for part in ("attention", "mlp") for i in range(layers)}
 
 
-def _params(skip: Skip, layers: int) -> dict[str, bool]:
+def _params(skip: SkipSet, layers: int) -> dict[str, bool]:
     return {f"attention.{i}": i in skip.attention for i in range(layers)} | {
         f"mlp.{i}": i in skip.mlp for i in range(layers)
     }
 
 
-def _skip_from_params(params: Mapping[str, bool], layers: int) -> Skip:
+def _skip_from_params(params: Mapping[str, bool], layers: int) -> SkipSet:
     chosen = (frozenset(i for i in range(layers) if params[f"{part}.{i}"]) for part in ("attention", "mlp"))
-    return Skip(*chosen)
+    return SkipSet(*chosen)

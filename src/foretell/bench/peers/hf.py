@@ -11,7 +11,7 @@ from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 from foretell.load import resolve
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.transformers import cannot_load
+from foretell.model.load.transformers import load_error
 from foretell.model.load.weights import GGUFWeights, gguf_config
 
 Mode = Literal["plain", "lookup", "assisted"]
@@ -49,7 +49,7 @@ def load(reference: str, dtype: torch.dtype) -> Any:
                 trust_remote_code=False,
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise cannot_load(path, error) from error
+            raise load_error(path, error) from error
     else:
         model = _from_gguf(package, path, dtype)
     model.generation_config = package.GenerationConfig(do_sample=False, pad_token_id=0)
@@ -71,7 +71,7 @@ def _from_gguf(package: Any, path: Path, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         model = package.LlamaForCausalLM(_llama_config(package, config, tied))
     state = {
-        n: weights.need(n, *t.shape).to(dtype)
+        n: weights.require(n, *t.shape).to(dtype)
         for n, t in model.state_dict().items()
         if not (tied and n == "lm_head.weight")
     }

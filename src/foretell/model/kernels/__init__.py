@@ -1,30 +1,28 @@
-"""CPU kernels of the decoder, compiled on first use: near the memory floor, and bitwise independent of who shares a
-call.
-"""
+"""CPU kernels of the decoder, compiled on first use: close to memory bandwidth, and batch-invariant bit for bit."""
 
-from foretell.model.kernels.beam import Trees
-from foretell.model.kernels.build import available, load, why_not
-from foretell.model.kernels.eagle import NativeEagle, Surroundings
+from foretell.model.kernels.build import available, load, unavailable_reason
+from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
-from foretell.model.kernels.rows import argmax, likeliest, rms_norm, topk
+from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
+from foretell.model.kernels.row_ops import argmax, rms_norm, topk, topk_softmax
 from foretell.model.kernels.stack import NativeStack
-from foretell.model.kernels.stages import NativeStage, NativeStages
 from foretell.model.kernels.structures import Precision
 
 __all__ = [
+    "DynamicTrees",
+    "EagleWeights",
     "NativeEagle",
     "NativeLinear",
     "NativeStack",
     "NativeStage",
     "NativeStages",
     "Precision",
-    "Surroundings",
-    "Trees",
     "argmax",
     "available",
-    "likeliest",
     "load",
     "rms_norm",
     "topk",
-    "why_not",
+    "topk_softmax",
+    "unavailable_reason",
 ]

@@ -1,6 +1,4 @@
-"""Compiles the CPU kernels once per machine and loads them; where that fails it says why and the library does
-without.
-"""
+"""Compiles the CPU kernels once per machine and loads them; the library works without them where that fails."""
 
 import ctypes
 import functools
@@ -23,67 +21,67 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-W
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The loaded kernels, or one sentence on why there are none."""
+class BuildResult:
+    """The loaded kernels, or one sentence on why they are unavailable."""
 
     library: ctypes.CDLL | None
     reason: str
 
 
 def library() -> ctypes.CDLL:
-    """The kernels, ready to be called.
+    """The kernels.
 
     Raises:
         RuntimeError: they are not available; the message says why.
     """
-    found = outcome()
+    found = build_result()
     if found.library is None:
         raise RuntimeError(found.reason)
     return found.library
 
 
 def load() -> ctypes.CDLL | None:
-    """The compiled kernels, or None; `why_not` then says why."""
-    return outcome().library
+    """The kernels, or None; see `unavailable_reason`."""
+    return build_result().library
 
 
 def available() -> bool:
-    """Whether the native kernels can be used on this machine."""
+    """Whether the CPU kernels can be used on this machine."""
     return load() is not None
 
 
-def why_not() -> str:
-    """One sentence on why the native kernels cannot be used; empty if they can."""
-    return outcome().reason
+def unavailable_reason() -> str:
+    """One sentence on why the CPU kernels cannot be used; empty if they can."""
+    return build_result().reason
 
 
-def outcome() -> Outcome:
-    """The result of building, remembered for the life of the process; none while FORETELL_NATIVE=0 is set."""
+def build_result() -> BuildResult:
+    """The result of the first build of this process; FORETELL_NATIVE=0 disables the kernels while it is set."""
     if os.environ.get("FORETELL_NATIVE") == "0":
-        return Outcome(None, "The native CPU kernels are switched off by FORETELL_NATIVE=0.")
+        return BuildResult(None, "The native CPU kernels are switched off by FORETELL_NATIVE=0.")
     return _built()
 
 
 @functools.cache
-def _built() -> Outcome:
+def _built() -> BuildResult:
     return build()
 
 
-def build(flags: Sequence[str] = ()) -> Outcome:
-    """Compile the kernels with extra flags, unless this machine's cache has them, and load them."""
+def build(flags: Sequence[str] = ()) -> BuildResult:
+    """Load the kernels built with extra flags from the cache directory; compile them if they are not there."""
     compiler = _compiler()
     if compiler is None:
-        return Outcome(
+        return BuildResult(
             None,
             "The native CPU kernels need a C++ compiler: none of $CXX, g++, clang++ and c++ was found; install one of "
             "them.",
         )
-    problem = ""
+    reason = ""
     for variant in _variants():
-        library, problem = _load(compiler, [*FLAGS, *flags, *variant.compile], variant.link)
+        library, reason = _load(compiler, [*FLAGS, *flags, *variant.compile], variant.link)
         if library is not None:
-            return Outcome(library, "")
-    return Outcome(None, f"The native CPU kernels could not be built with {compiler}: {problem}")
+            return BuildResult(library, "")
+    return BuildResult(None, f"The native CPU kernels could not be built with {compiler}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -93,13 +91,13 @@ class _Variant:
 
 
 def _variants() -> list[_Variant]:
-    """Ways to get threads, best first.
+    """Ways to link OpenMP, best first: torch's runtime, the compiler's, none.
 
-    torch brings its own OpenMP runtime and puts its symbols in reach of everyone. Linking without -fopenmp takes
-    those: a second runtime would keep a second pool of threads, each spinning on the cores the other needs.
+    torch loads its own OpenMP runtime with global symbols. Linking without -fopenmp uses it: a second runtime would
+    keep a second pool of threads, which spin on the same cores.
     """
-    own, none = _Variant(("-fopenmp",), ("-fopenmp",)), _Variant((), ())
-    return [_Variant(("-fopenmp",), ()), own, none]
+    torch_runtime, own_runtime, none = ("-fopenmp",), ("-fopenmp",), ()
+    return [_Variant(torch_runtime, ()), _Variant(own_runtime, ("-fopenmp",)), _Variant(none, none)]
 
 
 def _compiler() -> str | None:
@@ -109,43 +107,43 @@ def _compiler() -> str | None:
 
 def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> tuple[ctypes.CDLL | None, str]:
     try:
-        target = _target(compiler, compile_flags, link_flags)
+        target = _cache_path(compiler, compile_flags, link_flags)
         if target.exists() and (library := _open(target)) is not None:
-            return structures.declare(library), ""
-        return _compiled(target, compiler, compile_flags, link_flags), ""
+            return structures.declare_signatures(library), ""
+        return _compile(target, compiler, compile_flags, link_flags), ""
     except subprocess.CalledProcessError as error:
         lines = [line for line in str(error.stderr).splitlines() if "error" in line] or ["the compiler failed"]
         return None, lines[0]
-    except _UnlikeError:
+    except _InterfaceMismatchError:
         return None, "the compiled library does not have the interface that structures.py describes"
     except (OSError, subprocess.SubprocessError) as error:
         return None, str(error)
 
 
-class _UnlikeError(Exception):
-    """A library was compiled that does not have the interface that Python expects."""
+class _InterfaceMismatchError(Exception):
+    """The compiled library has another interface than structures.py."""
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """A library, or None where the file is damaged or has another interface."""
+    """The library, or None if the file is damaged or has another interface."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError:
         return None
-    return library if structures.reported(library) == structures.interface() else None
+    return library if structures.library_interface(library) == structures.interface() else None
 
 
-def _target(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
-    """Path of the shared library in the cache."""
+def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
+    """Path of the shared library in the cache directory; its name is a hash of everything that the build depends on."""
     sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    key = [*sources, structures.interface(), compiler, *compile_flags, "link", *link_flags, _machine()]
-    return _cache() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
+    key = [*sources, structures.interface(), compiler, *compile_flags, "link", *link_flags, _machine_id()]
+    return _cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
 
 
-def _compiled(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
-    """The library, compiled now and kept in the cache.
+def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
+    """Compile the library and keep it in the cache directory.
 
-    Processes that start together may each compile; whoever is last replaces an equal file in one step.
+    Processes that start together may each compile; the last one replaces an equal file atomically.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -155,21 +153,21 @@ def _compiled(target: Path, compiler: str, compile_flags: Sequence[str], link_fl
             [compiler, "-shared", str(object_file), "-o", str(library), *link_flags],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        # Opened under this name: the system remembers an unlike library that was opened under the other one.
+        # Opened before the move: under the target's name the loader could return an older library that is open already.
         opened = _open(library)
         if opened is None:
             ctypes.CDLL(str(library))
-            raise _UnlikeError
+            raise _InterfaceMismatchError
         library.replace(target)
-    return structures.declare(opened)
+    return structures.declare_signatures(opened)
 
 
-def _cache() -> Path:
+def _cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
 
 
-def _machine() -> str:
-    """What -march=native depends on: a home directory may be shared by unlike machines."""
+def _machine_id() -> str:
+    """What -march=native depends on: machines of different kinds may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

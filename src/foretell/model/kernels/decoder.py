@@ -1,58 +1,50 @@
-"""A whole network on the native kernels: what the torch decoder computes, at the speed of memory."""
+"""The decoder on the CPU kernels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import nn
 
 from foretell.model.backend import Backend
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm, Skip, Span, Streams, Through
+from foretell.model.decoder import (
+    BlockForward,
+    BlockOutput,
+    BlockRange,
+    Decoder,
+    DecoderBlock,
+    FeedForward,
+    RMSNorm,
+    SkipSet,
+)
 from foretell.model.kernels import build
-from foretell.model.kernels.beam import Trees
-from foretell.model.kernels.linear import NativeLinear, embedding_of, expect
-from foretell.model.kernels.rows import rms_norm
-from foretell.model.kernels.stack import NativeStack, PackedBlock
+from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
+from foretell.model.kernels.row_ops import rms_norm
+from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
 from foretell.model.kernels.structures import Precision
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 
 
-@dataclass(frozen=True)
-class PlainBlock:
-    """A block's weights without its modules, as the kernels' packer takes them."""
-
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    output_bias: torch.Tensor | None = None
-    post_attention_norm: torch.Tensor | None = None
-    post_mlp_norm: torch.Tensor | None = None
-
-    @staticmethod
-    def of(block: nn.Module) -> "PlainBlock":
-        """Of a block of the torch decoder."""
-        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
-        return PlainBlock(
-            attention_norm=block.attention_norm.weight,
-            qkv=block.qkv.weight,
-            qkv_bias=block.qkv.bias,
-            q_norm=_weight(block.q_norm),
-            k_norm=_weight(block.k_norm),
-            output=block.output.weight,
-            output_bias=block.output.bias,
-            mlp_norm=block.mlp_norm.weight,
-            gate_up=block.mlp.gate_up.weight,
-            down=block.mlp.down.weight,
-            post_attention_norm=_weight(block.post_attention_norm),
-            post_mlp_norm=_weight(block.post_mlp_norm),
-        )
+def block_weights(block: nn.Module) -> BlockWeights:
+    """The weights of a block of the torch decoder."""
+    assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
+    return BlockWeights(
+        attention_norm=block.attention_norm.weight,
+        qkv=block.qkv.weight,
+        qkv_bias=block.qkv.bias,
+        q_norm=_weight(block.q_norm),
+        k_norm=_weight(block.k_norm),
+        output=block.output.weight,
+        output_bias=block.output.bias,
+        mlp_norm=block.mlp_norm.weight,
+        gate_up=block.mlp.gate_up.weight,
+        down=block.mlp.down.weight,
+        post_attention_norm=_weight(block.post_attention_norm),
+        post_mlp_norm=_weight(block.post_mlp_norm),
+    )
 
 
 def _weight(norm: RMSNorm | None) -> torch.Tensor | None:
@@ -60,12 +52,11 @@ def _weight(norm: RMSNorm | None) -> torch.Tensor | None:
 
 
 class NativeDecoder:
-    """Packs a torch decoder's weights once; implements `Network` on the CPU, and without blocks the `Shell` of a
-    `StreamedDecoder`.
+    """A torch decoder packed for the CPU kernels. Implements `Network`; without blocks `BlocklessNetwork`.
 
     Raises:
         RuntimeError: the kernels are not available here.
-        ValueError: the architecture is not one they run.
+        ValueError: the kernels do not support the architecture.
     """
 
     device = torch.device("cpu")
@@ -74,18 +65,22 @@ class NativeDecoder:
         self.config, self.precision = decoder.config, precision
         self._embedding = decoder.embedding.detach()
         self._norm = decoder.norm.weight.detach()
-        # The decoder's norms hold their offset already.
-        plain = replace(decoder.config, norm_offset=0.0)
+        # The decoder's norm weights include the offset already.
+        config = replace(decoder.config, norm_offset=0.0)
         self._stack = NativeStack(
-            plain, [PlainBlock.of(b) for b in decoder.blocks], precision, decoder.rope, decoder.local_rope
+            config,
+            [block_weights(b) for b in decoder.blocks],
+            precision,
+            decoder.rope_tables,
+            decoder.local_rope_tables,
         )
         self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
         tied = decoder.head.weight.data_ptr() == self._embedding.data_ptr()
-        self._from_head = tied and not decoder.blocks and precision != "int8"
-        """Without blocks, memory is scarce: embeddings are read from the packed head where that holds them."""
-        if self._from_head:
+        self._embeds_from_head = tied and not decoder.blocks and precision != "int8"
+        """Without blocks memory is limited: a tied embedding is read from the packed head, not kept twice."""
+        if self._embeds_from_head:
             self._embedding = self._embedding.new_empty(0, decoder.config.hidden)
-        self._table, self._embedded = embedding_of(self._embedding, decoder.config.embedding_scale)
+        self._table, self._embedding_struct = pack_embedding(self._embedding, decoder.config.embedding_scale)
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -105,19 +100,19 @@ class NativeDecoder:
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
-        x = self._head.rows(token) if self._from_head else self._embedding.index_select(0, token).float()
+        x = self._head.gather_rows(token) if self._embeds_from_head else self._embedding.index_select(0, token).float()
         return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, span: Span) -> Streams:
-        """The blocks of a span."""
-        return Streams(self._stack.streams(x, layout, cache, *span))
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+        """Run a range of blocks."""
+        return BlockOutput(self._stack.run(x, layout, cache, *blocks))
 
-    def final(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """What the head sees."""
+    def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
+        """The final norm, from the last block's output to the input of the head."""
         return rms_norm(x, self._norm, self.config.norm_eps)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
-        """Next-token scores."""
+        """Next-token logits."""
         out = self._head(x)
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
@@ -133,56 +128,67 @@ class NativeDecoder:
         """Bytes of embedding, norm and head."""
         return self._embedding.nbytes + self._norm.nbytes + self._head.nbytes
 
-    def pack(self, i: int, block: nn.Module) -> PackedBlock:
-        """A block of the torch decoder, as the `i`-th."""
-        return self._stack.pack(i, PlainBlock.of(block))
+    def pack_block(self, i: int, block: nn.Module) -> PackedBlock:
+        """Pack a block of the torch decoder as block `i`."""
+        return self._stack.pack_block(i, block_weights(block))
 
-    def over(self, layout: Layout, cache: KVCache) -> Through[PackedBlock]:
-        """What takes the residual stream of a pass through a block."""
-        stack, tokens, memory = self._stack, self._stack.tokens(layout.tokens, layout), self._stack.memory(cache)
-        return lambda block, i, x: (stack.through(block, i, x, tokens, memory), 0)
+    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[PackedBlock]:
+        """The forward pass of a block over this layout and cache."""
+        stack, tokens, memory = (
+            self._stack,
+            self._stack.layout_struct(layout.token_count, layout),
+            self._stack.cache_struct(cache),
+        )
+        return lambda block, i, x: (stack.run_block(block, i, x, tokens, memory), 0)
 
-    def shell(self, config: ModelConfig, skip: Skip) -> "NativeDecoder":
-        """The same embedding, norm and head, for blocks that are kept elsewhere."""
-        return self._sharing(config, self._stack.skipping(skip.attention, skip.mlp))
+    def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "NativeDecoder":
+        """The same embedding, norm and head for another configuration of the blocks."""
+        return self._sharing(config, self._stack.without_sublayers(skip.attention, skip.mlp))
 
     @property
     def grows_dynamic_trees(self) -> bool:
-        """Whether `beam` gives the chances that `logits` do: it knows no bound on them."""
+        """Whether the kernel applies; it does not support a soft cap on logits."""
         return not self.config.logit_softcap
 
     def grow_dynamic_trees(
         self,
         roots: Float[torch.Tensor, "b d"],
-        trees: Trees,
+        trees: DynamicTrees,
         cache: KVCache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
-        """Grow trees below roots whose last layer's outputs are given; their keys go behind those of the texts.
+        """Grow trees below roots whose last layer's outputs are given; their keys are cached after the requests' own.
 
-        `token_of`: the token of every row of the head; None: its number.
+        `token_of`: the token of every row of the head; None: the row's index.
 
         Raises:
             ValueError: the cache has no room for the trees.
         """
         stack = self._stack
-        expect(roots, torch.float32, "roots", trees.struct.texts, self.config.hidden)
-        bad = build.library().foretell_decoder_beam(
-            *(stack.model, stack.layers, len(stack.layers), self._embedded, self._head.struct, self._norm.data_ptr()),
+        check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
+        invalid = build.library().foretell_decoder_trees(
+            *(
+                stack.model,
+                stack.layers,
+                len(stack.layers),
+                self._embedding_struct,
+                self._head.struct,
+                self._norm.data_ptr(),
+            ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(stack.memory(cache), *trees.out, torch.get_num_threads()),
+            *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
         )
-        trees.check(bad, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, cache.k.shape[3], stack.model.context)
 
-    def cut(self, layers: int) -> "NativeDecoder":
-        """The first `layers` blocks under the same norm and head, sharing all weights."""
+    def first_layers(self, layers: int) -> "NativeDecoder":
+        """The first `layers` blocks with the same norm and head, sharing all weights."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._sharing(replace(self.config, layers=layers), self._stack.first(layers))
+        return self._sharing(replace(self.config, layers=layers), self._stack.first_layers(layers))
 
-    def skipping(self, skip: Skip) -> "NativeDecoder":
-        """The same weights without some sub-layers."""
-        return self._sharing(self.config, self._stack.skipping(skip.attention, skip.mlp))
+    def without_sublayers(self, skip: SkipSet) -> "NativeDecoder":
+        """The network without some sub-layers, sharing all weights."""
+        return self._sharing(self.config, self._stack.without_sublayers(skip.attention, skip.mlp))
 
     def _sharing(self, config: ModelConfig, stack: NativeStack) -> "NativeDecoder":
         other = object.__new__(NativeDecoder)

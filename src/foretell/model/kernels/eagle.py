@@ -1,4 +1,4 @@
-"""EAGLE-3's layers on the native kernels: one level of a tree, or whole trees by confidence, in one call."""
+"""EAGLE-3 (arXiv 2503.01840) on the kernels: one level of a tree, or whole dynamic trees, per call."""
 
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
@@ -10,116 +10,119 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foretell.model.cache import KVCache, Layout
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.beam import Trees
-from foretell.model.kernels.linear import NativeLinear, embedding_of, expect
+from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.stack import NativeStack
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What surrounds EAGLE-3's layers (arXiv 2503.01840), from the target's states to the first one and from the last
-    one to tokens.
-    """
+class EagleWeights:
+    """EAGLE-3's weights before its first layer and after its last one."""
 
     embedding: Tensor
     """[vocab, hidden]."""
-    scale: float
-    """What embeddings are multiplied by."""
+    embedding_scale: float
+    """Factor on the embeddings."""
     fuse: NativeLinear
-    """From the tapped states side by side to a feature."""
+    """From the concatenated hidden states of the target to a feature."""
     state_norms: Tensor | None
-    """Scales of a norm for each of them, [taps, hidden]; None: they are not normed."""
+    """Norm scale of each hidden state, [states, hidden]; None: they are not normed."""
     embedding_norm: Tensor
     feature_norm: Tensor
-    normed: bool
+    norm_before_residual: bool
     """The residual stream starts from the normed feature."""
-    leaving: Tensor
+    final_norm: Tensor
     """Scale of the norm before the head, [hidden]."""
     head: NativeLinear
     token_of: Tensor | None
-    """The token of each output of the head, int64; None: its number."""
+    """The token of each output of the head, int64; None: the output's index."""
 
 
 class NativeEagle:
-    """The layers of EAGLE-3 with what surrounds them, so that nothing but kernels runs between one level of a tree and
-    the next.
-    """
+    """EAGLE-3 from the target's hidden states to draft tokens, in kernels alone."""
 
-    def __init__(self, stack: NativeStack, around: Surroundings) -> None:
-        self._stack, self._around, self._kernels = stack, around, build.library()
-        self._table, embedding = embedding_of(around.embedding, around.scale)
-        norms = (around.embedding_norm, around.feature_norm, around.leaving, around.state_norms)
-        # Kept here: the kernels read them.
+    def __init__(self, stack: NativeStack, weights: EagleWeights) -> None:
+        self._stack, self._weights, self._kernels = stack, weights, build.library()
+        self._table, embedding = pack_embedding(weights.embedding, weights.embedding_scale)
+        norms = (weights.embedding_norm, weights.feature_norm, weights.final_norm, weights.state_norms)
+        # Kept alive here: the kernels read them.
         self._norms = [None if n is None else n.detach().float().contiguous() for n in norms]
-        first, second, self._leaving, states = (None if n is None else n.data_ptr() for n in self._norms)
-        self._kinds = around.fuse.inputs // stack.config.hidden
-        self._entry = structures.Entry(embedding, first, second, around.normed, self._kinds, states, around.fuse.struct)
+        embedding_norm, feature_norm, self._final_norm, state_norms = (
+            None if n is None else n.data_ptr() for n in self._norms
+        )
+        self._state_count = weights.fuse.inputs // stack.config.hidden
+        self._input = structures.EagleInput(
+            *(embedding, embedding_norm, feature_norm, weights.norm_before_residual),
+            *(self._state_count, state_norms, weights.fuse.struct),
+        )
 
-    def read(
+    def forward_from_target(
         self, token: Tensor, states: Sequence[Tensor], place: Int[np.ndarray, " t"], layout: Layout, cache: KVCache
     ) -> Tensor:
-        """Run tokens, int64 [t], each after the target's states before it: those at `place[t]` of every recorded
-        layer's, float32 [n, hidden].
+        """Run tokens, int64 [t], that follow hidden states of the target: token `t` those at row `place[t]` of every
+        recorded layer's states, float32 [n, hidden].
 
         Raises:
-            ValueError: as `follow`.
+            ValueError: as `forward`.
         """
-        known = len(states[0])
+        rows = len(states[0])
         for state in states:
-            expect(state, torch.float32, "states", known, self._stack.config.hidden)
-        if len(states) != self._kinds or len(place) != len(token):
+            check_tensor(state, torch.float32, "states", rows, self._stack.config.hidden)
+        if len(states) != self._state_count or len(place) != len(token):
             raise ValueError(
-                f"{self._kinds} states at {len(token)} places are read, found {len(states)} at {len(place)}"
+                f"{self._state_count} states at {len(token)} places are read, found {len(states)} at {len(place)}"
             )
         place = np.ascontiguousarray(place, np.int64)
-        given = (c_void_p * self._kinds)(*(state.data_ptr() for state in states)), known, place.ctypes.data
-        return self._run(self._kernels.foretell_eagle_read, token, given, layout, cache)
+        sources = (c_void_p * self._state_count)(*(state.data_ptr() for state in states)), rows, place.ctypes.data
+        return self._run(self._kernels.foretell_eagle_forward_from_target, token, sources, layout, cache)
 
-    def follow(self, token: Tensor, features: Tensor, parent: Tensor, layout: Layout, cache: KVCache) -> Tensor:
+    def forward(self, token: Tensor, features: Tensor, parent: Tensor, layout: Layout, cache: KVCache) -> Tensor:
         """Run tokens, int64 [t], that follow features, float32 [n, hidden]: token `i` follows feature `parent[i]`.
 
         Raises:
-            ValueError: a tensor has the wrong type or shape, or names what is not there; or as of a call of the stack.
+            ValueError: a tensor has the wrong dtype or shape, or a token or parent does not exist; or as
+                `NativeStack.run`.
         """
-        expect(features, torch.float32, "features", len(features), self._stack.config.hidden)
-        expect(parent, torch.int64, "parent", len(token))
-        given = features.data_ptr(), len(features), parent.data_ptr()
-        return self._run(self._kernels.foretell_eagle, token, given, layout, cache)
+        check_tensor(features, torch.float32, "features", len(features), self._stack.config.hidden)
+        check_tensor(parent, torch.int64, "parent", len(token))
+        sources = features.data_ptr(), len(features), parent.data_ptr()
+        return self._run(self._kernels.foretell_eagle_forward, token, sources, layout, cache)
 
     def _run(
-        self, kernel: Callable[..., int], token: Tensor, given: tuple[Any, ...], layout: Layout, cache: KVCache
+        self, kernel: Callable[..., int], token: Tensor, sources: tuple[Any, ...], layout: Layout, cache: KVCache
     ) -> Tensor:
-        """Call a kernel with the tokens and what is `given` that they follow."""
+        """Call a kernel with the tokens and the arguments for the states or features that they follow."""
         stack, count = self._stack, len(token)
-        tokens, memory = stack.tokens(count, layout), stack.memory(cache)
-        expect(token, torch.int64, "token", count)
+        structs = stack.layout_struct(count, layout), stack.cache_struct(cache)
+        check_tensor(token, torch.int64, "token", count)
         x = torch.empty(count, stack.config.hidden)
-        bad = kernel(
-            *(stack.model, stack.layers, len(stack.layers), self._entry, token.data_ptr(), *given, x.data_ptr()),
-            *(tokens, memory, torch.get_num_threads()),
+        invalid = kernel(
+            *(stack.model, stack.layers, len(stack.layers), self._input, token.data_ptr(), *sources, x.data_ptr()),
+            *(*structs, torch.get_num_threads()),
         )
-        if bad == -2:
+        if invalid == -2:
             raise ValueError(
-                f"{token.tolist()} is not among {self._entry.embedding.vocab} tokens, or what it follows not among the "
-                f"features"
+                f"{token.tolist()} is not among {self._input.embedding.vocab} tokens, or follows what is not among the "
+                "features"
             )
-        stack.check(bad, layout, memory)
+        stack.check_result(invalid, layout, structs[1])
         return x
 
-    def beam(self, roots: Tensor, trees: Trees, cache: KVCache) -> None:
-        """Grow trees below roots whose outputs, float32 [b, hidden], are given; their keys go behind those of the
-        texts.
+    def grow_dynamic_trees(self, roots: Tensor, trees: DynamicTrees, cache: KVCache) -> None:
+        """Grow trees below roots whose layer outputs, float32 [b, hidden], are given; their keys are cached after the
+        requests' own.
 
         Raises:
             ValueError: the cache has no room for the trees.
         """
-        b, stack, around = trees.struct, self._stack, self._around
-        expect(roots, torch.float32, "roots", b.texts, stack.config.hidden)
-        bad = self._kernels.foretell_beam(
-            *(stack.model, stack.layers, len(stack.layers), self._entry, around.head.struct, self._leaving),
-            *(None if around.token_of is None else around.token_of.data_ptr(), roots.data_ptr(), b),
-            *(stack.memory(cache), *trees.out, torch.get_num_threads()),
+        b, stack, weights = trees.struct, self._stack, self._weights
+        check_tensor(roots, torch.float32, "roots", b.requests, stack.config.hidden)
+        invalid = self._kernels.foretell_eagle_trees(
+            *(stack.model, stack.layers, len(stack.layers), self._input, weights.head.struct, self._final_norm),
+            *(None if weights.token_of is None else weights.token_of.data_ptr(), roots.data_ptr(), b),
+            *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
         )
-        trees.check(bad, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, cache.k.shape[3], stack.model.context)

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings in the form of the native kernels, and what these refuse to read."""
+"""Linear layers and embeddings packed for the kernels, and the checks of tensors that are passed to them."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import pack, pack_vector, together
+from foretell.model.kernels.pack import copy_to_huge_pages, pack_weight, pad_bias
 from foretell.model.kernels.structures import PANEL, PRECISIONS, Precision
 
 
 class NativeLinear:
-    """A linear layer whose weight was packed for the kernels; int8 means int8 weights and int8 activations.
+    """A linear layer packed for the kernels; int8 means int8 weights and int8 activations.
 
     Raises:
         RuntimeError: the kernels are not available here.
@@ -26,12 +26,12 @@ class NativeLinear:
 
     @property
     def struct(self) -> structures.Weight:
-        """For the kernels; points into memory that lives as long as this layer."""
+        """The argument of the kernels; points into memory that this layer owns."""
         return self._packed.structs[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Float32 [t, in] to float32 [t, out]."""
-        expect(x, torch.float32, "x", x.shape[0], self.inputs)
+        """Apply to float32 [t, in]; returns float32 [t, out]."""
+        check_tensor(x, torch.float32, "x", x.shape[0], self.inputs)
         y = torch.empty(x.shape[0], self.outputs)
         self._kernels.foretell_linear(
             *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), y.data_ptr()),
@@ -44,7 +44,7 @@ class NativeLinear:
         """Bytes of the packed weight and bias."""
         return sum(tensor.nbytes for tensor in self._packed.tensors)
 
-    def rows(self, index: Tensor) -> Tensor:
+    def gather_rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, float32 [t, in]; not for int8, whose weight is rotated.
 
         Raises:
@@ -57,30 +57,28 @@ class NativeLinear:
         panels = words.view(dtype).view(-(-self.outputs // PANEL), -1, PANEL, depth)
         return panels[index // PANEL, :, index % PANEL].flatten(1)[:, : self.inputs].float()
 
-    def likeliest(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest outputs for float32 [t, in] under their softmax, best first: probabilities and numbers,
+    def topk_softmax(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest outputs for float32 [t, in], descending: probabilities under their softmax and indices,
         [t, count] each.
         """
-        expect(x, torch.float32, "x", x.shape[0], self.inputs)
-        expect_count(count, self.outputs)
-        chances, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
-        self._kernels.foretell_guess(
-            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), chances.data_ptr(), index.data_ptr()),
+        check_tensor(x, torch.float32, "x", x.shape[0], self.inputs)
+        check_k(count, self.outputs)
+        probabilities, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
+        self._kernels.foretell_linear_topk_softmax(
+            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), probabilities.data_ptr(), index.data_ptr()),
             *(x.shape[0], count, torch.get_num_threads()),
         )
-        return chances, index
+        return probabilities, index
 
 
 class PackedLinears:
-    """Packed linear layers that are read one after the other: the structures for the kernels, and what they point
-    into.
-    """
+    """Packed linear layers that are read one after the other: their structures, and the tensors these point into."""
 
     def __init__(
         self, layers: Sequence[tuple[Tensor, Tensor | None]], precision: Precision, kernels: ctypes.CDLL
     ) -> None:
-        words = together([pack(weight, precision, kernels) for weight, _ in layers])
-        biases = [None if bias is None else pack_vector(bias) for _, bias in layers]
+        words = copy_to_huge_pages([pack_weight(weight, precision, kernels) for weight, _ in layers])
+        biases = [None if bias is None else pad_bias(bias) for _, bias in layers]
         self.tensors = [*words, *(bias for bias in biases if bias is not None)]
         self.structs = [
             structures.Weight(
@@ -90,30 +88,30 @@ class PackedLinears:
         ]
 
 
-def embedding_of(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:
-    """An embedding, [vocab, hidden], for the kernels, which read the tensor that comes with it."""
+def pack_embedding(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:
+    """An embedding, [vocab, hidden], for the kernels: the tensor, which must be kept alive, and its structure."""
     table = table.detach().contiguous()
     if table.dtype not in (torch.float32, torch.bfloat16):
         table = table.float()
     return table, structures.Embedding(table.data_ptr(), len(table), table.dtype == torch.bfloat16, scale)
 
 
-def expect(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:
-    """Refuse what the kernels would read wrongly.
+def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:
+    """Check dtype, shape and contiguity of a tensor before a kernel reads it.
 
     Raises:
-        ValueError: another type, shape or order than they expect.
+        ValueError: one of them is not as expected.
     """
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         found = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
         raise ValueError(f"{name} must be contiguous {dtype} {shape}, found {found}")
 
 
-def expect_count(count: int, most: int) -> None:
-    """Refuse to look for more numbers than there are.
+def check_k(count: int, most: int) -> None:
+    """Check the k of a top-k over `most` numbers.
 
     Raises:
-        ValueError: with both.
+        ValueError: it is not in 1 .. `most`.
     """
     if not 1 <= count <= most:
         raise ValueError(f"the best {count} of {most} numbers were asked for")

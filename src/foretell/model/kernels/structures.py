@@ -1,4 +1,4 @@
-"""The structures of kernels/interface.h, field by field, and the kernels' signatures."""
+"""The structures of csrc/interface.h, field by field, and the signatures of the kernels."""
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
@@ -10,11 +10,11 @@ Precision = Literal["float32", "bfloat16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 ACTIVATIONS = ("silu", "gelu_tanh")
 ABI_VERSION = 1
-"""Of kernels/interface.h: raised when the meaning of something changes and its form does not."""
+"""Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
-"""Numbers of a vector."""
+"""Numbers per vector."""
 
 
 class Weight(ctypes.Structure):
@@ -35,7 +35,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """What all blocks share."""
+    """Sizes and constants that all blocks share."""
 
     _fields_ = (
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "context")),
@@ -54,84 +54,89 @@ class Stage(ctypes.Structure):
 
 
 class Embedding(ctypes.Structure):
-    """Embeddings of tokens."""
+    """A token embedding."""
 
-    _fields_ = (("table", c_void_p), ("vocab", c_int32), ("halves", c_int32), ("scale", c_float))
+    _fields_ = (("table", c_void_p), ("vocab", c_int32), ("is_bfloat16", c_int32), ("scale", c_float))
 
 
-class Entry(ctypes.Structure):
-    """What EAGLE-3's layers begin with."""
+class EagleInput(ctypes.Structure):
+    """What EAGLE-3's first layer reads: token embeddings and fused hidden states of the target."""
 
     _fields_ = (
-        *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p), ("normed", c_int32)),
-        *(("kinds", c_int32), ("state_norms", c_void_p), ("fuse", Weight)),
+        *(
+            ("embedding", Embedding),
+            ("embedding_norm", c_void_p),
+            ("feature_norm", c_void_p),
+            ("norm_before_residual", c_int32),
+        ),
+        *(("state_count", c_int32), ("state_norms", c_void_p), ("fuse", Weight)),
     )
 
 
-class Beam(ctypes.Structure):
-    """Trees by confidence that are asked for."""
+class DynamicTree(ctypes.Structure):
+    """Parameters of dynamic trees."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("texts", "depth", "width", "budget")),
-        *(("least", c_double), ("stop", c_double)),
-        *((name, c_void_p) for name in ("room", "row", "length")),
+        *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
+        *(("min_score", c_double), ("min_expand_score", c_double)),
+        *((name, c_void_p) for name in ("max_depth", "row", "length")),
     )
 
 
-class Tokens(ctypes.Structure):
-    """Where the new tokens stand."""
+class Layout(ctypes.Structure):
+    """Rows, slots, positions and visible slots of the new tokens; see `model.layout.Layout`."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("count", "extras")),
-        *((name, c_void_p) for name in ("row", "slot", "position", "prefix", "extra")),
+        *((name, c_int32) for name in ("count", "max_extra_slots")),
+        *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots")),
     )
 
 
-class Memory(ctypes.Structure):
-    """The cache of keys and values."""
+class Cache(ctypes.Structure):
+    """The key-value cache."""
 
     _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
 
 
 Argument = Any
-"""A type of ctypes; None for no result."""
+"""A ctypes type; None for no result."""
 _P, _I = c_void_p, c_int32
 _STACK = (POINTER(Model), POINTER(Layer), _I)
-_GROWN = (POINTER(Beam), POINTER(Memory), _P, _P, _P, _I)
+_TREES = (POINTER(DynamicTree), POINTER(Cache), _P, _P, _P, _I)
 SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_stack": (
         _I,
-        (*_STACK, _I, _P, _P, POINTER(Tokens), POINTER(Memory), POINTER(_I), _I, _P, _I),
+        (*_STACK, _I, _P, _P, POINTER(Layout), POINTER(Cache), POINTER(_I), _I, _P, _I),
     ),
-    "foretell_eagle": (
+    "foretell_eagle_forward": (
         _I,
-        (*_STACK, POINTER(Entry), _P, _P, _I, _P, _P, POINTER(Tokens), POINTER(Memory), _I),
+        (*_STACK, POINTER(EagleInput), _P, _P, _I, _P, _P, POINTER(Layout), POINTER(Cache), _I),
     ),
-    "foretell_eagle_read": (
+    "foretell_eagle_forward_from_target": (
         _I,
-        (*_STACK, POINTER(Entry), _P, POINTER(_P), _I, _P, _P, POINTER(Tokens), POINTER(Memory), _I),
+        (*_STACK, POINTER(EagleInput), _P, POINTER(_P), _I, _P, _P, POINTER(Layout), POINTER(Cache), _I),
     ),
-    "foretell_beam": (_I, (*_STACK, POINTER(Entry), POINTER(Weight), _P, _P, _P, *_GROWN)),
-    "foretell_decoder_beam": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_GROWN)),
-    "foretell_stages_beam": (
+    "foretell_eagle_trees": (_I, (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, _P, *_TREES)),
+    "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
+    "foretell_mlp_speculator_trees": (
         _I,
-        (_I, POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(Beam), _P, _P, _P, _I),
+        (_I, POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
     ),
     "foretell_linear": (None, (_I, POINTER(Weight), _P, _P, _I, _I, _I)),
-    "foretell_stage": (None, (_I, POINTER(Stage), _P, _P, _P, _P, _I, _I)),
-    "foretell_guess": (None, (_I, POINTER(Weight), _P, _P, _P, _I, _I, _I)),
+    "foretell_mlp_speculator_stage": (None, (_I, POINTER(Stage), _P, _P, _P, _P, _I, _I)),
+    "foretell_linear_topk_softmax": (None, (_I, POINTER(Weight), _P, _P, _P, _I, _I, _I)),
     "foretell_rms_norm": (None, (_P, _P, c_float, _P, _I, _I, _I)),
     "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
-    "foretell_likeliest": (None, (_P, _P, _P, _I, _I, _I, _I)),
-    "foretell_rotate": (None, (_P, c_int64)),
+    "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
+    "foretell_hadamard": (None, (_P, c_int64)),
     "foretell_instructions": (c_char_p, ()),
 }
-"""Result and arguments of every function of kernels.cpp."""
+"""Result and arguments of every function of csrc/kernels.cpp."""
 
 
 def interface() -> str:
-    """The interface that is declared here, in the words of `foretell_abi`."""
+    """The interface declared here, in the format of `foretell_abi`: a line per constant, structure and function."""
     constants = {
         "version": ABI_VERSION,
         "panel": PANEL,
@@ -139,12 +144,13 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Layer, Model, Stage, Embedding, Entry, Beam, Tokens, Memory)
+    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
-        name = "Cache" if structure is Memory else structure.__name__
         fields = [getattr(structure, field[0]) for field in structure._fields_]
-        lines.append(" ".join([name, str(ctypes.sizeof(structure)), *(f"{f.offset}:{f.size}" for f in fields)]))
+        lines.append(
+            " ".join([structure.__name__, str(ctypes.sizeof(structure)), *(f"{f.offset}:{f.size}" for f in fields)])
+        )
     for name, (result, arguments) in SIGNATURES.items():
         lines.append(f"{name} {''.join(_letter(kind) for kind in (result, *arguments))}")
     return "\n".join(lines) + "\n"
@@ -154,8 +160,8 @@ def _letter(kind: Argument) -> str:
     return {None: "v", c_int32: "i", c_int64: "l", c_float: "f"}.get(kind, "p")
 
 
-def reported(kernels: ctypes.CDLL) -> str:
-    """The interface that a library reports; nothing if it reports none."""
+def library_interface(kernels: ctypes.CDLL) -> str:
+    """The interface that a library reports; empty if it reports none."""
     try:
         report = kernels.foretell_abi
     except AttributeError:
@@ -164,8 +170,8 @@ def reported(kernels: ctypes.CDLL) -> str:
     return str(report().decode())
 
 
-def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """Tell ctypes the kernels' signatures; returns its argument."""
+def declare_signatures(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the kernels' signatures to ctypes; returns its argument."""
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(kernels, name)
         function.restype, function.argtypes = result, arguments

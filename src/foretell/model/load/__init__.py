@@ -1,1 +1,1 @@
-"""Model files: GGUF and safetensors, checkpoints that can be read again, and models run by transformers."""
+"""Loading models: GGUF and safetensors checkpoints, and models of the transformers library."""

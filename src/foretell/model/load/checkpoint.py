@@ -1,6 +1,4 @@
-"""Where a model came from: its checkpoint, which can be read again for changed copies, shared ends and a
-fingerprint.
-"""
+"""The checkpoint of a loaded model: source of changed copies, shared embedding and head, and fingerprint."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -9,15 +7,15 @@ from functools import partial
 
 import torch
 
-from foretell.model.compress import Change
+from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.load.weights import Weights, build, build_block, build_shell
-from foretell.model.runner import Network
+from foretell.model.load.weights import Weights, build_block, build_decoder, build_without_blocks
+from foretell.model.network import Network
 
 
-def ends_of(decoder: Decoder) -> EmbeddingAndHead:
+def embedding_and_head_of(decoder: Decoder) -> EmbeddingAndHead:
     """Embedding and head of a decoder, sharing its weights."""
     c = decoder.config
     return EmbeddingAndHead(
@@ -26,35 +24,35 @@ def ends_of(decoder: Decoder) -> EmbeddingAndHead:
 
 
 class Checkpoint(ABC):
-    """A checkpoint on the own decoder. `weights` are read again by every call."""
+    """A checkpoint that foretell's decoder runs; every call reads the weights again."""
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
         self.config, self._weights, self._device = config, weights, device
 
     @abstractmethod
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
-        """The network after a change, in a dtype (None: the model's own), run as fast as this machine can."""
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
+        """Load the network in a dtype (None: the model's own), changed, for the fastest backend of this machine."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model runs in, quantisation of its matrices apart."""
+        """Dtype that the model runs in, apart from quantised matrices."""
         return torch.bfloat16
 
     def decoder(self, dtype: torch.dtype, blocks: Sequence[int] | None = None) -> Decoder:
-        """The network in plain torch, which training can differentiate through, with all of its blocks or some."""
+        """Load the network in plain torch, which is differentiable, with all of its blocks or some."""
         if blocks is None:
-            return build(self.config, self._weights, dtype, self._device)
-        shell = build_shell(self.config, self._weights, dtype, self._device)
+            return build_decoder(self.config, self._weights, dtype, self._device)
+        outer = build_without_blocks(self.config, self._weights, dtype, self._device)
         chosen = [build_block(self.config, i, self._weights, dtype, self._device) for i in blocks]
-        return Decoder(self.config, shell.embedding.data, chosen, shell.norm, shell.head)
+        return Decoder(self.config, outer.embedding.data, chosen, outer.norm, outer.head)
 
     def embedding_and_head(self, dtype: torch.dtype = torch.bfloat16) -> EmbeddingAndHead:
-        """Embedding and head."""
-        return ends_of(build_shell(self.config, self._weights, dtype, self._device))
+        """Load embedding and head."""
+        return embedding_and_head_of(build_without_blocks(self.config, self._weights, dtype, self._device))
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that tell models apart, and are the same for every quantisation of one: a hash of
-        its norms.
+        """Sixteen hexadecimal digits that identify the model: a hash of its sizes and norms, the same for every
+        quantisation of it.
         """
         c, h = self.config, hashlib.sha256()
         h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
@@ -64,35 +62,35 @@ class Checkpoint(ABC):
             for n in ("input_layernorm", "post_attention_layernorm")
         ]
         for name in [*names, "model.norm.weight"]:
-            h.update(self._weights.need(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+            h.update(self._weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
         return h.hexdigest()[:16]
 
 
 class CachedCheckpoint(Checkpoint):
-    """A source that gives the same copy to whoever asks for the same change again, and the same ends."""
+    """A checkpoint that loads every changed copy, and embedding and head, at most once."""
 
-    def __init__(self, source: Checkpoint) -> None:
-        super().__init__(source.config, source._weights, source._device)
-        self._source = source
-        self._known: dict[object, Network] = {}
-        self._ends: dict[torch.dtype, EmbeddingAndHead] = {}
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.config, checkpoint._weights, checkpoint._device)
+        self._checkpoint = checkpoint
+        self._networks: dict[object, Network] = {}
+        self._embedding_and_head: dict[torch.dtype, EmbeddingAndHead] = {}
 
     def embedding_and_head(self, dtype: torch.dtype = torch.bfloat16) -> EmbeddingAndHead:
-        """Embedding and head, read at most once."""
-        if dtype not in self._ends:
-            self._ends[dtype] = self._source.embedding_and_head(dtype)
-        return self._ends[dtype]
+        """Load embedding and head, at most once per dtype."""
+        if dtype not in self._embedding_and_head:
+            self._embedding_and_head[dtype] = self._checkpoint.embedding_and_head(dtype)
+        return self._embedding_and_head[dtype]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model runs in."""
-        return self._source.dtype
+        """Dtype that the model runs in."""
+        return self._checkpoint.dtype
 
-    def copy(self, change: Change, dtype: str | None = None) -> Network:
-        """The network after a change, read at most once."""
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
+        """Load a changed network, at most once per change and dtype."""
         key: object = (change, dtype)
         if isinstance(change, partial):
             key = (change.func, change.args, tuple(sorted(change.keywords.items())), dtype)
-        if key not in self._known:
-            self._known[key] = self._source.copy(change, dtype)
-        return self._known[key]
+        if key not in self._networks:
+            self._networks[key] = self._checkpoint.load_network(change, dtype)
+        return self._networks[key]

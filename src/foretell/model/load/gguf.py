@@ -1,5 +1,5 @@
-"""Reads GGUF files: metadata in one quick pass (the `gguf` package's own reader takes seconds over a large vocabulary),
-tensors by `gguf.quants`.
+"""Reads GGUF files. Metadata is parsed here, since the `gguf` package's reader takes seconds for a large vocabulary;
+tensors are dequantised by `gguf.quants`.
 """
 
 import mmap
@@ -20,32 +20,32 @@ _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies in the file and how it is stored; `shape` as torch has it, outermost first."""
+class TensorInfo:
+    """Location and storage type of a tensor in the file; `shape` in torch's order, outermost first."""
 
     shape: tuple[int, ...]
-    kind: int
+    ggml_type: int
     """A `GGMLQuantizationType`."""
     offset: int
 
 
 class _Cursor:
-    """Reads little-endian values one after another."""
+    """Reads consecutive little-endian values."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+        self.data, self.position = data, 0
 
     def scalar(self, code: str) -> Any:
-        value = struct.unpack_from("<" + code, self.data, self.at)[0]
-        self.at += struct.calcsize(code)
+        value = struct.unpack_from("<" + code, self.data, self.position)[0]
+        self.position += struct.calcsize(code)
         return value
 
     def string(self) -> str:
         size = self.scalar("Q")
-        if self.at + size > len(self.data):
+        if self.position + size > len(self.data):
             raise struct.error("string past the end")
-        raw = self.data[self.at : self.at + size]
-        self.at += size
+        raw = self.data[self.position : self.position + size]
+        self.position += size
         return raw.decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
@@ -54,18 +54,18 @@ class _Cursor:
         if kind == _ARRAY:
             inner, size = self.scalar("I"), self.scalar("Q")
             if inner in _SCALARS:
-                values = struct.unpack_from(f"<{size}{_SCALARS[inner]}", self.data, self.at)
-                self.at += struct.calcsize(f"<{size}{_SCALARS[inner]}")
+                values = struct.unpack_from(f"<{size}{_SCALARS[inner]}", self.data, self.position)
+                self.position += struct.calcsize(f"<{size}{_SCALARS[inner]}")
                 return list(values)
             return [self.value(inner) for _ in range(size)]
         return self.scalar(_SCALARS[kind])
 
 
 class GGUF:
-    """A GGUF file (versions 2 and 3): `meta` by key, tensors by name.
+    """A GGUF file (versions 2 and 3): metadata by key, tensors by name.
 
     Raises:
-        ValueError: not a GGUF file, truncated, or damaged.
+        ValueError: the file is not a GGUF file, truncated or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,14 +79,14 @@ class GGUF:
         if self._data[:4] != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
         try:
-            self.meta, self.tensors = self._read(cursor)
+            self.metadata, self.tensors = self._read(cursor)
         except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
             raise ValueError(
-                f"{path}: damaged GGUF file near byte {cursor.at} of {size}: {error}; download it again"
+                f"{path}: damaged GGUF file near byte {cursor.position} of {size}: {error}; download it again"
             ) from error
 
-    def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, Entry]]:
-        cursor.at = 4
+    def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
+        cursor.position = 4
         version = cursor.scalar("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported")
@@ -96,37 +96,37 @@ class GGUF:
         for _ in range(tensors):
             name = cursor.string()
             shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
-            found[name] = Entry(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
+            found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
-        base = -(-cursor.at // align) * align
-        entries = {n: Entry(e.shape, e.kind, base + e.offset) for n, e in found.items()}
+        base = -(-cursor.position // align) * align
+        entries = {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
         for name, e in entries.items():
             if e.offset + self._bytes(e) > len(self._data):
                 raise ValueError(f"tensor {name} reaches past the end of the file")
         return meta, entries
 
     @staticmethod
-    def _bytes(e: Entry) -> int:
+    def _bytes(e: TensorInfo) -> int:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.kind)]
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.ggml_type)]
         return int(prod(e.shape) // per_block * block_bytes)
 
-    def release(self) -> None:
-        """Give the pages of the file that are in memory back to the system; they are read again when needed."""
+    def release_pages(self) -> None:
+        """Return the file's memory pages to the system; they are read again when needed."""
         if sys.platform == "linux":
             self._data.madvise(mmap.MADV_DONTNEED)
 
-    def load(self, name: str) -> Float[torch.Tensor, "*shape"]:
-        """One tensor, dequantised to float32."""
+    def load_tensor(self, name: str) -> Float[torch.Tensor, "*shape"]:
+        """Load a tensor, dequantised to float32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         e = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
-        if e.kind == GGMLQuantizationType.F32:
+        if e.ggml_type == GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
-        if e.kind == GGMLQuantizationType.F16:
+        if e.ggml_type == GGMLQuantizationType.F16:
             return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
         rows = prod(e.shape[:-1])
-        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.kind)).reshape(e.shape))
+        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type)).reshape(e.shape))

@@ -1,5 +1,5 @@
-"""Any causal language model of transformers behind the runner's interface: the slow path of unknown architectures, and
-the decoder's oracle.
+"""Runs causal language models of the transformers library: for architectures that foretell's decoder does not support,
+and as the reference in tests.
 """
 
 import inspect
@@ -15,10 +15,14 @@ from jaxtyping import Bool
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.backend import Backend
-from foretell.model.config import ModelConfig, end_tokens
+from foretell.model.config import ModelConfig, eos_token_ids
+from foretell.model.layout import index_marked
 from foretell.model.linear import widen
 from foretell.model.runner import Runner
 from foretell.utils.validation import Fields
+
+_TREE_TOLERANCE = 0.05
+"""Of the largest logit; above the rounding errors of bfloat16."""
 
 
 def _transformers() -> Any:
@@ -33,21 +37,21 @@ def _transformers() -> Any:
 
 @dataclass
 class _Row:
-    """One text's cache (a `DynamicCache`): kept tokens, then the nodes of the present tree in the order in which they
-    were read.
+    """The cache of one batch row (a `DynamicCache`): committed tokens, then the nodes of the current tree in the order
+    in which they ran.
     """
 
     cache: Any
     length: int = 0
     nodes: list[int] = field(default_factory=list)
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Keep these nodes after the kept tokens, in order, and forget the others."""
-        place = {node: self.length + i for i, node in enumerate(self.nodes)}
-        self._select([*range(self.length), *(place[node] for node in path)])
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep these nodes, in order, as the next tokens; forget the others."""
+        slot = {node: self.length + i for i, node in enumerate(self.nodes)}
+        self._select([*range(self.length), *(slot[node] for node in path)])
 
     def crop(self, length: int) -> None:
-        """Forget everything from `length` on."""
+        """Forget all tokens from `length` on."""
         self._select(range(min(length, self.length)))
 
     def _select(self, slots: Sequence[int]) -> None:
@@ -60,11 +64,11 @@ class _Row:
 
 
 class HFRunner(Runner):
-    """Runs a `PreTrainedModel` with a language-model head, one text at a time: trees by 4-D masks and position ids.
+    """Runs a `PreTrainedModel` with a head, one batch row at a time; trees by 4-D masks and position ids.
 
     Raises:
-        ValueError: the model cannot read trees: it takes no position ids, keeps a state instead of keys and values, or
-            has sliding windows.
+        ValueError: the model cannot run trees: it takes no position ids, has a recurrent state instead of a key-value
+            cache, or sliding windows.
     """
 
     def __init__(self, model: Any) -> None:
@@ -76,7 +80,7 @@ class HFRunner(Runner):
                 f"{name} cannot read token trees: it needs position ids, and attention over all keys and values"
             )
         self.model = model.eval()
-        self.config = describe(model)
+        self.config = model_config_of(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
 
@@ -86,7 +90,7 @@ class HFRunner(Runner):
         return Backend("transformers", self.model.device.type, str(self.model.dtype).removeprefix("torch."))
 
     def length(self, row: int) -> int:
-        """How many tokens of a row have been read and kept."""
+        """Number of committed tokens of a row."""
         return self._rows[row].length if row in self._rows else 0
 
     @torch.inference_mode()
@@ -99,62 +103,62 @@ class HFRunner(Runner):
         scored: Bool[np.ndarray, "b n"] | None = None,
         hidden_layers: Sequence[int] = (),
     ) -> ModelOutput:
-        """Read nodes of a tree; see `Runner.forward`.
+        """Run nodes of a tree; see `Runner.forward`.
 
         Raises:
-            ValueError: the last block's output before the final norm is tapped, which transformers does not report; or
-                inputs that are no tokens.
+            ValueError: the last block's output before the final norm is asked for, which transformers does not return;
+                or the tree has probe embeddings.
         """
         if self.config.layers in hidden_layers:
             raise ValueError(
-                "transformers does not report the last block's output before the final norm: tap another layer"
+                "transformers does not return the last block's output before the final norm; use another hidden layer"
             )
         if tree.probe_embeddings is not None:
             raise ValueError(
-                "this method feeds the target vectors of its own, which needs the own decoder: use another method"
+                "this method passes embeddings to the target, which needs foretell's own decoder: use another method"
             )
         active = tree.active if active is None else active
         wanted = active if scored is None else active & scored
         outputs = [
-            self._read(self._row(row), tree, i, np.nonzero(active[i])[0].tolist(), bool(hidden_layers))
+            self._run(self._row(row), tree, i, np.nonzero(active[i])[0].tolist(), bool(hidden_layers))
             for i, row in enumerate(rows)
             if active[i].any()
         ]
         logits = torch.cat([o.logits[0] for o in outputs])
-        features = tuple(
+        hidden_states = tuple(
             torch.cat([o.hidden_states[min(t, self.config.layers)][0] for o in outputs]) for t in hidden_layers
         )
         chosen = torch.from_numpy(wanted[active]).to(logits.device)
-        return ModelOutput(widen(logits[chosen]), _numbered(wanted), features, _numbered(active))
+        return ModelOutput(widen(logits[chosen]), index_marked(wanted), hidden_states, index_marked(active))
 
     def _row(self, row: int) -> _Row:
         if row not in self._rows:
             self._rows[row] = _Row(_transformers().DynamicCache())
         return self._rows[row]
 
-    def _read(self, row: _Row, tree: TokenTree, i: int, nodes: list[int], features: bool) -> Any:
-        """One pass over nodes of text `i`. A node that was read before means that a new tree begins."""
+    def _run(self, row: _Row, tree: TokenTree, i: int, nodes: list[int], hidden_states: bool) -> Any:
+        """One forward pass over nodes of row `i` of the tree. A node that ran already means that this is a new tree."""
         if not set(nodes).isdisjoint(row.nodes):
             row.crop(row.length)
         row.nodes += nodes
-        place = {node: row.length + j for j, node in enumerate(row.nodes)}
+        slot = {node: row.length + j for j, node in enumerate(row.nodes)}
         dtype, device = self.model.dtype, self.model.device
         mask = torch.full((len(nodes), row.length + len(row.nodes)), torch.finfo(dtype).min, dtype=dtype)
         mask[:, : row.length] = 0
         for j, node in enumerate(nodes):
-            mask[j, [place[a] for a in tree.ancestors(i, node)]] = 0
+            mask[j, [slot[a] for a in tree.ancestors(i, node)]] = 0
         return self.model(
             input_ids=torch.from_numpy(tree.token[i, nodes])[None].to(device),
             position_ids=torch.from_numpy(row.length + tree.depth[i, nodes])[None].to(device),
             attention_mask=mask[None, None].to(device),
             past_key_values=row.cache,
             use_cache=True,
-            output_hidden_states=features,
+            output_hidden_states=hidden_states,
         )
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
-        self._row(row).keep(path)
+        self._row(row).commit(path)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
@@ -162,15 +166,10 @@ class HFRunner(Runner):
             self._rows[row].crop(length)
 
 
-def _numbered(which: Bool[np.ndarray, "b n"]) -> np.ndarray:
-    """Consecutive numbers where `which` is true, -1 elsewhere."""
-    return np.where(which, np.cumsum(which.ravel()).reshape(which.shape) - 1, -1)
-
-
-def describe(model: Any) -> ModelConfig:
-    """The sizes of a model of transformers, under the names of this package."""
+def model_config_of(model: Any) -> ModelConfig:
+    """The configuration of a transformers model, as far as foretell needs it."""
     config = model.config.get_text_config()
-    said = config.to_dict()
+    values = config.to_dict()
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     return ModelConfig(
         architecture=str(config.model_type),
@@ -178,22 +177,21 @@ def describe(model: Any) -> ModelConfig:
         hidden=hidden,
         layers=int(config.num_hidden_layers),
         heads=heads,
-        kv_heads=int(said.get("num_key_value_heads") or heads),
-        head_dim=int(said.get("head_dim") or hidden // heads),
-        ffn=int(said.get("intermediate_size") or said.get("ffn_dim") or said.get("n_inner") or 4 * hidden),
+        kv_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or hidden // heads),
+        ffn=int(values.get("intermediate_size") or values.get("ffn_dim") or values.get("n_inner") or 4 * hidden),
         context=int(config.max_position_embeddings),
         rope=None,
-        eos=end_tokens(Fields(said, "config.json")),
+        eos=eos_token_ids(Fields(values, "config.json")),
     )
 
 
 def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal language model in a directory, as transformers builds it, proven to read token trees.
+    """Load a causal language model with transformers, and check that it runs token trees correctly.
 
     Raises:
-        ValueError: transformers is missing or cannot build the model, there is no safetensors file, a weight is
-            missing,
-            or trees come out wrong.
+        ValueError: transformers is missing or cannot load the model, there is no safetensors file, a weight is missing,
+            or the check fails.
     """
     transformers = _transformers()
     try:
@@ -207,30 +205,29 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
-        raise cannot_load(path, error) from error
+        raise load_error(path, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
             f"{path}: the checkpoint has no {missing[0]}{more}, which transformers would fill with random numbers; is "
-            f"it complete?"
+            "it complete?"
         )
     try:
-        _prove(HFRunner(model.to(device)))
+        _check_trees(HFRunner(model.to(device)))
     except ValueError:
         raise
     except Exception as error:  # As above.
-        raise cannot_load(path, error) from error
+        raise load_error(path, error) from error
     return model
 
 
-def cannot_load(path: Path, error: Exception) -> ValueError:
-    """The error to raise where transformers failed to build the model in a directory."""
+def load_error(path: Path, error: Exception) -> ValueError:
+    """The error to raise after transformers failed to load the model in a directory."""
     if "trust_remote_code" in str(error):
         return ValueError(
-            f"{path}: this model needs Python code that comes with it (auto_map in config.json), and foretell never "
-            f"runs "
-            "code from a checkpoint; use a model whose architecture transformers itself knows"
+            f"{path}: this model needs Python code from its checkpoint (auto_map in config.json), and foretell never "
+            "runs code from a checkpoint; use a model whose architecture is part of transformers"
         )
     return ValueError(f"{path}: transformers cannot load this model ({_reason(error)})")
 
@@ -240,12 +237,10 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
-def _prove(runner: HFRunner) -> None:
-    """Read a root with two children, and one of them alone: a model that heeds masks and positions tells no
-    difference.
-    """
+def _check_trees(runner: HFRunner) -> None:
+    """Compare a child's logits beside a sibling and alone: equal if the model respects masks and positions."""
     first, second, third = 0, 1 % runner.vocab, 2 % runner.vocab
-    together = runner.forward([0], tree_from_lists([[first, second, third]], [[-1, 0, 0]])).logits[2]
+    in_tree = runner.forward([0], tree_from_lists([[first, second, third]], [[-1, 0, 0]])).logits[2]
     alone = runner.forward([1], tree_from_lists([[first, third]], [[-1, 0]])).logits[1]
-    if (together - alone).abs().max() > 0.05 * alone.abs().max():
-        raise ValueError(f"{type(runner.model).__name__} cannot read token trees: it does not heed attention masks")
+    if (in_tree - alone).abs().max() > _TREE_TOLERANCE * alone.abs().max():
+        raise ValueError(f"{type(runner.model).__name__} cannot read token trees: it ignores attention masks")

@@ -1,7 +1,4 @@
-"""From checkpoints to a decoder: where each format keeps which matrix.
-
-Safetensors and GGUF only; nothing is unpickled.
-"""
+"""Builds a decoder from a checkpoint in safetensors or GGUF; nothing is unpickled."""
 
 import re
 from abc import ABC, abstractmethod
@@ -22,7 +19,7 @@ from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""Names in safetensors of the types that weights are read from."""
+"""Dtypes of readable weights, by their names in safetensors."""
 _QUANTIZED = re.compile(
     r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*|weight_(scale|packed|zero_point|shape|format).*"
     r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
@@ -32,39 +29,39 @@ MLX.
 """
 
 
-UNQUANTIZED = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
-"""What to do about a quantised checkpoint."""
+QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
+"""Advice in the error about a quantised checkpoint."""
 _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
 
 class Weights(ABC):
-    """Tensors by their Hugging Face names, whatever file they come from."""
+    """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
 
     @abstractmethod
-    def find(self, name: str) -> Float[Tensor, "*shape"] | None:
-        """The tensor, or None if the checkpoint has none of this name."""
+    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+        """The tensor of this name, or None."""
 
-    def need(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
-        """The tensor, which must be there and have this shape.
+    def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+        """The tensor of this name and shape.
 
         Raises:
-            ValueError: it is missing or of another shape.
+            ValueError: it is missing or has another shape.
         """
-        found = self.find(name)
+        found = self.get(name)
         if found is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
         return self._checked(name, found, shape)
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
-        """The output matrix of a model that is not tied; None: there is none, and the embedding serves.
+        """The output matrix; None: it is tied to the embedding.
 
         Raises:
-            ValueError: it is of another shape, or missing in a format that always has it.
+            ValueError: it has another shape, or is missing in a format that always has it.
         """
-        found = self.find(_HEAD)
+        found = self.get(_HEAD)
         return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -75,15 +72,15 @@ class Weights(ABC):
         return found
 
     @abstractmethod
-    def release(self) -> None:
-        """Let the system take back what it holds of the file in memory; a later `find` reads again."""
+    def release_pages(self) -> None:
+        """Return the file's memory pages to the system; later calls of `get` read them again."""
 
 
 class SafetensorsWeights(Weights):
     """One `model.safetensors`, or shards with an index.
 
     Raises:
-        ValueError: no safetensors there (a pickle is refused by name), or a damaged file.
+        ValueError: there is no safetensors file (a pickle is refused by name), or it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,10 +97,10 @@ class SafetensorsWeights(Weights):
                 )
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
-        self._where: dict[str, Callable[[str], Tensor]] = {}
-        self._open(fresh=True)
+        self._readers: dict[str, Callable[[str], Tensor]] = {}
+        self._open(check=True)
 
-    def _open(self, fresh: bool = False) -> None:
+    def _open(self, check: bool = False) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -113,29 +110,29 @@ class SafetensorsWeights(Weights):
                     f"{path / name}: missing or damaged safetensors file ({error}); download it again"
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
-                self._where[key] = handle.get_tensor
-                if fresh:
+                self._readers[key] = handle.get_tensor
+                if check:
                     dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
                     refuse_quantized(path / name, key, dtype)
 
-    def find(self, name: str) -> Tensor | None:
-        """The tensor, or None if the checkpoint has none of this name."""
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of this name, or None."""
         for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
-            if candidate in self._where:
-                return self._where[candidate](candidate)
+            if candidate in self._readers:
+                return self._readers[candidate](candidate)
         return None
 
     def head(self, vocab: int, hidden: int) -> Tensor:
-        """The output matrix, which must be there: transformers would draw it at random.
+        """The output matrix; required, because transformers would initialise a missing one at random.
 
         Raises:
-            ValueError: it is missing, or of another shape.
+            ValueError: it is missing or has another shape.
         """
-        found: Tensor = self.need(_HEAD, vocab, hidden)
+        found: Tensor = self.require(_HEAD, vocab, hidden)
         return found
 
-    def release(self) -> None:
-        """Close and reopen: a mapping ends with the last tensor that uses it."""
+    def release_pages(self) -> None:
+        """Reopen the files; an old mapping ends with the last tensor that uses it."""
         self._open()
 
 
@@ -150,15 +147,15 @@ def _shards(index: Path) -> list[str]:
 
 
 def refuse_quantized(file: Path, name: str, dtype: str) -> None:
-    """Refuse a tensor that only a quantised checkpoint has, or weights that are no floats of 16 bits or more (`dtype`
-    as safetensors says it).
+    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
+    that is not a float of 16 bits or more.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the tensor belongs to a quantised checkpoint.
     """
     if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
         raise ValueError(
-            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {UNQUANTIZED}"
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
         )
 
 
@@ -193,56 +190,56 @@ def gguf_config(file: GGUF) -> ModelConfig:
     Raises:
         ValueError: see `from_gguf`.
     """
-    divisors = file.load("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
-    return from_gguf(file.meta, str(file.path), divisors, tied="output.weight" not in file.tensors)
+    divisors = file.load_tensor("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
+    return from_gguf(file.metadata, str(file.path), divisors, tied="output.weight" not in file.tensors)
 
 
 class GGUFWeights(Weights):
-    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order is turned back into halves."""
+    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
 
-    def find(self, name: str) -> Tensor | None:
-        """The tensor, or None if the checkpoint has none of this name."""
-        inner = _GGUF_NAMES.get(name)
-        if inner is None:
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of this name, or None."""
+        gguf_name = _GGUF_NAMES.get(name)
+        if gguf_name is None:
             layer, _, rest = name.removeprefix("model.layers.").partition(".")
             stem, _, kind = rest.rpartition(".")
             if stem not in self._block:
                 return None
-            inner = f"blk.{layer}.{self._block[stem]}.{kind}"
-        if inner not in self._file.tensors:
+            gguf_name = f"blk.{layer}.{self._block[stem]}.{kind}"
+        if gguf_name not in self._file.tensors:
             return None
-        tensor: Tensor = self._file.load(inner)
-        if self._file.meta["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        tensor: Tensor = self._file.load_tensor(gguf_name)
+        if self._file.metadata["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             pairs = tensor.view(-1, self._config.head_dim // 2, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    def release(self) -> None:
-        """Drop the file's pages."""
-        self._file.release()
+    def release_pages(self) -> None:
+        """Return the file's memory pages to the system."""
+        self._file.release_pages()
 
 
-def build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder of `config` with the checkpoint's weights, converted to `dtype` on `device`.
+def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Build the decoder of a configuration from a checkpoint, in `dtype` on `device`.
 
     Raises:
-        ValueError: a tensor is missing or misshapen.
+        ValueError: a tensor is missing or has another shape.
     """
-    # A damaged count of layers is found before work is handed out for each of them.
-    weights.need(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
+    # Fails early on a configuration with too many layers.
+    weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
-        shell = pool.submit(lambda: build_shell(config, weights, dtype, device))
+        outer = pool.submit(lambda: build_without_blocks(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
-    return Decoder(config, shell.result().embedding.data, blocks, shell.result().norm, shell.result().head)
+    return Decoder(config, outer.result().embedding.data, blocks, outer.result().norm, outer.result().head)
 
 
-def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder with embedding, final norm and head, and no blocks."""
-    embedding = weights.need("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
+def build_without_blocks(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Build a decoder with embedding, final norm and head, and no blocks."""
+    embedding = weights.require("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
     norm = _norm(config, weights, "model.norm", config.hidden, device)
     head = None if config.tied else weights.head(config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
@@ -251,36 +248,28 @@ def build_shell(config: ModelConfig, weights: Weights, dtype: torch.dtype, devic
 def build_block(
     config: ModelConfig, i: int, weights: Weights, dtype: torch.dtype, device: torch.device
 ) -> DecoderBlock:
-    """One block of the checkpoint."""
+    """Build block `i`."""
+    c, prefix = config, f"model.layers.{i}."
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype)
 
-    return _block(config, i, weights, place)
-
-
-def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> RMSNorm:
-    return RMSNorm(weights.need(name + ".weight", width).to(device), config.norm_eps, config.norm_offset)
-
-
-def _block(config: ModelConfig, i: int, weights: Weights, place: Callable[[Tensor], Tensor]) -> DecoderBlock:
-    c, at = config, f"model.layers.{i}."
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-
-    def matrix(name: str, out: int, into: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        return weights.need(f"{at}{name}.weight", out, into), weights.need(f"{at}{name}.bias", out) if bias else None
+    def matrix(name: str, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        weight = weights.require(f"{prefix}{name}.weight", outputs, inputs)
+        return weight, weights.require(f"{prefix}{name}.bias", outputs) if bias else None
 
     def stack(*parts: tuple[Tensor, Tensor | None]) -> Linear:
         biases = [b for _, b in parts if b is not None]
         return Linear(place(torch.cat([w for w, _ in parts])), place(torch.cat(biases)) if biases else None)
 
     def norm(name: str, width: int) -> RMSNorm:
-        return _norm(c, weights, at + name, width, place(torch.empty(0)).device)
+        return _norm(c, weights, prefix + name, width, device)
 
     attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
     mlp: FeedForward | ExpertFeedForward
     if c.experts is not None and i in c.experts.layers:
-        mlp = _experts(c, at, weights, place)
+        mlp = _experts(c, prefix, weights, place)
     else:
         mlp = FeedForward(
             stack(*(matrix(f"mlp.{n}", c.ffn, c.hidden, c.mlp_bias) for n in ("gate_proj", "up_proj"))),
@@ -300,27 +289,31 @@ def _block(config: ModelConfig, i: int, weights: Weights, place: Callable[[Tenso
     )
 
 
-def _experts(config: ModelConfig, at: str, weights: Weights, place: Callable[[Tensor], Tensor]) -> ExpertFeedForward:
+def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> RMSNorm:
+    return RMSNorm(weights.require(name + ".weight", width).to(device), config.norm_eps, config.norm_offset)
+
+
+def _experts(
+    config: ModelConfig, prefix: str, weights: Weights, place: Callable[[Tensor], Tensor]
+) -> ExpertFeedForward:
     c, experts = config, config.experts
     assert experts is not None
     if c.architecture == "mixtral":
-        at, names = at + "block_sparse_moe.", ("w1", "w3", "w2")
+        prefix, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
     else:
-        at, names = at + "mlp.", ("gate_proj", "up_proj", "down_proj")
+        prefix, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
 
-    def gated(prefix: str, width: int) -> tuple[Tensor, Tensor]:
-        gate, up = (weights.need(f"{prefix}{n}.weight", width, c.hidden) for n in names[:2])
-        return place(torch.cat([gate, up])), place(weights.need(f"{prefix}{names[2]}.weight", c.hidden, width))
+    def gate_up_down(name: str, width: int) -> tuple[Tensor, Tensor]:
+        gate, up = (weights.require(f"{name}{n}.weight", width, c.hidden) for n in names[:2])
+        return place(torch.cat([gate, up])), place(weights.require(f"{name}{names[2]}.weight", c.hidden, width))
 
-    each = [gated(f"{at}experts.{j}.", experts.ffn) for j in range(experts.count)]
+    each = [gate_up_down(f"{prefix}experts.{j}.", experts.ffn) for j in range(experts.count)]
     shared = None
     if experts.shared_ffn:
-        gate_up, down = gated(f"{at}shared_expert.", experts.shared_ffn)
-        gate = (
-            Linear(place(weights.need(f"{at}shared_expert_gate.weight", 1, c.hidden))) if experts.shared_gate else None
-        )
-        shared = Linear(gate_up), Linear(down), gate
-    router = Linear(place(weights.need(f"{at}gate.weight", experts.count, c.hidden)))
+        gate_up, down = gate_up_down(f"{prefix}shared_expert.", experts.shared_ffn)
+        gate = weights.require(f"{prefix}shared_expert_gate.weight", 1, c.hidden) if experts.shared_gate else None
+        shared = Linear(gate_up), Linear(down), None if gate is None else Linear(place(gate))
+    router = Linear(place(weights.require(f"{prefix}gate.weight", experts.count, c.hidden)))
     return ExpertFeedForward(
         experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared
     )

@@ -1,5 +1,5 @@
-"""Causal attention of whole texts, as training runs it: torch's kernel, or on processors, where its way back is slow, a
-few queries at a time.
+"""Causal attention over whole sequences for training: torch's kernel, or on the CPU, where its backward pass is slow,
+attention over one chunk of queries at a time.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
-_STRIP = 128
-"""Queries at once."""
+_CHUNK = 128
+"""Queries per chunk."""
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+KeyValue = tuple[torch.Tensor, torch.Tensor]
 
 
 def causal_attention(
@@ -19,14 +19,12 @@ def causal_attention(
     k: Float[torch.Tensor, "b g s e"],
     v: Float[torch.Tensor, "b g s e"],
     scale: float,
-    own: Sequence[Pair] = (),
+    diagonal: Sequence[KeyValue] = (),
 ) -> Float[torch.Tensor, "b h n e"]:
-    """Attention of the last `n` of `s` positions over the positions up to them and their `own`, as `chunked_attention`,
-    by the faster way here.
-    """
-    if own or q.shape[2] != k.shape[2] or not _has_fast_kernel(q.device):
-        return chunked_attention(q, k, v, scale, own)
-    # Repeated heads, because the kernels that need no table of all pairs of positions want as many keys as queries.
+    """Causal attention of the last `n` of `s` positions, as `chunked_attention`, by the faster way on this device."""
+    if diagonal or q.shape[2] != k.shape[2] or not _has_fast_kernel(q.device):
+        return chunked_attention(q, k, v, scale, diagonal)
+    # Repeated heads: torch's kernels without a score matrix need as many key heads as query heads.
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
@@ -40,29 +38,29 @@ def chunked_attention(
     k: Float[torch.Tensor, "b g s e"],
     v: Float[torch.Tensor, "b g s e"],
     scale: float,
-    own: Sequence[Pair] = (),
+    diagonal: Sequence[KeyValue] = (),
 ) -> Float[torch.Tensor, "b h n e"]:
-    """What the last `n` of `s` positions make of the positions up to them, as products of matrices.
+    """Causal grouped-query attention of the last `n` of `s` positions, as matrix products over chunks of queries.
 
-    `own`: further keys and values, `[b g n e]` each, of which every query sees those of its own position. Heads share
-    keys in groups.
+    `diagonal`: further keys and values, `[b g n e]` each, of which every query attends to those of its own position
+    only (EAGLE-3's training-time test, arXiv 2503.01840).
     """
     b, h, n, e = q.shape
-    groups, absent = k.shape[1], k.shape[2] - n
-    grouped, keys = (q * scale).view(b, groups, h // groups, n, e), k.transpose(-1, -2)
-    later = torch.full((_STRIP, _STRIP), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
-    strips = []
-    for begin in range(0, n, _STRIP):
-        end = min(begin + _STRIP, n)
-        seen, mine = absent + end, grouped[:, :, :, begin:end]
-        score = (mine.flatten(2, 3) @ keys[..., :seen]).view(*mine.shape[:-1], seen)
-        score[..., absent + begin :] += later[: end - begin, : end - begin]
-        if own:
-            beside = [(mine * key[:, :, None, begin:end]).sum(-1, keepdim=True) for key, _ in own]
-            score = torch.cat((score, *beside), -1)
+    kv_heads, offset = k.shape[1], k.shape[2] - n
+    grouped, keys = (q * scale).view(b, kv_heads, h // kv_heads, n, e), k.transpose(-1, -2)
+    causal = torch.full((_CHUNK, _CHUNK), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+    chunks = []
+    for begin in range(0, n, _CHUNK):
+        end = min(begin + _CHUNK, n)
+        visible, queries = offset + end, grouped[:, :, :, begin:end]
+        score = (queries.flatten(2, 3) @ keys[..., :visible]).view(*queries.shape[:-1], visible)
+        score[..., offset + begin :] += causal[: end - begin, : end - begin]
+        if diagonal:
+            more = [(queries * key[:, :, None, begin:end]).sum(-1, keepdim=True) for key, _ in diagonal]
+            score = torch.cat((score, *more), -1)
         weight = score.softmax(-1, dtype=v.dtype)
-        out = (weight[..., :seen].flatten(2, 3) @ v[:, :, :seen]).view_as(mine)
-        for i, (_, value) in enumerate(own):
-            out = out + weight[..., seen + i, None] * value[:, :, None, begin:end]
-        strips.append(out)
-    return torch.cat(strips, 3).view(b, h, n, e)
+        out = (weight[..., :visible].flatten(2, 3) @ v[:, :, :visible]).view_as(queries)
+        for i, (_, value) in enumerate(diagonal):
+            out = out + weight[..., visible + i, None] * value[:, :, None, begin:end]
+        chunks.append(out)
+    return torch.cat(chunks, 3).view(b, h, n, e)

@@ -1,15 +1,14 @@
-"""Groups of inputs hung on a text, differentiable: what training runs where the target reads vectors beside its
-text.
+"""Differentiable forward pass of probe embeddings at several cuts of a sequence: the training of probes that the target
+reads beside its own tokens.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.attention import Sight
+from foretell.model.attention import AttentionBackend, masked_attention
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock
-from foretell.model.rope import rotation
-from foretell.model.training.full_forward import masked_attention
+from foretell.model.rope import rope_angles
 
 
 def probe_forward(
@@ -18,22 +17,22 @@ def probe_forward(
     cut: Int[torch.Tensor, "b g"],
     inputs: Float[torch.Tensor, "l d"],
 ) -> Float[torch.Tensor, "b g l d"]:
-    """What the head sees at `inputs`, read in order after each of `g` places of a text: input `i` (from 0) stands at
-    position `cut + 1 + i`.
+    """Hidden states after the final norm of the probes `inputs`, read after each of `g` cuts of a sequence; probe `i`
+    (from 0) has position `cut + 1 + i`.
 
-    A group sees its text up to and with position `cut`, and itself; texts and other groups see nothing of it, as probes
-    of a token tree. Padding stands at the end. The text itself is read without a gradient: none of it depends on the
-    inputs.
+    The probes of a cut attend to the sequence up to and with position `cut`, and to earlier probes of the same cut; the
+    sequence and other cuts do not see them, as probes of a token tree. Padding is at the end. The sequence is read
+    without a gradient, because it does not depend on the probes.
     """
     b, s = token.shape
     c, g, n = decoder.config, cut.shape[1], cut.shape[1] * len(inputs)
-    place = torch.arange(1, len(inputs) + 1, device=token.device)
+    offset = torch.arange(1, len(inputs) + 1, device=token.device)
     position = torch.arange(s, device=token.device).expand(b, s)
-    ahead = (cut[:, :, None] + place).clamp(max=c.context - 1).flatten(1)
-    text = _Keys(c, position, _causal(s, token.device).expand(b, s, s))
-    branch = _Keys(c, ahead, _seen(cut, len(inputs), s), text)
-    ropes = decoder.rope, decoder.local_rope
-    text_angles, branch_angles = ([rotation(rope, at) for rope in ropes] for at in (position, ahead))
+    probe_position = (cut[:, :, None] + offset).clamp(max=c.context - 1).flatten(1)
+    sequence = _SequenceAttention(c, position, _causal_mask(s, token.device).expand(b, s, s))
+    probes = _SequenceAttention(c, probe_position, _probe_mask(cut, len(inputs), s), sequence)
+    ropes = decoder.rope_tables, decoder.local_rope_tables
+    angles, probe_angles = ([rope_angles(rope, p) for rope in ropes] for p in (position, probe_position))
     x = decoder.embed(token.flatten()).view(b, s, -1)
     y = inputs.to(x.dtype).repeat(g, 1).expand(b, n, -1)
     for i, block in enumerate(decoder.blocks):
@@ -41,33 +40,31 @@ def probe_forward(
         local = c.window_of(i) > 0
         with torch.no_grad():
             if i + 1 < len(decoder.blocks):
-                x = block(x, c, text_angles[local], i, text)
+                x = block(x, c, angles[local], i, sequence)
             else:
-                text.read(*block.project(block.attention_norm(x), c, text_angles[local])[1:])
-        y = block(y, c, branch_angles[local], i, branch)
-    return decoder.final(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
+                sequence.store(*block.project(block.attention_norm(x), c, angles[local])[1:])
+        y = block(y, c, probe_angles[local], i, probes)
+    return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
 
-class _Keys(Sight):
-    """Attention within a stream of `[b, n]` positions and, if there is one, the stream `before` it, whose current layer
-    was read already.
-    """
+class _SequenceAttention(AttentionBackend):
+    """Attention within `[b, n]` positions and to an earlier sequence, whose keys of the current layer are stored."""
 
     def __init__(
         self,
         config: ModelConfig,
         position: Int[torch.Tensor, "b n"],
-        seen: Bool[torch.Tensor, "b n s"],
-        before: "_Keys | None" = None,
+        mask: Bool[torch.Tensor, "b n s"],
+        earlier: "_SequenceAttention | None" = None,
     ) -> None:
-        self._config, self._position, self._before = config, position, before
-        key_position = position if before is None else torch.cat((before._position, position), 1)
-        age = position[:, :, None] - key_position[:, None]
-        self._seen, self._near = seen, seen & (age < config.window) if config.window else seen
+        self._config, self._position, self._earlier = config, position, earlier
+        key_position = position if earlier is None else torch.cat((earlier._position, position), 1)
+        distance = position[:, :, None] - key_position[:, None]
+        self._mask, self._window_mask = mask, mask & (distance < config.window) if config.window else mask
         self._k, self._v = torch.empty(0), torch.empty(0)
 
-    def read(self, k: Float[torch.Tensor, "b n g e"], v: Float[torch.Tensor, "b n g e"]) -> None:
-        """Take the keys and values of the current layer."""
+    def store(self, k: Float[torch.Tensor, "b n g e"], v: Float[torch.Tensor, "b n g e"]) -> None:
+        """Store the keys and values of the current layer."""
         self._k, self._v = k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(
@@ -77,26 +74,26 @@ class _Keys(Sight):
         k: Float[torch.Tensor, "b n g e"],
         v: Float[torch.Tensor, "b n g e"],
     ) -> Float[torch.Tensor, "b n he"]:
-        """Attention over the keys of the layer that each position sees."""
-        c, before = self._config, self._before
-        self.read(k, v)
+        """Attention over the keys that the mask of each position allows."""
+        c, earlier = self._config, self._earlier
+        self.store(k, v)
         keys, values = self._k, self._v
-        if before is not None:
-            keys, values = torch.cat((before._k, keys), 2), torch.cat((before._v, values), 2)
+        if earlier is not None:
+            keys, values = torch.cat((earlier._k, keys), 2), torch.cat((earlier._v, values), 2)
         keys, values = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (keys, values))
-        seen = self._near if c.window_of(layer) else self._seen
-        out = masked_attention(q.transpose(1, 2), keys, values, seen[:, None], c.scale, c.attention_softcap)
-        joined: torch.Tensor = out.transpose(1, 2).flatten(2)
-        return joined
+        mask = self._window_mask if c.window_of(layer) else self._mask
+        out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap)
+        merged: torch.Tensor = out.transpose(1, 2).flatten(2)
+        return merged
 
 
-def _causal(s: int, device: torch.device) -> Bool[torch.Tensor, "s s"]:
+def _causal_mask(s: int, device: torch.device) -> Bool[torch.Tensor, "s s"]:
     return torch.ones(s, s, dtype=torch.bool, device=device).tril()
 
 
-def _seen(cut: Int[torch.Tensor, "b g"], ahead: int, s: int) -> Bool[torch.Tensor, "b n t"]:
-    """What every input of every group sees: of `s` places of the text, then of the `n` inputs of all groups."""
+def _probe_mask(cut: Int[torch.Tensor, "b g"], probes: int, s: int) -> Bool[torch.Tensor, "b n t"]:
+    """Keys that every probe of every cut attends to: first the `s` positions of the sequence, then the `n` probes."""
     b, g = cut.shape
-    text = torch.arange(s, device=cut.device) <= cut[:, :, None]
-    groups = torch.kron(torch.eye(g, device=cut.device), _causal(ahead, cut.device).float()).bool()
-    return torch.cat((text.repeat_interleave(ahead, 1), groups.expand(b, g * ahead, g * ahead)), 2)
+    sequence = torch.arange(s, device=cut.device) <= cut[:, :, None]
+    own = torch.kron(torch.eye(g, device=cut.device), _causal_mask(probes, cut.device).float()).bool()
+    return torch.cat((sequence.repeat_interleave(probes, 1), own.expand(b, g * probes, g * probes)), 2)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.config import quantization
-from foretell.model.load.weights import UNQUANTIZED, refuse_quantized
+from foretell.model.config import quantization_method
+from foretell.model.load.weights import QUANTIZED_ADVICE, refuse_quantized
 from foretell.speculator.checkpoint import CONFIG, read_config
 from foretell.utils.validation import Fields
 
@@ -103,9 +103,9 @@ def published(folder: Path) -> Published:
         ValueError: there is no configuration, a file is damaged, or the checkpoint is quantised.
     """
     files, config = sorted(folder.glob("*.safetensors")), read_config(folder)
-    kind = quantization(config)
+    kind = quantization_method(config)
     if kind is not None:
-        raise ValueError(f"{folder}: a checkpoint quantised with {kind}, which is not supported; {UNQUANTIZED}")
+        raise ValueError(f"{folder}: a checkpoint quantised with {kind}, which is not supported; {QUANTIZED_ADVICE}")
     return Published(folder, config, {name: (file, name) for file in files for name in _names(file)})
 
 

@@ -167,7 +167,7 @@ class Speculator(nn.Module, ABC):
         head would see.
         """
         if self.packed_head is not None and not self._softcap:
-            return self.packed_head.likeliest(x, count)
+            return self.packed_head.topk_softmax(x, count)
         return top_probabilities(self.score(x), count)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,11 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.linear import Linear
 from foretell.model.load.weights import Weights, build_block
+from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.rope import tables
-from foretell.model.runner import DecoderRunner, Network
-from foretell.model.training.full_forward import through
+from foretell.model.rope import rope_tables
+from foretell.model.runner import DecoderRunner
+from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
 
@@ -70,7 +71,7 @@ class DraftNetwork(Speculator):
         for name, rope in (("full", config.model.rope), ("local", config.model.local_rope or config.model.rope)):
             assert rope is not None
             for part, table in zip(
-                ("cos", "sin"), tables(rope, config.model.head_dim, config.model.context), strict=True
+                ("cos", "sin"), rope_tables(rope, config.model.head_dim, config.model.context), strict=True
             ):
                 self.register_buffer(f"_{name}_{part}", table, persistent=False)
 
@@ -115,7 +116,7 @@ class DraftNetwork(Speculator):
     def states(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
         """What the head sees at every position of texts from their first token on, padded at the end."""
         ropes = tuple((self.get_buffer(f"_{n}_cos"), self.get_buffer(f"_{n}_sin")) for n in ("full", "local"))
-        return self.norm(through(self.blocks, self.model, (ropes[0], ropes[1]), self.embed(token)))
+        return self.norm(forward_blocks(self.blocks, self.model, (ropes[0], ropes[1]), self.embed(token)))
 
     def forward(self, token: Int[torch.Tensor, "b s"], where: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "k d"]:
         """What the head sees at the marked positions, text by text; `score` makes logits of it."""
@@ -162,15 +163,15 @@ class _Blank(Weights):
 
     source = "blank weights"
 
-    def find(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
+    def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
         """Nothing is optional."""
         return None
 
-    def need(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
+    def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
         """A tensor of this shape."""
         return torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Nothing is held."""
 
 

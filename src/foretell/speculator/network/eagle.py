@@ -13,12 +13,13 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.model.attention import Cached, PaddedLayout, Sight
-from foretell.model.cache import KVCache, Layout
+from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeEagle, NativeStack
-from foretell.model.rope import tables
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout, PaddedLayout
+from foretell.model.rope import rope_tables
 from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
 from foretell.speculator.network.layer import FusingLayer, Layer, Sizes, Unrolled, norm
 
@@ -113,7 +114,7 @@ class EagleNetwork(Speculator):
     def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
         super().__init__(config, ends)
         self.config, self.context = config, config.context
-        cos, sin = tables(config.rope, config.head_dim, config.context + BEYOND)
+        cos, sin = rope_tables(config.rope, config.head_dim, config.context + BEYOND)
         own = nn.Parameter(ends.embedding.detach().float().clone()) if config.own_embedding else None
         self.embedding: nn.Parameter | None
         """Its own embedding; None where it uses the target's."""
@@ -164,7 +165,7 @@ class EagleNetwork(Speculator):
         token: Int[torch.Tensor, "*t"],
         g: Float[torch.Tensor, "*t d"],
         position: Int[torch.Tensor, "..."],
-        sight: Sight,
+        sight: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features: after the feature `g` of a rotary position and the token that follows it."""
         angles = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
@@ -189,12 +190,12 @@ class EagleNetwork(Speculator):
         Token `i` follows feature `parent[i]`.
         """
         if self.kernels is not None:
-            return self.kernels.follow(token, features, parent, layout, cache)
+            return self.kernels.forward(token, features, parent, layout, cache)
         device = cache.k.device
         g = features[parent.to(device)]
         if self.stack is None:
-            plan = PaddedLayout.of(layout, device)
-            return self.advance(token.to(device), g, plan.position, Cached(cache, plan, self.config.decoder))
+            plan = PaddedLayout.from_layout(layout, device)
+            return self.advance(token.to(device), g, plan.position, CachedAttention(cache, plan, self.config.decoder))
         x, seen = self.enter(self.embed(token), g)
         return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
 
@@ -208,7 +209,7 @@ class EagleNetwork(Speculator):
     ) -> Float[torch.Tensor, "t d"]:
         """Follow tokens, token `i` after the target's states at `place[i]` of every recorded layer."""
         if self.kernels is not None:
-            return self.kernels.read(token, [state.float() for state in states], place, layout, cache)
+            return self.kernels.forward_from_target(token, [state.float() for state in states], place, layout, cache)
         index = torch.from_numpy(place).to(states[0].device)
         beside = torch.cat([state[index] for state in states], -1)
         features = self.fuse(beside.to(cache.k.device, self.dtype))

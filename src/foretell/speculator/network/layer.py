@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.attention import Sight
-from foretell.model.decoder import DecoderLayer, Parts, RMSNorm, gated
-from foretell.model.rope import Rotation
-from foretell.model.training.chunked_attention import Pair, causal_attention
+from foretell.model.attention import AttentionBackend
+from foretell.model.decoder import DecoderLayer, LayerModules, RMSNorm, gated_mlp
+from foretell.model.rope import RopeAngles
+from foretell.model.training.chunked_attention import KeyValue, causal_attention
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """Apply to the last axis."""
-        return gated(x, self.gate_up_proj, self.down_proj, "silu")
+        return gated_mlp(x, self.gate_up_proj, self.down_proj, "silu")
 
 
 class Layer(DecoderLayer):
@@ -72,13 +72,13 @@ class Layer(DecoderLayer):
         self.mlp = FeedForward(sizes)
 
     @property
-    def parts(self) -> Parts:
+    def layer_modules(self) -> LayerModules:
         """Its modules."""
         a = self.self_attn
-        return Parts(a.qkv_proj, a.o_proj, self.post_attention_layernorm, self.mlp, a.q_norm, a.k_norm)
+        return LayerModules(a.qkv_proj, a.o_proj, self.post_attention_layernorm, self.mlp, a.q_norm, a.k_norm)
 
     def forward(
-        self, x: Float[torch.Tensor, "*t d"], angles: Rotation, layer: int, sight: Sight
+        self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, sight: AttentionBackend
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer."""
         return self.after(x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight)
@@ -87,9 +87,9 @@ class Layer(DecoderLayer):
         self,
         x: Float[torch.Tensor, "*t d"],
         seen: Float[torch.Tensor, "*t i"],
-        angles: Rotation,
+        angles: RopeAngles,
         layer: int,
-        sight: Sight,
+        sight: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer, whose attention sees `seen`."""
         return self.add_mlp(self.add_attention(x, seen, self.self_attn.sizes, angles, layer, sight))[0]
@@ -116,7 +116,7 @@ class FusingLayer(Layer):
         return normed if self.norm_before_residual else g, torch.cat((self.input_layernorm(embedded), normed), -1)
 
 
-class Unrolled(Sight):
+class Unrolled(AttentionBackend):
     """Attention of training-time test (EAGLE-3, arXiv 2503.01840) over whole texts `[b, s]`, one call per layer and
     step.
 
@@ -126,7 +126,7 @@ class Unrolled(Sight):
     """
 
     def __init__(self) -> None:
-        self._past: dict[int, list[Pair]] = {}
+        self._past: dict[int, list[KeyValue]] = {}
 
     def attend(
         self,

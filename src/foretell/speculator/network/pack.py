@@ -10,14 +10,13 @@ from torch import nn
 from foretell.model import kernels as native
 from foretell.model.config import RopeConfig
 from foretell.model.decoder import RMSNorm
-from foretell.model.kernels.decoder import PlainBlock
-from foretell.model.kernels.eagle import NativeEagle, Surroundings
+from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
-from foretell.model.kernels.rows import rms_norm
-from foretell.model.kernels.stack import NativeStack
-from foretell.model.kernels.stages import NativeStage, NativeStages
+from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
+from foretell.model.kernels.row_ops import rms_norm
+from foretell.model.kernels.stack import BlockWeights, NativeStack
 from foretell.model.kernels.structures import Precision
-from foretell.model.rope import tables
+from foretell.model.rope import rope_tables
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle3, EagleNetwork
 from foretell.speculator.network.layer import FusingLayer, Layer
@@ -107,10 +106,10 @@ def _linear(layer: nn.Module) -> NativeLinear:
     return layer.linear
 
 
-def _plain(layer: Layer) -> PlainBlock:
+def _plain(layer: Layer) -> BlockWeights:
     """A layer's weights as the kernels' packer takes them."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
-    return PlainBlock(
+    return BlockWeights(
         # Not looked at in a layer without one.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
         qkv=attention.qkv_proj.weight,
@@ -130,7 +129,9 @@ def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
     if not NativeStack.supports(config):
         return None
     blocks = [_plain(layer) for layer in network.layers if isinstance(layer, Layer)]
-    return NativeStack(config, blocks, precision, tables(config.rope or RopeConfig(), config.head_dim, config.context))
+    return NativeStack(
+        config, blocks, precision, rope_tables(config.rope or RopeConfig(), config.head_dim, config.context)
+    )
 
 
 def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
@@ -140,15 +141,15 @@ def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
         return None
     assert isinstance(first, FusingLayer) and head is not None
     norms, fuse = network.fc_norm, Packed(network.fc.weight, network.fc.bias, precision)
-    around = Surroundings(
+    around = EagleWeights(
         embedding=network.get_buffer("_embedding") if own is None else own,
-        scale=network.embedding_scale if own is None else 1.0,
+        embedding_scale=network.embedding_scale if own is None else 1.0,
         fuse=fuse.linear,
         state_norms=None if norms is None else torch.stack([norm.get_parameter("weight") for norm in norms]),
         embedding_norm=first.input_layernorm.weight,
         feature_norm=first.hidden_norm.weight,
-        normed=first.norm_before_residual,
-        leaving=network.norm.weight,
+        norm_before_residual=first.norm_before_residual,
+        final_norm=network.norm.weight,
         head=head,
         token_of=network.token_of,
     )

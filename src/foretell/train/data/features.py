@@ -63,7 +63,7 @@ def compute_hidden_states(
         x = full_forward(decoder, x, done, stop)
         found[stop], done = x, stop
     if layers + 1 in hidden_layers:
-        found[layers + 1] = decoder.final(x)
+        found[layers + 1] = decoder.final_norm(x)
     return tuple(found[t].to(decoder.embedding.dtype) for t in hidden_layers)
 
 

@@ -13,7 +13,8 @@ from foretell.draft import NoDrafter
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import RootOnly
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states, pad_sequences, padded_width

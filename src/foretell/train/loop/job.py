@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.api import Model
-from foretell.model.load.checkpoint import ends_of
+from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.retrieval.datastore import fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
@@ -188,7 +188,7 @@ def _setup(
 ) -> RecipeSetup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    embedding_and_head = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
+    embedding_and_head = model.source.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if init_folder is not None and settings.draft_vocab is None:
         draft_tokens = load_own(init_folder, embedding_and_head).token_of

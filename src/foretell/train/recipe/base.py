@@ -14,11 +14,12 @@ from torch import nn
 
 from foretell.engine.method import AnyMethod
 from foretell.model.config import ModelConfig
+from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.graph import GraphedDecoder
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.runner import Network, Runner
+from foretell.model.network import Network
+from foretell.model.runner import Runner
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
 from foretell.tokenizer.codec import TextCodec

@@ -15,7 +15,7 @@ from foretell.catalogue.options import ChainOptions
 from foretell.distributions.divergence import divergences
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.influence import influence
+from foretell.model.influence import measure_influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
@@ -228,7 +228,7 @@ def _most_influential(count: int, setup: RecipeSetup) -> tuple[int, ...]:
     vocab = torch.arange(setup.config.vocab) if setup.draft_tokens is None else setup.draft_tokens
     length, generator = min(_INFLUENCE_TOKENS, setup.config.context), torch.Generator().manual_seed(setup.seed)
     tokens = vocab[torch.randint(0, len(vocab), (length,), generator=generator)].tolist()
-    change = influence(setup.decoder, tokens).block
+    change = measure_influence(setup.decoder, tokens).block
     inner = sorted(range(1, setup.config.layers - 1), key=lambda i: -change[i])[: count - 2]
     return (0, *sorted(inner), setup.config.layers - 1)
 

@@ -144,7 +144,7 @@ class HeadsRecipe(Recipe):
         if self._lora is None:
             return None
         assert self._checkpoint is not None
-        return DecoderRunner(self._checkpoint.copy(self._lora.merge))
+        return DecoderRunner(self._checkpoint.load_network(self._lora.merge))
 
     def save(self, folder: Path) -> None:
         """Write the heads, and the tuned target into `target/`."""

@@ -72,7 +72,7 @@ class HeadsWithLoRA(nn.Module):
         decoder = self._decoder[0]
         with self._apply_adapters(decoder):
             x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
-        states = decoder.final(x[row, position])
+        states = decoder.final_norm(x[row, position])
         return self.network(states, candidates), decoder.logits(states[subset])
 
     @contextmanager

@@ -1,4 +1,5 @@
-// What the library says of itself, so that Python can refuse one whose interface it does not mirror.
+// The library's description of its own interface. Python compares it with structures.py and refuses a library that
+// differs.
 
 #pragma once
 
@@ -14,7 +15,8 @@ struct Field {
   size_t offset, size;
 };
 
-#define FORETELL_FIELD(Struct, name) Field{offsetof(Struct, name), sizeof(Struct::name)}
+#define FORETELL_FIELD(Struct, name) \
+  Field { offsetof(Struct, name), sizeof(Struct::name) }
 
 // "Name size offset:size offset:size ..."
 void describe_struct(std::string& out, const char* name, size_t size, std::initializer_list<Field> fields) {
@@ -25,12 +27,16 @@ void describe_struct(std::string& out, const char* name, size_t size, std::initi
 
 template <class T>
 constexpr char letter() {
-  if constexpr (std::is_pointer_v<T>) return 'p';
-  else if constexpr (std::is_same_v<T, int32_t>) return 'i';
-  else if constexpr (std::is_same_v<T, int64_t>) return 'l';
-  else if constexpr (std::is_same_v<T, float>) return 'f';
+  if constexpr (std::is_pointer_v<T>)
+    return 'p';
+  else if constexpr (std::is_same_v<T, int32_t>)
+    return 'i';
+  else if constexpr (std::is_same_v<T, int64_t>)
+    return 'l';
+  else if constexpr (std::is_same_v<T, float>)
+    return 'f';
   else {
-    static_assert(std::is_void_v<T>, "a type that Python does not know");
+    static_assert(std::is_void_v<T>, "structures.py has no letter for this type");
     return 'v';
   }
 }
@@ -41,6 +47,8 @@ void describe_function(std::string& out, const char* name, Result (*)(Arguments.
   out += std::string(name) + " " + std::string{letter<Result>(), letter<Arguments>()...} + "\n";
 }
 
-void describe_constant(std::string& out, const char* name, int value) { out += std::string(name) + " " + std::to_string(value) + "\n"; }
+void describe_constant(std::string& out, const char* name, int value) {
+  out += std::string(name) + " " + std::to_string(value) + "\n";
+}
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What Python passes in; structures.py mirrors these structures field by field. `foretell_abi` tells whether it does.
+// Structures that Python passes in. structures.py declares the same fields; `foretell_abi` lets Python compare the two.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 extern "C" {
 
-constexpr int kAbiVersion = 1;  // raised when the meaning of something here changes and its form does not
+constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
 enum Precision : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
@@ -23,7 +23,7 @@ struct Layer {
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
   const float *cos, *sin;                                              // [context, head_dim / 2]
   int32_t window;                                                      // 0: full attention
-  int32_t attention, mlp;                                              // 0: the residual passes this half by
+  int32_t attention, mlp;                                              // 0: this sub-layer is skipped
 };
 
 struct Model {
@@ -32,42 +32,47 @@ struct Model {
   float eps, scale, softcap;
 };
 
-struct Stage {  // of a multi-stage MLP speculator
+struct Stage {  // one stage of a multi-stage MLP speculator
   Weight project, token, output, head;
   const float *norm_weight, *norm_bias;
   float eps;
 };
 
 struct Embedding {
-  const void* table;      // [vocab, hidden], float32 or, as `halves`, the upper halves of it
-  int32_t vocab, halves;
-  float scale;  // what rows are multiplied by
+  const void* table;  // [vocab, hidden], float32 or bfloat16
+  int32_t vocab, is_bfloat16;
+  float scale;  // factor on every row
 };
 
-struct Entry {  // how EAGLE-3's layers begin: with embeddings of tokens and features of positions
+struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and features (fused hidden states of the
+                     // target)
   Embedding embedding;
   const float *embedding_norm, *feature_norm;
-  int32_t normed;  // the residual stream starts from the normed feature
-  // Features from `kinds` states of the target side by side: each normed with its own scale (null: as it is), then through `fuse`.
-  int32_t kinds;
+  int32_t norm_before_residual;  // 1: the residual stream starts from the normed feature
+  // A feature is `fuse` applied to `state_count` hidden states of the target, concatenated. Each state is normed with
+  // its own scale, [state_count, hidden]; null: states are not normed.
+  int32_t state_count;
   const float* state_norms;
   Weight fuse;
 };
 
-struct Beam {  // a tree by confidence for each of some texts, which the layers have read up to the root
-  int32_t texts, depth, width, budget;
-  double least, stop;  // a node's score at least; that of one that is gone on from
-  // Of every text: tokens that it has room for, 1 or more; where its keys are, and how many, for layers that have some.
-  const int64_t *room, *row, *length;
+struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per request; keys and values up to the root are
+                      // cached
+  int32_t requests, depth, width, budget;
+  double min_score, min_expand_score;  // least score of a node, and of a node that is expanded
+  // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
+  // last two only for layers with a cache).
+  const int64_t *max_depth, *row, *length;
 };
 
-struct Tokens {  // see `Layout` in Python
-  int32_t count, extras;
-  const int32_t *row, *slot, *position, *prefix;
-  const int32_t* extra;  // [count, extras], -1 past the end of a token's list
+struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
+  int32_t count, max_extra_slots;
+  const int32_t *row, *slot, *position, *visible_prefix;
+  const int32_t* extra_slots;  // [count, max_extra_slots], -1 past the end of a token's list
 };
 
-struct Taps {  // layers, ascending, before which the residual stream is wanted: out [count, tokens, hidden]
+struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,
+                       // hidden]
   const int32_t* layer;
   int32_t count;
   float* out;

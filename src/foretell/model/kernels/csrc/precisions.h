@@ -1,4 +1,4 @@
-// Precisions: how numbers become words, and what one step of an inner product does.
+// Precisions: how numbers are packed into words, and one step of an inner product.
 
 #pragma once
 
@@ -11,10 +11,10 @@ namespace {
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
-  // kDepth rows of words to kDepth vectors whose words hold the same number of each row.
-  static void zip(const Word* rows, Word* columns) { columns[0] = rows[0]; }
-  // Puts sums over such columns back in order.
-  static void unravel(const Float* acc, Float* out) { out[0] = acc[0]; }
+  // Turns kDepth rows of words into kDepth vectors whose words hold the same element of every row.
+  static void interleave_rows(const Word* rows, Word* columns) { columns[0] = rows[0]; }
+  // Puts sums over such columns back into element order.
+  static void restore_order(const Float* acc, Float* out) { out[0] = acc[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
   static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
 };
@@ -30,7 +30,7 @@ struct Bfloat16 {
     return fma(odd(w), odd(x), fma(even(w), even(x), acc));
 #endif
   }
-  static void zip(const Word* rows, Word* columns) {
+  static void interleave_rows(const Word* rows, Word* columns) {
     columns[0] = (rows[0] & splat(0xFFFFu)) | rows[1] << 16;
     columns[1] = rows[0] >> 16 | (rows[1] & splat(0xFFFF0000u));
   }
@@ -52,56 +52,62 @@ struct Bfloat16 {
   static Float interleave(Float a, Float b, std::index_sequence<L...>) {
     return __builtin_shufflevector(a, b, (L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...);
   }
-  static void unravel(const Float* acc, Float* out) {
+  static void restore_order(const Float* acc, Float* out) {
     constexpr auto lanes = std::make_index_sequence<kLanes>();
     out[0] = interleave<0>(acc[0], acc[1], lanes);
     out[1] = interleave<1>(acc[0], acc[1], lanes);
   }
 };
 
-// What a product brings into the second-level cache while its arithmetic runs. Few tokens wait for memory anyway, and the processor
-// fetches ahead by itself: half of what is read a page later helps it to start on that page (kHalf). More tokens need all of what
-// they read soon, over the page's end, where the processor stops (kAhead), or half of the panel that comes next (kNext).
-enum class Fetch { kHalf, kAhead, kNext };
+// What a product prefetches into the second-level cache. With few tokens the product is bound by memory and the
+// hardware prefetcher works within a page: prefetching half of the lines one page ahead starts it on that page (kHalf).
+// With more tokens all lines soon to be read are prefetched, across page ends, where the hardware prefetcher stops
+// (kAhead), or half of the next panel (kNext).
+enum class Prefetch { kHalf, kAhead, kNext };
 
-// For step k of a panel: two lines are what a step reads, and 32 steps a page.
-template <Fetch kFetch>
-inline void fetch(const uint32_t* panel, const char* next, int k) {
+// For step k of a panel: a step reads two lines, and 32 steps a page.
+template <Prefetch kPrefetch>
+inline void prefetch_panel(const uint32_t* panel, const char* next, int k) {
   constexpr int kPage = 32, kSoon = 48;
-  if (kFetch == Fetch::kHalf) __builtin_prefetch(panel + kPanel * (k + kPage), 0, 2);
-  if (kFetch == Fetch::kAhead)
+  if (kPrefetch == Prefetch::kHalf) __builtin_prefetch(panel + kPanel * (k + kPage), 0, 2);
+  if (kPrefetch == Prefetch::kAhead)
     for (int line = 0; line < 2; ++line) __builtin_prefetch(panel + kPanel * (k + kSoon) + kLanes * line, 0, 2);
-  if (kFetch == Fetch::kNext) __builtin_prefetch(next + 128 * k, 0, 2);
+  if (kPrefetch == Prefetch::kNext) __builtin_prefetch(next + 128 * k, 0, 2);
 }
 
 // Products of float32 and bfloat16: one accumulator per output and token, from the first input to the last.
 template <class P>
 struct FloatProduct {
-  using Cached = P;                       // precision of keys and values
-  static constexpr bool kSingly = true;   // every number is rounded by itself
-  static constexpr int kMostTokens = 12;  // 24 accumulators, 2 weights: what 32 registers hold
-  static constexpr int kFewTokens = 4;    // so many wait for memory more than they work
+  using Cached = P;                                // precision of keys and values
+  static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
+  static constexpr int kMaxTokens = 12;            // 24 accumulators, 2 weights: what 32 registers hold
+  static constexpr int kFewTokens = 4;             // at most so many tokens are bound by memory
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
 
-  static void quantize(float* x, int in, uint32_t* row) { P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row); }
+  static void quantize(float* x, int in, uint32_t* row) {
+    P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row);
+  }
 
   // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t.
-  template <int T, Fetch kFetch>
+  template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    unrolled<kFetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
   }
 
  private:
-  // Written out by token, so that every index is a constant and the sums never leave the registers.
-  template <Fetch kFetch, size_t... T>
-  static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out, std::index_sequence<T...>) {
+  // Unrolled by token, so that every index is a constant and the sums stay in registers.
+  template <Prefetch kPrefetch, size_t... T>
+  static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
+                       std::index_sequence<T...>) {
     Float low[] = {((void)T, Float{})...}, high[] = {((void)T, Float{})...};
     const int steps = (int)row_words(in);
     for (int k = 0; k < steps; ++k) {
-      fetch<kFetch>(panel, next, k);
+      prefetch_panel<kPrefetch>(panel, next, k);
       const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
-      ((low[T] = P::step(low[T], w0, splat(x[T * stride + k])), high[T] = P::step(high[T], w1, splat(x[T * stride + k]))), ...);
+      ((low[T] = P::step(low[T], w0, splat(x[T * stride + k])),
+        high[T] = P::step(high[T], w1, splat(x[T * stride + k]))),
+       ...);
     }
     ((out[2 * T] = low[T], out[2 * T + 1] = high[T]), ...);
   }
@@ -109,16 +115,17 @@ struct FloatProduct {
 
 // Products of int8 weights and int8 activations, each with one scale per group of inputs.
 //
-// Both sides are first rotated by the same orthonormal Hadamard matrix over blocks of 64 inputs, which leaves the product
-// as it is but spreads a block's outliers over all of it (as in QuaRot, arXiv 2404.00456): on SmolLM2-135M the
+// Both sides are first rotated by the same orthonormal Hadamard matrix over blocks of 64 inputs, which leaves the
+// product as it is but spreads a block's outliers over all of it (as in QuaRot, arXiv 2404.00456): on SmolLM2-135M the
 // divergence from float32 falls to a quarter. The instruction wants unsigned times signed bytes; the weights are stored
-// plus 128 and a row carries, per group, its scale and what that adds: -128 times the sum of its bytes.
+// plus 128 and an activation row holds, per group, its scale and the correction for that: -128 times the sum of its
+// bytes.
 struct Int8 {
   using Cached = Bfloat16;
-  static constexpr bool kSingly = false;
+  static constexpr bool kRoundsEachNumber = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
-  static constexpr int kMostTokens = 8;
+  static constexpr int kMaxTokens = 8;
   static constexpr int kFewTokens = 4;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }
@@ -185,15 +192,15 @@ struct Int8 {
     return row + count / 4 + 2;
   }
 
-  template <int T, Fetch kFetch>
+  template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
     for (int i = 0; i < 2 * T; ++i) out[i] = Float{};
-    for (int left = padded(in) / 4; left > 0; left -= kGroup / 4) {
-      const int steps = std::min(kGroup / 4, left);
+    for (int words = padded(in) / 4; words > 0; words -= kGroup / 4) {
+      const int steps = std::min(kGroup / 4, words);
       Int part[2 * T];
       for (int t = 0; t < T; ++t) part[2 * t] = part[2 * t + 1] = splat((int32_t)x[t * stride + steps + 1]);
       for (int k = 0; k < steps; ++k) {
-        fetch<kFetch>(panel, next, k);
+        prefetch_panel<kPrefetch>(panel, next, k);
         const Word w0 = load<Word>(panel + kPanel * k), w1 = load<Word>(panel + kPanel * k + kLanes);
         for (int t = 0; t < T; ++t) {
           const Word word = splat(x[t * stride + k]);
@@ -201,7 +208,7 @@ struct Int8 {
           part[2 * t + 1] = step(part[2 * t + 1], w1, word);
         }
       }
-      fetch<kFetch>(panel, next, steps);  // there are scales in step with the weights
+      prefetch_panel<kPrefetch>(panel, next, steps);  // the scales follow the weights of a group
       const Float s0 = load<Float>(panel + kPanel * steps), s1 = load<Float>(panel + kPanel * steps + kLanes);
       for (int t = 0; t < T; ++t) {
         const Float scale = (Float)splat(x[t * stride + steps]);

@@ -1,4 +1,4 @@
-// What trained speculators draft with: stages of an MLP speculator, EAGLE-3, and trees by confidence of either.
+// Drafting with trained speculators: stages of an MLP speculator, EAGLE-3, and EAGLE-2's dynamic trees.
 
 #pragma once
 
@@ -7,39 +7,45 @@
 #include <vector>
 
 #include "decoder.h"
-#include "rows.h"
+#include "row_ops.h"
 
 namespace {
 
-// One stage: next [tokens, e] = gelu(norm(project state + token embedded)), logits [tokens, width] = head (output next).
+// One stage of an MLP speculator: next [tokens, inner] = gelu(norm(project state + token embedded)), logits [tokens,
+// width] = head(output next).
 template <class P>
-void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens, int threads) {
-  const int inner = s.project.out, reading = s.output.out;
+void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens,
+               int threads) {
+  const int inner = s.project.out, head_width = s.output.out;
   const Team all = {0, threads};
-  const Operands<P> first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all), last(tokens, reading, all);
-  const Buffer<float> read = buffer<float>((size_t)tokens * reading);
-  Gate gate;
+  const Operands<P> first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all),
+      last(tokens, head_width, all);
+  const Buffer<float> head_input = buffer<float>((size_t)tokens * head_width);
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
-    const Team team = Team::current(gate);
-    const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Then then, const Weight* coming) {
-      multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, w.out, w.out, then, 0}, coming, team);
+    const Team team = Team::current(barrier);
+    const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Epilogue epilogue,
+                             const Weight* following) {
+      multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, w.out, w.out, epilogue, 0},
+                  following, team);
     };
-    product(first, state, s.project, next, Then::kStore, &s.token);
-    // A thread adds to what it stored itself: both products have the same panels.
-    product(second, embedded, s.token, next, Then::kAdd, &s.output);
+    product(first, state, s.project, next, Epilogue::kStore, &s.token);
+    // No barrier is needed: both products have the same panels, so every thread adds to what it stored itself.
+    product(second, embedded, s.token, next, Epilogue::kAdd, &s.output);
     team.barrier();
     const auto [from, to] = team.share(tokens);
     for (int t = from; t < to; ++t) {
       float* row = next + (size_t)t * inner;
       normalize(row, inner, s.norm_weight, s.eps, row);
       for (int i = 0; i < inner; i += kLanes)
-        store_part(row + i, gelu(load_part<Float>(row + i, inner - i) + load_part<Float>(s.norm_bias + i, inner - i)), inner - i);
+        store_part(row + i, gelu(load_part<Float>(row + i, inner - i) + load_part<Float>(s.norm_bias + i, inner - i)),
+                   inner - i);
     }
     team.barrier();
-    product(third, next, s.output, read.get(), Then::kStore, &s.head);
+    product(third, next, s.output, head_input.get(), Epilogue::kStore, &s.head);
     team.barrier();
-    product(last, read.get(), s.head, logits, Then::kStore, nullptr);
+    product(last, head_input.get(), s.head, logits, Epilogue::kStore, nullptr);
   }
 }
 
@@ -47,61 +53,69 @@ void run_stage(const Stage& s, const float* state, const float* embedded, float*
 void embed(const Embedding& e, int64_t token, int d, float* out) {
   const size_t at = (size_t)token * (size_t)d;
   for (int i = 0; i < d; ++i) {
-    const uint32_t bits = e.halves ? (uint32_t)((const uint16_t*)e.table)[at + i] << 16 : ((const uint32_t*)e.table)[at + i];
+    const uint32_t bits =
+        e.is_bfloat16 ? (uint32_t)((const uint16_t*)e.table)[at + i] << 16 : ((const uint32_t*)e.table)[at + i];
     std::memcpy(out + i, &bits, 4);
     out[i] *= e.scale;
   }
 }
 
-// What the layers see of tokens that follow features: x [tokens, hidden] the residual stream, entry [tokens, 2 hidden] the normed
-// embeddings and features side by side. Feature `parent[t]` belongs to token t; null: feature t.
-void enter(const Model& m, const Entry& e, const int64_t* token, const float* features, const int64_t* parent, int tokens, float* x, float* entry,
-           int threads) {
+// EAGLE-3's input for tokens that follow features: x [tokens, hidden] the residual stream, attention_input [tokens, 2
+// hidden] the normed embeddings and features, concatenated. Feature `parent[t]` belongs to token t; null: feature t.
+void prepare_eagle_input(const Model& m, const EagleInput& e, const int64_t* token, const float* features,
+                         const int64_t* parent, int tokens, float* x, float* attention_input, int threads) {
   const int d = m.hidden;
 #pragma omp parallel for num_threads(threads) if (tokens > 16)
   for (int t = 0; t < tokens; ++t) {
     const float* feature = features + (size_t)(parent ? parent[t] : t) * d;
-    float *embedded = entry + (size_t)t * 2 * d, *normed = embedded + d;
+    float *embedded = attention_input + (size_t)t * 2 * d, *normed = embedded + d;
     embed(e.embedding, token[t], d, embedded);
     normalize(embedded, d, e.embedding_norm, m.eps, embedded);
     normalize(feature, d, e.feature_norm, m.eps, normed);
-    std::memcpy(x + (size_t)t * d, e.normed ? normed : feature, 4 * (size_t)d);
+    std::memcpy(x + (size_t)t * d, e.norm_before_residual ? normed : feature, 4 * (size_t)d);
   }
 }
 
-// The k likeliest outputs of a linear layer for each row of x [tokens, in], which is normed first unless `norm` is null.
+// The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax. x is
+// normed first unless `norm` is null.
 template <class P>
-void run_guess(const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k, int threads) {
+void run_linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
+                             int64_t* indices, int tokens, int k, int threads) {
   const Operands<P> operands(tokens, w.in, {0, threads});
   const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
-  Gate gate;
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
-    const Team team = Team::current(gate);
-    multiply<P>(w, operands.prepare(x, w.in, w.in, norm, eps, team), tokens, {scores.get(), w.out, w.out, Then::kStore, 0}, nullptr, team);
+    const Team team = Team::current(barrier);
+    multiply<P>(w, operands.prepare(x, w.in, w.in, norm, eps, team), tokens,
+                {scores.get(), w.out, w.out, Epilogue::kStore, 0}, nullptr, team);
     team.barrier();
     const auto [from, to] = team.share(tokens);
     for (int t = from; t < to; ++t)
-      likeliest_row(scores.get() + (size_t)t * w.out, w.out, k, chances + (size_t)t * k, indices + (size_t)t * k);
+      topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
+                       indices + (size_t)t * k);
   }
 }
 
-void guess(int32_t precision, const Weight& w, const float* x, const float* norm, float eps, float* chances, int64_t* indices, int tokens, int k,
-           int threads) {
-  in_precision(precision, [&](auto p) { run_guess<typename decltype(p)::Product>(w, x, norm, eps, chances, indices, tokens, k, threads); });
+void linear_topk_softmax(int32_t precision, const Weight& w, const float* x, const float* norm, float eps,
+                         float* probabilities, int64_t* indices, int tokens, int k, int threads) {
+  dispatch_precision(precision, [&](auto p) {
+    run_linear_topk_softmax<typename decltype(p)::Product>(w, x, norm, eps, probabilities, indices, tokens, k, threads);
+  });
 }
 
-// Features [count, hidden] from the states at `place[i]` of each kind.
-Buffer<float> fused(const Model& m, const Entry& e, const float* const* states, const int64_t* place, int count, int threads) {
-  const size_t d = (size_t)m.hidden, kinds = (size_t)e.kinds;
-  Buffer<float> rows = buffer<float>((size_t)count * kinds * d), out = buffer<float>((size_t)count * d);
+// Features [count, hidden] from hidden states of the target: feature i from row place[i] of every states[j].
+Buffer<float> fuse_states(const Model& m, const EagleInput& e, const float* const* states, const int64_t* place,
+                          int count, int threads) {
+  const size_t d = (size_t)m.hidden, state_count = (size_t)e.state_count;
+  Buffer<float> rows = buffer<float>((size_t)count * state_count * d), out = buffer<float>((size_t)count * d);
 #pragma omp parallel for num_threads(threads) if (count > 16)
   for (int i = 0; i < count; ++i)
-    for (size_t kind = 0; kind < kinds; ++kind) {
-      const float* state = states[kind] + (size_t)place[i] * d;
-      float* row = rows.get() + ((size_t)i * kinds + kind) * d;
+    for (size_t j = 0; j < state_count; ++j) {
+      const float* state = states[j] + (size_t)place[i] * d;
+      float* row = rows.get() + ((size_t)i * state_count + j) * d;
       if (e.state_norms)
-        normalize(state, m.hidden, e.state_norms + kind * d, m.eps, row);
+        normalize(state, m.hidden, e.state_norms + j * d, m.eps, row);
       else
         std::memcpy(row, state, 4 * d);
     }
@@ -109,43 +123,48 @@ Buffer<float> fused(const Model& m, const Entry& e, const float* const* states, 
   return out;
 }
 
-int32_t eagle(const Model& m, const Layer* layers, int count, const Entry& e, const int64_t* token, const float* features, const int64_t* parent,
-              float* x, const Tokens& tokens, const Cache& cache, int threads) {
-  const Buffer<float> entry = buffer<float>((size_t)tokens.count * 2 * m.hidden);
-  enter(m, e, token, features, parent, tokens.count, x, entry.get(), threads);
-  return stack(m, layers, 0, count, x, entry.get(), tokens, cache, {nullptr, 0, nullptr}, threads);
+int32_t eagle_forward(const Model& m, const Layer* layers, int count, const EagleInput& e, const int64_t* token,
+                      const float* features, const int64_t* parent, float* x, const Layout& layout, const Cache& cache,
+                      int threads) {
+  const Buffer<float> attention_input = buffer<float>((size_t)layout.count * 2 * m.hidden);
+  prepare_eagle_input(m, e, token, features, parent, layout.count, x, attention_input.get(), threads);
+  return stack(m, layers, 0, count, x, attention_input.get(), layout, cache, {nullptr, 0, nullptr}, threads);
 }
 
-// A tree that grows where the layers are confident; see shape/beam.py, which says the same for any drafter.
-class Growth {
+// One dynamic tree (EAGLE-2, arXiv 2406.16858); shape/dynamic_tree.py does the same for any drafter.
+class TreeBuilder {
  public:
   struct Node {
     int64_t token;
     int parent, depth;
     double score;
-    int64_t number;  // of its output among those of all nodes that were read
-    int32_t slot;    // of its keys
+    int64_t number;  // of its output among those of all nodes that were run
+    int32_t slot;    // of its keys and values
   };
 
-  Growth(const Beam& beam, int text, int64_t root) : beam_(beam), text_(text), nodes_{{root, -1, 0, 1.0, text, 0}} {}
+  TreeBuilder(const DynamicTree& options, int request, int64_t root)
+      : options_(options), request_(request), nodes_{{root, -1, 0, 1.0, request, 0}} {}
 
   const Node& operator[](int i) const { return nodes_[(size_t)i]; }
-  int length() const { return beam_.length ? (int)beam_.length[text_] : 0; }
-  int row() const { return (int)beam_.row[text_]; }
-  // Nodes to be gone on from at this level, the best first.
+  int length() const { return options_.length ? (int)options_.length[request_] : 0; }
+  int row() const { return (int)options_.row[request_]; }
+  // Nodes to be expanded at this level, the best first.
   const std::vector<int>& frontier() const { return frontier_; }
-  bool grows(int level) const { return level < beam_.room[text_] && !frontier_.empty(); }
+  bool expands(int level) const { return level < options_.max_depth[request_] && !frontier_.empty(); }
 
-  // The node was read: its output has this number, its keys stand behind those of others.
-  void read(int i, int64_t number) { nodes_[(size_t)i].number = number, nodes_[(size_t)i].slot = length() + drafted_++; }
+  // Records that a node is run: its output gets this number, its keys and values the next slot.
+  void assign(int i, int64_t number) {
+    nodes_[(size_t)i].number = number, nodes_[(size_t)i].slot = length() + drafted_++;
+  }
 
-  // Slots of a node and those above it, up to the root, which is part of the text.
-  void path(int i, int32_t* slots) const {
+  // Slots of the nodes from below the root down to a node, both included.
+  void path_slots(int i, int32_t* slots) const {
     for (; i; i = (*this)[i].parent) slots[(*this)[i].depth - 1] = (*this)[i].slot;
   }
 
-  // Children of the frontier, `count` for each node with their chances; the best of them are gone on from next.
-  void add(const float* chances, const int64_t* tokens, int count) {
+  // Adds the children of the frontier, `count` per node with their probabilities; the best of them are the next
+  // frontier.
+  void add_children(const float* probabilities, const int64_t* tokens, int count) {
     struct Child {
       int64_t token;
       int parent;
@@ -153,27 +172,29 @@ class Growth {
     };
     std::vector<Child> children;
     for (const int i : frontier_)
-      for (int j = 0; j < count; ++j, ++chances, ++tokens) {
-        const double score = (*this)[i].score * (double)*chances;
-        if (score > 0 && score >= beam_.least) children.push_back({*tokens, i, score});
+      for (int j = 0; j < count; ++j, ++probabilities, ++tokens) {
+        const double score = (*this)[i].score * (double)*probabilities;
+        if (score > 0 && score >= options_.min_score) children.push_back({*tokens, i, score});
       }
-    std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
-    if ((int)children.size() > beam_.budget) children.resize((size_t)beam_.budget);
+    std::stable_sort(children.begin(), children.end(),
+                     [](const Child& a, const Child& b) { return a.score > b.score; });
+    if ((int)children.size() > options_.budget) children.resize((size_t)options_.budget);
     frontier_.clear();
     for (const Child& child : children) {
-      if ((int)frontier_.size() < beam_.width && child.score >= beam_.stop) frontier_.push_back((int)nodes_.size());
+      if ((int)frontier_.size() < options_.width && child.score >= options_.min_expand_score)
+        frontier_.push_back((int)nodes_.size());
       nodes_.push_back({child.token, child.parent, (*this)[child.parent].depth + 1, child.score, -1, 0});
     }
   }
 
-  // The best `budget` nodes below the root in the order in which they came, of equals the earlier; parents by their place among them
-  // from 1 on, 0 the root. How many there are.
+  // Writes the best `budget` nodes below the root in order of creation (of equals the earlier ones), and their parents:
+  // 0 the root, else 1 + the parent's index among the nodes written. Returns how many there are.
   int write(int64_t* token, int64_t* parent) const {
     std::vector<int> order(nodes_.size() - 1), place(nodes_.size(), 0);
     std::iota(order.begin(), order.end(), 1);
-    if ((int)order.size() > beam_.budget) {
+    if ((int)order.size() > options_.budget) {
       std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return (*this)[a].score > (*this)[b].score; });
-      order.resize((size_t)beam_.budget);
+      order.resize((size_t)options_.budget);
       std::sort(order.begin(), order.end());
     }
     for (size_t i = 0; i < order.size(); ++i) {
@@ -184,92 +205,104 @@ class Growth {
   }
 
  private:
-  const Beam& beam_;
-  const int text_;
+  const DynamicTree& options_;
+  const int request_;
   std::vector<Node> nodes_;
   std::vector<int> frontier_{0};
   int drafted_ = 0;
 };
 
-struct Place {  // of a node that is read next
-  int text, node;
+struct NodeRef {  // a node that is run next
+  int request, node;
 };
 
-// Grows the trees level by level. `read(level, places, chances, tokens)` reads nodes and gives the `k` likeliest children of each: -1, or
-// what is wrong. Then writes per text at most `budget` tokens and the places of their parents, [texts, budget] each, and how many.
-template <class Read>
-int32_t grow(const Beam& b, std::vector<Growth>& trees, int k, const int64_t* token_of, const Read& read, int64_t* token, int64_t* parent, int64_t* sizes) {
+// Grows the trees level by level. `run(level, nodes, probabilities, tokens)` runs nodes and writes the `k` most
+// probable children of each; it returns -1, or the invalid token. Then writes at most `budget` tokens per request with
+// their parents, [requests, budget] each, and their number.
+template <class Run>
+int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k, const int64_t* token_of,
+                   const Run& run, int64_t* token, int64_t* parent, int64_t* sizes) {
   for (int level = 0; level < b.depth; ++level) {
-    std::vector<Place> places;
-    for (int i = 0; i < b.texts; ++i) {
-      const Growth& tree = trees[(size_t)i];
-      if (tree.grows(level))
-        for (const int node : tree.frontier()) places.push_back({i, node});
+    std::vector<NodeRef> nodes;
+    for (int i = 0; i < b.requests; ++i) {
+      const TreeBuilder& tree = trees[(size_t)i];
+      if (tree.expands(level))
+        for (const int node : tree.frontier()) nodes.push_back({i, node});
     }
-    if (places.empty()) break;
-    std::vector<float> chances(places.size() * (size_t)k);
-    std::vector<int64_t> found(chances.size());
-    const int bad = read(level, places, chances.data(), found.data());
-    if (bad >= 0) return bad;
+    if (nodes.empty()) break;
+    std::vector<float> probabilities(nodes.size() * (size_t)k);
+    std::vector<int64_t> found(probabilities.size());
+    const int invalid = run(level, nodes, probabilities.data(), found.data());
+    if (invalid >= 0) return invalid;
     if (token_of)
       for (int64_t& each : found) each = token_of[each];
-    for (size_t i = 0; i < places.size();) {
-      Growth& tree = trees[(size_t)places[i].text];
+    for (size_t i = 0; i < nodes.size();) {
+      TreeBuilder& tree = trees[(size_t)nodes[i].request];
       const size_t mine = tree.frontier().size();
-      tree.add(chances.data() + i * (size_t)k, found.data() + i * (size_t)k, k);
+      tree.add_children(probabilities.data() + i * (size_t)k, found.data() + i * (size_t)k, k);
       i += mine;
     }
   }
-  for (int i = 0; i < b.texts; ++i) sizes[i] = trees[(size_t)i].write(token + (size_t)i * b.budget, parent + (size_t)i * b.budget);
+  for (int i = 0; i < b.requests; ++i)
+    sizes[i] = trees[(size_t)i].write(token + (size_t)i * b.budget, parent + (size_t)i * b.budget);
   return -1;
 }
 
-// Reads some nodes at one level below the roots, after `known` that were read before: `layers(tokens, token, parent)` runs them where they
-// stand, each token after the output of this number; -1, or what is wrong.
+// Runs some nodes at one level below the roots; `count_before` nodes were run earlier. `layers(layout, token, parent)`
+// runs them, each token after the output with number `parent`. Returns -1, or the invalid token.
 template <class Layers>
-int32_t read_level(std::vector<Growth>& trees, const std::vector<Place>& places, int level, int64_t known, const Layers& layers) {
-  const size_t n = places.size();
-  std::vector<int32_t> row(n), slot(n), position(n), prefix(n), extra(n * (size_t)level);
+int32_t forward_level(std::vector<TreeBuilder>& trees, const std::vector<NodeRef>& nodes, int level,
+                      int64_t count_before, const Layers& layers) {
+  const size_t n = nodes.size();
+  std::vector<int32_t> row(n), slot(n), position(n), visible_prefix(n), extra_slots(n * (size_t)level);
   std::vector<int64_t> token(n), parent(n);
   for (size_t i = 0; i < n; ++i) {
-    Growth& tree = trees[(size_t)places[i].text];
-    tree.read(places[i].node, known + (int64_t)i);
-    const Growth::Node& node = tree[places[i].node];
-    row[i] = tree.row(), slot[i] = node.slot, prefix[i] = tree.length(), position[i] = tree.length() - 1 + level;
-    tree.path(places[i].node, extra.data() + i * (size_t)level);
+    TreeBuilder& tree = trees[(size_t)nodes[i].request];
+    tree.assign(nodes[i].node, count_before + (int64_t)i);
+    const TreeBuilder::Node& node = tree[nodes[i].node];
+    row[i] = tree.row(), slot[i] = node.slot, visible_prefix[i] = tree.length(),
+    position[i] = tree.length() - 1 + level;
+    tree.path_slots(nodes[i].node, extra_slots.data() + i * (size_t)level);
     token[i] = node.token, parent[i] = tree[node.parent].number;
   }
-  return layers(Tokens{(int32_t)n, level, row.data(), slot.data(), position.data(), prefix.data(), extra.data()}, token.data(), parent.data());
+  return layers(
+      Layout{(int32_t)n, level, row.data(), slot.data(), position.data(), visible_prefix.data(), extra_slots.data()},
+      token.data(), parent.data());
 }
 
-// What gives an output its tokens: the norm before the head, the head, and the token of every row of it (null: its number).
-struct Exit {
+// From a layer output to tokens: the final norm, the head, and the token of every row of the head (null: the row's
+// number).
+struct OutputHead {
   const float* norm;
   const Weight* head;
   const int64_t* token_of;
 };
 
-// Trees by confidence from layers with keys and values, below roots whose outputs [texts, hidden] are given.
-// `layers(tokens, token, parent, outputs, next)` runs tokens after some of the outputs so far and writes theirs.
+// Dynamic trees from layers with a key-value cache, below roots whose outputs [requests, hidden] are given.
+// `layers(layout, token, parent, outputs, next)` runs tokens that follow some of the outputs so far and writes their
+// own to `next`.
 template <class Layers>
-int32_t grow_by_layers(const Model& m, const Exit& exit, const float* roots, const Beam& b, const Layers& layers, int64_t* token, int64_t* parent,
-                       int64_t* sizes, int threads) {
-  std::vector<Growth> trees;
-  for (int i = 0; i < b.texts; ++i) trees.emplace_back(b, i, 0);
-  const int k = std::min(b.width, exit.head->out);
-  const Buffer<float> outputs = buffer<float>((size_t)b.texts * (1 + (size_t)b.width * b.depth) * m.hidden);
-  std::memcpy(outputs.get(), roots, 4 * (size_t)b.texts * m.hidden);
-  int64_t known = 0;
-  const auto read = [&](int level, const std::vector<Place>& places, float* chances, int64_t* found) {
-    float* next = outputs.get() + (size_t)known * m.hidden;
-    const auto run = [&](const Tokens& at, const int64_t* tokens, const int64_t* parents) { return layers(at, tokens, parents, outputs.get(), next); };
-    const int bad = level ? read_level(trees, places, level, known, run) : -1;
-    if (bad >= 0) return bad;
-    guess(m.precision, *exit.head, next, exit.norm, m.eps, chances, found, (int)places.size(), k, threads);
-    known += (int64_t)places.size();
+int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const float* roots, const DynamicTree& b,
+                              const Layers& layers, int64_t* token, int64_t* parent, int64_t* sizes, int threads) {
+  std::vector<TreeBuilder> trees;
+  for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
+  const int k = std::min(b.width, output.head->out);
+  const Buffer<float> outputs = buffer<float>((size_t)b.requests * (1 + (size_t)b.width * b.depth) * m.hidden);
+  std::memcpy(outputs.get(), roots, 4 * (size_t)b.requests * m.hidden);
+  int64_t count = 0;
+  const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
+    float* next = outputs.get() + (size_t)count * m.hidden;
+    const auto run_layers = [&](const Layout& layout, const int64_t* tokens, const int64_t* parents) {
+      return layers(layout, tokens, parents, outputs.get(), next);
+    };
+    const int invalid = level ? forward_level(trees, nodes, level, count, run_layers) : -1;
+    if (invalid >= 0) return invalid;
+    linear_topk_softmax(m.precision, *output.head, next, output.norm, m.eps, probabilities, found, (int)nodes.size(), k,
+                        threads);
+    count += (int64_t)nodes.size();
     return -1;
   };
-  return grow(b, trees, k, exit.token_of, read, token, parent, sizes);
+  return grow_trees(b, trees, k, output.token_of, run, token, parent, sizes);
 }
 
 }  // namespace

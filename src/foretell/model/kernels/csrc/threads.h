@@ -14,50 +14,52 @@
 
 namespace {
 
-// Where the threads of a pass wait for each other, some two hundred times. OpenMP's own barrier spins for milliseconds: on a
-// machine with other work, two threads that share a core then take turns at that pace. This one gives way at once.
-class Gate {
+// A barrier for the threads of a pass, which wait at it some two hundred times. OpenMP's own barrier spins for
+// milliseconds, which stalls threads that share a core with other work. This one yields after some tens of
+// microseconds.
+class Barrier {
  public:
   void wait(int threads) {
-    const int turn = turn_.load(std::memory_order_acquire);
+    const int generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
-      turn_.store(turn + 1, std::memory_order_release);
+      generation_.store(generation + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; ++spins) {
-      if (spins < kPatience)
-        rest();
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) {
+      if (spins < kSpinsBeforeYield)
+        pause_cpu();
       else
         std::this_thread::yield();
     }
   }
 
  private:
-  static constexpr int kPatience = 2000;  // some tens of microseconds: longer than threads of equal work differ
-  static void rest() {
+  static constexpr int kSpinsBeforeYield =
+      2000;  // some tens of microseconds: longer than threads with equal work differ
+  static void pause_cpu() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
-  std::atomic<int> arrived_{0}, turn_{0};
+  std::atomic<int> arrived_{0}, generation_{0};
 };
 
 struct Team {
   int thread = 0, threads = 1;
-  Gate* gate = nullptr;
-  static Team current(Gate& gate) {
+  Barrier* shared_barrier = nullptr;
+  static Team current(Barrier& barrier) {
     Team team;
-    team.gate = &gate;
+    team.shared_barrier = &barrier;
 #ifdef _OPENMP
     team.thread = omp_get_thread_num(), team.threads = omp_get_num_threads();
 #endif
     return team;
   }
   void barrier() const {
-    if (threads > 1) gate->wait(threads);
+    if (threads > 1) shared_barrier->wait(threads);
   }
-  // This thread's share of n things.
+  // This thread's share of n items.
   std::pair<int, int> share(int n) const {
     return {(int)((int64_t)n * thread / threads), (int)((int64_t)n * (thread + 1) / threads)};
   }

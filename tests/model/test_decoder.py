@@ -1,4 +1,4 @@
-"""The decoder against transformers: the same logits from the same checkpoint, for chains in chunks and for trees."""
+"""The decoder against transformers: equal logits from the same checkpoint, for chains in chunks and for trees."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ import transformers
 from foretell.core.tree import tree_from_lists
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
-from foretell.model.load.weights import SafetensorsWeights, build
+from foretell.model.load.weights import SafetensorsWeights, build_decoder
 from foretell.model.runner import DecoderRunner
 from helpers import LLAMA3, chain_tree, oracle_logits, random_tokens
 
@@ -74,7 +74,7 @@ def oracle_of(name: str) -> Any:
 
 def read(path: Path) -> Decoder:
     config = from_hf(json.loads((path / "config.json").read_text()))
-    return build(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
+    return build_decoder(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
 
 
 def random_parents(nodes: int, seed: int) -> list[int]:

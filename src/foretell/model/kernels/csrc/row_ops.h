@@ -1,4 +1,4 @@
-// What is done with the rows of a matrix: norms, and the best of a row.
+// Operations on the rows of a matrix: norms, argmax and top-k.
 
 #pragma once
 
@@ -45,9 +45,9 @@ void argmax_row(const float* x, int n, int64_t* out) {
   *out = first;
 }
 
-// The k largest numbers of a row, descending; of equals the lower index first. Few blocks hold anything better than the
-// worst one kept, so most cost one comparison.
-void top_row(const float* x, int n, int k, float* values, int64_t* indices) {
+// The k largest numbers of a row, descending; of equals the lower index first. Few blocks hold a number above the
+// smallest one kept, so most blocks cost one comparison.
+void topk_row(const float* x, int n, int k, float* values, int64_t* indices) {
   int kept = 0;
   for (int i = 0; i < n; i += kLanes) {
     const int lanes = std::min(kLanes, n - i);
@@ -66,17 +66,17 @@ void top_row(const float* x, int n, int k, float* values, int64_t* indices) {
   }
 }
 
-// The k likeliest entries of a row of scores and their probabilities under its softmax, descending.
-void likeliest_row(const float* x, int n, int k, float* chances, int64_t* indices) {
-  top_row(x, n, k, chances, indices);
-  const Float most = splat(chances[0]);
+// The k largest of a row of logits, as probabilities under its softmax, descending.
+void topk_softmax_row(const float* x, int n, int k, float* probabilities, int64_t* indices) {
+  topk_row(x, n, k, probabilities, indices);
+  const Float most = splat(probabilities[0]);
   Float total = {};
   for (int i = 0; i < n; i += kLanes) {
     const Float e = exponential(load_part<Float>(x + i, n - i) - most);
     total += kIota < splat(n - i) ? e : Float{};
   }
   const float all = sum(total);
-  for (int i = 0; i < k; ++i) chances[i] = exponential(splat(chances[i]) - most)[0] / all;
+  for (int i = 0; i < k; ++i) probabilities[i] = exponential(splat(probabilities[i]) - most)[0] / all;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-"""Reading checkpoints: GGUF files of several precisions against transformers, and one sentence for whatever is damaged
-or refused.
+"""Loading checkpoints: GGUF files of several precisions against transformers, and one sentence for damaged or refused
+files.
 """
 
 import json
@@ -20,7 +20,7 @@ from foretell.load import load, resolve
 from foretell.model.config import from_gguf, from_hf
 from foretell.model.decoder import Decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, build, gguf_config
+from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, build_decoder, gguf_config
 from foretell.model.runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import LLAMA3, all_logits, chain_tree, random_tokens
@@ -105,7 +105,7 @@ def write_gguf(path: Path, oracle: Any, kind: Kind = Kind.F32, scaling: Mapping[
 def read_gguf(path: Path) -> Decoder:
     file = GGUF(path)
     config = gguf_config(file)
-    return build(config, GGUFWeights(file, config), torch.float32, torch.device("cpu"))
+    return build_decoder(config, GGUFWeights(file, config), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def read_directory(path: Path) -> Decoder:
     config = from_hf(json.loads((path / "config.json").read_text()))
-    return build(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
+    return build_decoder(config, SafetensorsWeights(path), torch.float32, torch.device("cpu"))
 
 
 def test_a_sharded_checkpoint_reads_as_a_whole_one(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
         ("smollm", "did you mean 'smollm2-135m'"),
     ],
 )
-def test_a_model_that_is_not_there_is_said_to_be_missing(reference: str, said: str) -> None:
+def test_a_missing_model_is_reported(reference: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         resolve(reference)
 
@@ -368,7 +368,7 @@ def test_a_gguf_header_with_any_damaged_byte_is_read_or_refused(tmp_path: Path) 
         part = tmp_path / "part.gguf"
         part.write_bytes(damaged)
         try:
-            from_gguf(GGUF(part).meta)
+            from_gguf(GGUF(part).metadata)
         except ValueError as error:
             assert "\n" not in str(error)
 

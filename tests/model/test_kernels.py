@@ -1,8 +1,8 @@
-"""The CPU kernels against plain torch, and the promise that a token's result does not depend on its company."""
+"""The CPU kernels against plain torch, and their batch invariance."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.kernels import (
     NativeLinear,
@@ -19,33 +18,20 @@ from foretell.model.kernels import (
     argmax,
     available,
     build,
-    likeliest,
     rms_norm,
     structures,
     topk,
-    why_not,
+    topk_softmax,
+    unavailable_reason,
 )
+from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout
 
-pytestmark = pytest.mark.skipif(not available(), reason=why_not() or "available")
+pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2}
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-@dataclass(frozen=True)
-class Block:
-    attention_norm: Tensor
-    qkv: Tensor
-    output: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    output_bias: Tensor | None = None
-    post_attention_norm: Tensor | None = None
-    post_mlp_norm: Tensor | None = None
 
 
 SMALL = ModelConfig("llama", vocab=50, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, context=256)
@@ -69,7 +55,7 @@ SHAPES = {
 every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 
 
-def blocks_of(config: ModelConfig) -> list[Block]:
+def blocks_of(config: ModelConfig) -> list[BlockWeights]:
     random = torch.Generator().manual_seed(0)
 
     def matrix(outputs: int, inputs: int) -> Tensor:
@@ -85,7 +71,7 @@ def blocks_of(config: ModelConfig) -> list[Block]:
 
     heads, width = config.heads + 2 * config.kv_heads, config.heads * config.head_dim
     return [
-        Block(
+        BlockWeights(
             attention_norm=norm(config.hidden),
             qkv=matrix(heads * config.head_dim, config.hidden),
             qkv_bias=vector(heads * config.head_dim, config.qkv_bias, around=0),
@@ -116,31 +102,31 @@ def stack_of(config: ModelConfig, precision: Precision) -> NativeStack:
 def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> KVCache:
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, torch.device("cpu"))
-    # Slots nobody wrote hold what may lie in memory: a kernel that reads them shows it.
+    # NaN in slots that were not written: a kernel that reads them returns NaN.
     cache.k = torch.full((config.layers, rows, config.kv_heads, slots, config.head_dim), torch.nan, dtype=dtype)
     cache.v = cache.k.clone()
     return cache
 
 
 def layout(parents: Sequence[int], length: int, row: int = 0, slots: Sequence[int] | None = None) -> Layout:
-    """A tree whose roots follow `length` committed tokens; slots that continue the text join the prefix."""
+    """A tree whose roots follow `length` committed tokens; slots that continue the sequence extend the prefix."""
     slot = list(range(length, length + len(parents)) if slots is None else slots)
     depth: list[int] = []
     prefix: list[int] = []
     extra: list[list[int]] = []
     for node, parent in enumerate(parents):
-        above, seen = (prefix[parent], extra[parent]) if parent >= 0 else (length, [])
-        straight = not seen and slot[node] == above
+        parent_prefix, parent_extra = (prefix[parent], extra[parent]) if parent >= 0 else (length, [])
+        contiguous = not parent_extra and slot[node] == parent_prefix
         depth.append(0 if parent < 0 else depth[parent] + 1)
-        prefix.append(above + straight)
-        extra.append(seen if straight else [*seen, slot[node]])
-    most = max(map(len, extra))
+        prefix.append(parent_prefix + contiguous)
+        extra.append(parent_extra if contiguous else [*parent_extra, slot[node]])
+    width = max(map(len, extra))
     columns = (
         [row] * len(parents),
         slot,
         [length + d for d in depth],
         prefix,
-        [e + [-1] * (most - len(e)) for e in extra],
+        [e + [-1] * (width - len(e)) for e in extra],
     )
     return Layout(*(torch.tensor(column, dtype=torch.int32) for column in columns))
 
@@ -149,8 +135,8 @@ def chain(count: int, length: int, row: int = 0) -> Layout:
     return layout(range(-1, count - 1), length, row)
 
 
-def joined(parts: Sequence[Layout]) -> Layout:
-    names = ("row", "slot", "position", "prefix", "extra")
+def concatenate(parts: Sequence[Layout]) -> Layout:
+    names = [field.name for field in fields(Layout)]
     return Layout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
@@ -158,8 +144,8 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
-    """A causal pass over a whole text in float32, written as the papers write it."""
+def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
+    """A causal forward pass over a whole sequence in float32, as in the papers."""
     count, half = len(x), config.head_dim // 2
     cos, sin = (table[:count, None] for table in tables(config))
 
@@ -172,7 +158,7 @@ def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Seq
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def attention(x: Tensor, block: Block, window: int) -> Tensor:
+    def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
         heads = F.linear(x, block.qkv, block.qkv_bias).view(count, -1, config.head_dim)
         q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
         q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
@@ -186,7 +172,7 @@ def reference(config: ModelConfig, blocks: Sequence[Block], x: Tensor, skip: Seq
         mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
         return norm(F.linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
 
-    def feed_forward(x: Tensor, block: Block) -> Tensor:
+    def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
         gate, up = F.linear(x, block.gate_up).chunk(2, -1)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
         return norm(F.linear(gate * up, block.down), block.post_mlp_norm)
@@ -246,11 +232,11 @@ def test_tree_paths_agree_with_chains_bit_for_bit(config: ModelConfig, precision
 @every_precision
 def test_rows_of_a_batch_agree_with_rows_alone_bit_for_bit(precision: Precision) -> None:
     stack, lengths = stack_of(NINE, precision), [3, 30, 17, 1, 48]
-    texts = [tokens(n, NINE, seed=n) for n in lengths]
-    batch = joined([chain(n, 0, row) for row, n in enumerate(lengths)])
-    found = stack(torch.cat(texts), batch, cache_of(NINE, precision, rows=5), 0, 2)
-    for text, part in zip(texts, torch.split(found, lengths), strict=True):
-        assert torch.equal(stack(text, chain(len(text), 0), cache_of(NINE, precision, slots=50), 0, 2), part)
+    sequences = [tokens(n, NINE, seed=n) for n in lengths]
+    batch = concatenate([chain(n, 0, row) for row, n in enumerate(lengths)])
+    found = stack(torch.cat(sequences), batch, cache_of(NINE, precision, rows=5), 0, 2)
+    for sequence, part in zip(sequences, torch.split(found, lengths), strict=True):
+        assert torch.equal(stack(sequence, chain(len(sequence), 0), cache_of(NINE, precision, slots=50), 0, 2), part)
 
 
 @every_precision
@@ -274,27 +260,27 @@ def test_a_range_of_blocks_is_a_part_of_the_pass(precision: Precision) -> None:
     middle = stack(x, chain(9, 0), parts, 0, 1)
     assert torch.equal(stack(middle, chain(9, 0), parts, 1, 2), stack(x, chain(9, 0), whole, 0, 2))
     assert torch.equal(stack(x, chain(9, 0), parts, 1, 1), x)
-    assert torch.equal(stack.first(1)(x, chain(9, 0), parts, 0, 1), middle)
+    assert torch.equal(stack.first_layers(1)(x, chain(9, 0), parts, 0, 1), middle)
 
 
 @every_precision
 @pytest.mark.parametrize("count", [1, 9, 40])
-def test_taps_are_the_streams_between_blocks(count: int, precision: Precision) -> None:
+def test_hidden_layers_are_the_streams_between_blocks(count: int, precision: Precision) -> None:
     stack, x, where = stack_of(SMALL, precision), tokens(count, SMALL), chain(count, 0)
-    first, second, last = stack.streams(x, where, cache_of(SMALL, precision), 0, 2, (0, 1))
-    middle, end = stack.streams(x, where, cache_of(SMALL, precision), 0, 2, (1,))
+    first, second, last = stack.run(x, where, cache_of(SMALL, precision), 0, 2, (0, 1))
+    middle, end = stack.run(x, where, cache_of(SMALL, precision), 0, 2, (1,))
     cache = cache_of(SMALL, precision)
     assert torch.equal(first, x)
     assert torch.equal(second, stack(x, where, cache, 0, 1)) and torch.equal(middle, second)
     assert torch.equal(last, stack(second, where, cache, 1, 2)) and torch.equal(end, last)
     for wrong in ((1, 0), (0, 0), (2,), (-1,)):
         with pytest.raises(ValueError, match="hidden_layers must ascend"):
-            stack.streams(x, where, cache, 0, 2, wrong)
+            stack.run(x, where, cache, 0, 2, wrong)
 
 
-def test_skipped_halves_pass_the_residual_through() -> None:
+def test_skipped_sublayers_leave_the_residual_unchanged() -> None:
     stack, x = stack_of(SMALL, "float32"), tokens(9, SMALL)
-    found = stack.skipping([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
+    found = stack.without_sublayers([0], [1])(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
     assert error(found, reference(SMALL, blocks_of(SMALL), x, ["attention 0", "mlp 1"])) < TOLERANCE["float32"]
     whole = stack(x, chain(9, 0), cache_of(SMALL, "float32"), 0, 2)
     assert error(whole, reference(SMALL, blocks_of(SMALL), x)) < TOLERANCE["float32"]
@@ -332,14 +318,14 @@ def test_argmax_takes_the_first_of_equals() -> None:
     assert argmax(torch.full((1, 20), -torch.inf)).item() == 0
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     stack, x, cache = stack_of(SMALL, "float32"), tokens(3, SMALL), cache_of(SMALL, "float32")
     good = chain(3, 0)
     for bad in (
         chain(3, 62),
         chain(3, 0, row=1),
         replace(good, position=good.position + 255),
-        replace(good, prefix=good.prefix - 1),
+        replace(good, visible_prefix=good.visible_prefix - 1),
     ):
         with pytest.raises(ValueError, match=r"token \d of the layout"):
             stack(x, bad, cache, 0, 2)
@@ -351,7 +337,7 @@ def test_what_does_not_fit_is_refused() -> None:
         stack(x, good, cache, 0, 3)
 
 
-def test_supports_says_what_runs() -> None:
+def test_supported_architectures() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
     refused = (
         replace(SMALL, experts=MoEConfig(4, 2, 8)),
@@ -379,29 +365,29 @@ def test_portable_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    outcome = build.build()
-    assert outcome.library is None
-    assert "C++ compiler" in outcome.reason
+    result = build.build()
+    assert result.library is None
+    assert "C++ compiler" in result.reason
 
 
 def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = build.build(["-DBROKEN", "-include", "no/such/header.h"])
-    assert outcome.library is None
-    assert "no/such/header.h" in outcome.reason
+    result = build.build(["-DBROKEN", "-include", "no/such/header.h"])
+    assert result.library is None
+    assert "no/such/header.h" in result.reason
 
 
 def test_the_library_has_the_interface_that_python_declares() -> None:
-    lines = structures.reported(build.library()).splitlines()
+    lines = structures.library_interface(build.library()).splitlines()
     assert lines == structures.interface().splitlines()
-    assert {"panel 32", "Cache 24 0:8 8:8 16:4 20:4", "foretell_rotate vpl"} <= set(lines)
+    assert {"panel 32", "Cache 24 0:8 8:8 16:4 20:4", "foretell_hadamard vpl"} <= set(lines)
 
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that says of its interface what stands in a file, in place of the kernels and in a cache of its own."""
+    """A library whose interface text is given by a source file, in place of the kernels, with its own cache."""
     source = tmp_path / "small.cpp"
     monkeypatch.setattr(build, "SOURCE", source)
-    monkeypatch.setattr(structures, "declare", lambda library: library)
+    monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
     return source
@@ -417,18 +403,18 @@ def test_a_library_with_another_interface_is_refused(small_library: Path) -> Non
 
 def test_a_stale_or_damaged_library_in_the_cache_is_built_again(small_library: Path) -> None:
     assert build.build().library is not None
-    (kept,) = small_library.parent.glob("foretell/*.so")
-    good = kept.read_bytes()
+    (cached,) = small_library.parent.glob("foretell/*.so")
+    good = cached.read_bytes()
     for bad in (b"", b"no library at all", good.replace(b"Weight 24", b"Weight 32")):
-        kept.unlink()
-        kept.write_bytes(bad)
+        cached.unlink()
+        cached.write_bytes(bad)
         assert build.build().library is not None
-        assert structures.interface().encode() in kept.read_bytes()
+        assert structures.interface().encode() in cached.read_bytes()
 
 
-def test_the_environment_switches_the_kernels_off_for_as_long_as_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_disables_the_kernels_while_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETELL_NATIVE", "0")
-    assert not build.available() and "FORETELL_NATIVE=0" in build.why_not()
+    assert not build.available() and "FORETELL_NATIVE=0" in build.unavailable_reason()
     monkeypatch.delenv("FORETELL_NATIVE")
     assert build.available(), "tests of the command line switch them off, and other tests in their process need them"
 
@@ -443,23 +429,23 @@ def test_topk_is_sorted_and_prefers_low_indices(width: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "k"), [(5, 3), (16, 16), (1000, 8), (49153, 8)])
-def test_likeliest_are_the_best_of_the_softmax(width: int, k: int) -> None:
+def test_topk_softmax_is_the_topk_of_the_softmax(width: int, k: int) -> None:
     x = 3 * torch.randn(3, width, generator=torch.Generator().manual_seed(1))
     x[1, 2] = -torch.inf
-    chances, indices = likeliest(x, k)
+    probabilities, indices = topk_softmax(x, k)
     expected = torch.softmax(x.double(), -1).topk(k)
     assert torch.equal(indices, expected.indices)
-    torch.testing.assert_close(chances.double(), expected.values, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
 
 
 @every_precision
 @pytest.mark.parametrize("tokens", [0, 1, 5, 20])
-def test_a_linear_layer_says_which_outputs_are_likeliest(precision: Precision, tokens: int) -> None:
+def test_topk_softmax_of_a_linear_layer(precision: Precision, tokens: int) -> None:
     torch.manual_seed(2)
     layer, x = NativeLinear(torch.randn(77, 64), torch.randn(77), precision), torch.randn(tokens, 64)
-    chances, indices = layer.likeliest(x, 6)
-    expected = likeliest(layer(x), 6)
+    probabilities, indices = layer.topk_softmax(x, 6)
+    expected = topk_softmax(layer(x), 6)
     assert torch.equal(indices, expected[1])
-    assert torch.equal(chances, expected[0])
+    assert torch.equal(probabilities, expected[0])
     with pytest.raises(ValueError, match="best 78 of 77"):
-        layer.likeliest(x, 78)
+        layer.topk_softmax(x, 78)

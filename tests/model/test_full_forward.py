@@ -1,4 +1,4 @@
-"""Sequences without a cache give what the decoder gives with one, and can be differentiated."""
+"""The forward pass over whole sequences equals passes with a cache, and is differentiable."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder
-from foretell.model.training import chunked_attention as strips
+from foretell.model.training import chunked_attention
 from foretell.model.training.full_forward import full_forward
 from foretell.testing import TINY, tiny_decoder, tiny_mixture
 from helpers import all_logits, random_tokens
@@ -31,28 +31,28 @@ FAMILIES = [TINY, replace(TINY, architecture="qwen3", qk_norm=True), SLIDING, GE
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
     out = full_forward(decoder, x).flatten(0, 1)
-    logits: torch.Tensor = decoder.logits(decoder.final(out))
+    logits: torch.Tensor = decoder.logits(decoder.final_norm(out))
     return logits.view(*tokens.shape, -1)
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.architecture)
 def test_a_sequence_gives_the_logits_of_a_pass_with_a_cache(config: ModelConfig) -> None:
     decoder = tiny_decoder(config)
-    texts = [random_tokens(11, config.vocab, seed=i) for i in range(2)]
-    found = logits_of(decoder, torch.tensor(texts)).detach().numpy()
-    for text, ours in zip(texts, found, strict=True):
-        assert abs(ours - all_logits(decoder, text)).max() < 1e-9
+    sequences = [random_tokens(11, config.vocab, seed=i) for i in range(2)]
+    found = logits_of(decoder, torch.tensor(sequences)).detach().numpy()
+    for sequence, ours in zip(sequences, found, strict=True):
+        assert abs(ours - all_logits(decoder, sequence)).max() < 1e-9
 
 
-def test_strips_of_queries_change_neither_logits_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, text = tiny_decoder().requires_grad_(True), random_tokens(11, TINY.vocab)
+def test_chunks_of_queries_change_neither_logits_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, sequence = tiny_decoder().requires_grad_(True), random_tokens(11, TINY.vocab)
     found = []
-    for strip in (128, 4):
-        monkeypatch.setattr(strips, "_STRIP", strip)
+    for chunk in (128, 4):
+        monkeypatch.setattr(chunked_attention, "_CHUNK", chunk)
         decoder.zero_grad()
-        logits = logits_of(decoder, torch.tensor([text]))
+        logits = logits_of(decoder, torch.tensor([sequence]))
         logits.square().sum().backward()  # type: ignore[no-untyped-call]
-        assert abs(logits[0].detach().numpy() - all_logits(decoder, text)).max() < 1e-9
+        assert abs(logits[0].detach().numpy() - all_logits(decoder, sequence)).max() < 1e-9
         found.append([p.grad for p in decoder.blocks.parameters()])
     for whole, cut in zip(*found, strict=True):
         assert whole is not cut
@@ -60,9 +60,9 @@ def test_strips_of_queries_change_neither_logits_nor_gradients(monkeypatch: pyte
 
 
 def test_padding_at_the_end_changes_nothing_before_it() -> None:
-    decoder, text = tiny_decoder(), torch.tensor([random_tokens(9, 7)])
-    padded = torch.cat([text, torch.zeros(1, 4, dtype=torch.int64)], 1)
-    torch.testing.assert_close(logits_of(decoder, padded)[:, :9], logits_of(decoder, text))
+    decoder, sequence = tiny_decoder(), torch.tensor([random_tokens(9, 7)])
+    padded = torch.cat([sequence, torch.zeros(1, 4, dtype=torch.int64)], 1)
+    torch.testing.assert_close(logits_of(decoder, padded)[:, :9], logits_of(decoder, sequence))
 
 
 def test_a_range_of_blocks_continues_where_another_ended() -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers that the decoder does not know, run through the same engine and methods."""
+"""Models that the decoder does not support run on transformers, with the same engine and methods."""
 
 import json
 import sys
@@ -161,7 +161,7 @@ def test_without_transformers_the_cure_is_one_line(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 with letters for tokens, as a hub model lies on disk."""
+    """A GPT-2 with letters as tokens, in the format of a hub model."""
     path = tmp_path_factory.mktemp("gpt2")
     model_of("gpt2").float().save_pretrained(path)
     vocabulary = {chr(ord("A") + i): i for i in range(VOCAB)}

@@ -1,4 +1,4 @@
-"""The stages of an MLP speculator on the native kernels: one of them, or whole trees by confidence, in one call."""
+"""MLP speculators (Wertheimer et al., arXiv 2404.19124) on the kernels: one stage, or whole dynamic trees, per call."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.beam import Trees
-from foretell.model.kernels.linear import NativeLinear, embedding_of, expect
+from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.structures import PRECISIONS
 
 
 class NativeStage:
-    """A stage of a multi-stage MLP speculator in one call: project, add the token, norm, GELU, and the two products
-    that make its scores.
+    """One stage of an MLP speculator: project the state, add the token, norm, GELU, output, head.
 
-    All layers are of one precision; `norm` is scale and shift, float32 [inner] each.
+    All layers have one precision; `norm` is scale and shift, float32 [inner] each.
     """
 
     def __init__(
@@ -29,55 +28,54 @@ class NativeStage:
 
     @property
     def struct(self) -> structures.Stage:
-        """For the kernels; points into memory that lives as long as this stage."""
+        """The argument of the kernels; points into memory that this stage owns."""
         return self._struct
 
     def __call__(self, state: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and scores [t, outputs]."""
+        """From float32 states [t, in] and embeddings [t, d] to the next states [t, inner] and logits [t, outputs]."""
         project, token, _, head = self.layers
-        expect(state, torch.float32, "state", state.shape[0], project.inputs)
-        expect(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
-        following = torch.empty(len(state), project.outputs)
-        scores = torch.empty(len(state), head.outputs)
-        self._kernels.foretell_stage(
+        check_tensor(state, torch.float32, "state", state.shape[0], project.inputs)
+        check_tensor(embedded, torch.float32, "embedded", state.shape[0], token.inputs)
+        next_state = torch.empty(len(state), project.outputs)
+        logits = torch.empty(len(state), head.outputs)
+        self._kernels.foretell_mlp_speculator_stage(
             *(PRECISIONS.index(project.precision), self._struct, state.data_ptr(), embedded.data_ptr()),
-            *(following.data_ptr(), scores.data_ptr(), len(state), torch.get_num_threads()),
+            *(next_state.data_ptr(), logits.data_ptr(), len(state), torch.get_num_threads()),
         )
-        return following, scores
+        return next_state, logits
 
 
 class NativeStages:
-    """All stages in order, with the embedding of tokens, [vocab, hidden], that they see (Wertheimer et al., arXiv
-    2404.19124).
+    """All stages in order, with their token embedding `table`, [vocab, hidden], and its scale.
 
-    `token_of`: the token of each score, int64; None: its number.
+    `token_of`: the token of each output of the head, int64; None: the output's index.
     """
 
     def __init__(self, stages: Sequence[NativeStage], table: Tensor, scale: float, token_of: Tensor | None) -> None:
         self._stages, self._token_of, self._kernels = stages, token_of, build.library()
-        self._table, self._embedding = embedding_of(table, scale)
+        self._table, self._embedding = pack_embedding(table, scale)
         self._structs = (structures.Stage * len(stages))(*(stage.struct for stage in stages))
 
     def __getitem__(self, stage: int) -> NativeStage:
         return self._stages[stage]
 
-    def beam(self, start: Tensor, root: Tensor, trees: Trees) -> None:
-        """Grow trees below root tokens, int64 [b], each produced by a state, float32 [b, in].
+    def grow_dynamic_trees(self, start: Tensor, root: Tensor, trees: DynamicTrees) -> None:
+        """Grow trees below the root tokens `root`, int64 [b], that the states `start`, float32 [b, in], produced.
 
         Raises:
-            ValueError: a token that is none, or trees deeper than there are stages.
+            ValueError: a token is out of the vocabulary, or the trees are deeper than there are stages.
         """
         project, *_ = self._stages[0].layers
         b = trees.struct
-        expect(start, torch.float32, "start", b.texts, project.inputs)
-        expect(root, torch.int64, "root", b.texts)
+        check_tensor(start, torch.float32, "start", b.requests, project.inputs)
+        check_tensor(root, torch.int64, "root", b.requests)
         if b.depth > len(self._stages) or not 0 <= int(root.min()) <= int(root.max()) < self._embedding.vocab:
             raise ValueError(
                 f"there are {len(self._stages)} stages and {self._embedding.vocab} tokens; {b.depth} levels below "
                 f"{root.tolist()} were asked for"
             )
-        self._kernels.foretell_stages_beam(
+        self._kernels.foretell_mlp_speculator_trees(
             *(PRECISIONS.index(project.precision), self._structs, self._embedding),
             *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr(), root.data_ptr(), b),
-            *(*trees.out, torch.get_num_threads()),
+            *(*trees.output_addresses, torch.get_num_threads()),
         )

@@ -1,4 +1,4 @@
-"""Static shapes: padded passes give what ragged ones give."""
+"""Captured passes of padded, static shapes equal the decoder's passes."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ from foretell.accept import Match
 from foretell.draft import TokenRecycling
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
-from foretell.model.graph import GraphedDecoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.cuda_graph import GraphedDecoder
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY, tiny_decoder
 from helpers import chain_tree
@@ -37,21 +38,24 @@ def test_few_shapes_serve_all_steps() -> None:
     assert len(graphed._passes) <= 12
 
 
-def test_a_cut_decoder_is_static_too() -> None:
+def test_a_decoder_of_the_first_layers_is_static_too() -> None:
     decoder = tiny_decoder(CONFIG)
-    assert torch.equal(torch.tensor(_generate(GraphedDecoder(decoder).cut(1))), torch.tensor(_generate(decoder.cut(1))))
+    assert torch.equal(
+        torch.tensor(_generate(GraphedDecoder(decoder).first_layers(1))),
+        torch.tensor(_generate(decoder.first_layers(1))),
+    )
 
 
-def test_static_passes_are_tapped_as_well() -> None:
-    """Of several sizes, so that what is looked at in one is not what another left there."""
+def test_static_passes_return_hidden_states() -> None:
+    """Passes of several sizes: no pass returns the tensors of another."""
     decoder = tiny_decoder(CONFIG)
     plain, static = DecoderRunner(decoder), DecoderRunner(GraphedDecoder(decoder))
-    for text in ([1, 2, 3], [4], [5, 6, 7, 8, 9], [1]):
+    for tokens in ([1, 2, 3], [4], [5, 6, 7, 8, 9], [1]):
         for hidden_layers in ((0, 1), (2, 3, 1), ()):
-            expected, found = (r.forward([0], chain_tree(text), hidden_layers=hidden_layers) for r in (plain, static))
+            expected, found = (r.forward([0], chain_tree(tokens), hidden_layers=hidden_layers) for r in (plain, static))
             torch.testing.assert_close(found.logits, expected.logits)
             assert len(found.hidden_states) == len(hidden_layers)
             for mine, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
                 torch.testing.assert_close(mine, theirs)
         for runner in (plain, static):
-            runner.commit(0, range(len(text)))
+            runner.commit(0, range(len(tokens)))

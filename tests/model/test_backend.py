@@ -1,5 +1,6 @@
-"""What the name of a precision stands for: the same arithmetic on the kernels, in torch, and under a memory limit."""
+"""Every precision has the same arithmetic on the kernels, in torch, and under a memory limit."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 from foretell.api import Model
 from foretell.load import _network, _streamed
 from foretell.model import kernels as native
-from foretell.model.decoder import Skip
+from foretell.model.decoder import SkipSet
 from foretell.model.kernels import NativeLinear, Precision
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
-from foretell.model.offload import StreamedDecoder
-from foretell.model.runner import DecoderRunner, Network
+from foretell.model.network import Network
+from foretell.model.offload import OffloadedDecoder
+from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights, letter_codec, tiny_mixture
 from helpers import VOCAB, chain_tree, random_tokens
 
@@ -21,15 +23,15 @@ CPU = torch.device("cpu")
 WIDE = replace(TINY, vocab=VOCAB, hidden=200, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=300)
 TIED = replace(WIDE, tied=True, qkv_bias=True)
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
-needs_kernels = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
 either_backend = pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False])
 
 
 class WithHead(RandomWeights):
     """Random weights with a head that is not the embedding."""
 
-    def find(self, name: str) -> torch.Tensor | None:
-        return self.need(name, VOCAB, WIDE.hidden) if name == "lm_head.weight" else None
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.require(name, VOCAB, WIDE.hidden) if name == "lm_head.weight" else None
 
 
 def network(precision: Precision, kernels: bool, limit: int | None = None, config=WIDE) -> Network:  # type: ignore[no-untyped-def]
@@ -58,7 +60,7 @@ def test_an_int8_product_is_the_same_on_both_backends(outputs: int, inputs: int)
     weight, bias = torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)
     x = torch.randn(21, inputs, generator=random)
     x[:, 0] *= 50
-    # A rotated number that lies between two levels may be rounded to either.
+    # A rotated number halfway between two levels may be rounded to either.
     assert distance(Int8Linear(Linear(weight, bias))(x), NativeLinear(weight, bias, "int8")(x)) < 1e-3
 
 
@@ -82,12 +84,12 @@ def test_both_backends_compute_the_same_up_to_rounding(precision: Precision, nea
 @pytest.mark.parametrize("config", [WIDE, TIED], ids=["own head", "tied head"])
 def test_a_memory_limit_does_not_change_a_bit(config, precision: Precision, kernels: bool) -> None:  # type: ignore[no-untyped-def]
     whole, limited = network(precision, kernels, config=config), network(precision, kernels, 3_000_000, config)
-    assert isinstance(limited, StreamedDecoder) and limited.backend == whole.backend
-    skip = Skip(frozenset({1}), frozenset({0, 2}))
+    assert isinstance(limited, OffloadedDecoder) and limited.backend == whole.backend
+    skip = SkipSet(frozenset({1}), frozenset({0, 2}))
     for mine, theirs in (
         (limited, whole),
-        (limited.cut(2), whole.cut(2)),
-        (limited.skipping(skip), whole.skipping(skip)),
+        (limited.first_layers(2), whole.first_layers(2)),
+        (limited.without_sublayers(skip), whole.without_sublayers(skip)),
     ):
         for a, b in zip(scores(mine, (0, 1, 2)), scores(theirs, (0, 1, 2)), strict=True):
             assert torch.equal(a, b)
@@ -110,9 +112,16 @@ def test_experts_are_quantised_and_routers_are_not() -> None:
     assert kinds["router"] is Linear and kinds["qkv"] is kinds["head"] is Int8Linear
 
 
+def test_the_kernels_are_available_where_there_is_a_compiler() -> None:
+    """Other tests skip without them, so a broken build would go unnoticed."""
+    if native.build._compiler() is None or os.environ.get("FORETELL_NATIVE") == "0":
+        pytest.skip("no compiler, or disabled")
+    assert native.available(), native.unavailable_reason()
+
+
 @either_backend
 @every_precision
-def test_an_answer_says_what_ran_and_what_that_promises(precision: Precision, kernels: bool) -> None:
+def test_an_answer_reports_its_backend_and_guarantees(precision: Precision, kernels: bool) -> None:
     run = network(precision, kernels)
     answer = Model("tiny", WIDE, letter_codec(VOCAB), run, precision, ()).generate("abc", max_new_tokens=2, raw=True)[0]
     assert answer.backend.name == ("native" if kernels else "torch")
