@@ -218,7 +218,7 @@ class Skip:
 
 
 class Decoder(nn.Module):
-    """A whole network: embedding, blocks, final norm and head. Implements `OpGraph` on any device."""
+    """A whole network: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
     def __init__(
         self,

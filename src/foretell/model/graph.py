@@ -39,7 +39,7 @@ class _Pass:
 
 
 class GraphedDecoder:
-    """Implements `OpGraph` by a torch decoder with captured passes: the launch cost of some hundred kernels falls to
+    """Implements `Network` by a torch decoder with captured passes: the launch cost of some hundred kernels falls to
     that of one graph.
 
     Rows, queries and slots are padded to powers of two (slots to multiples of 256), so a handful of graphs serves all

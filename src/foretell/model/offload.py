@@ -105,7 +105,7 @@ class Shell(Protocol[B]):
 
 
 class StreamedDecoder(Generic[B]):
-    """Implements `OpGraph` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
+    """Implements `Network` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
 
     A pass costs the reading of most weights, so what counts is tokens per pass. Its numbers are those of the whole
     network, bit for bit.

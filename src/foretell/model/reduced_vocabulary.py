@@ -12,7 +12,7 @@ from foretell.model.runner import DynamicTreeNetwork, Network
 
 
 class ReducedVocabulary:
-    """Implements `OpGraph` over one whose head has a row per entry of `token_of`: every other token scores minus
+    """Implements `Network` over one whose head has a row per entry of `token_of`: every other token scores minus
     infinity.
 
     Embedding, blocks and `config.vocab` are those of the whole vocabulary.

@@ -132,7 +132,7 @@ class Runner(ABC):
 
 
 class DecoderRunner(Runner):
-    """Runs a `OpGraph`."""
+    """Runs a `Network`."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

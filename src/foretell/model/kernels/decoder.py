@@ -60,7 +60,7 @@ def _weight(norm: RMSNorm | None) -> torch.Tensor | None:
 
 
 class NativeDecoder:
-    """Packs a torch decoder's weights once; implements `OpGraph` on the CPU, and without blocks the `Shell` of a
+    """Packs a torch decoder's weights once; implements `Network` on the CPU, and without blocks the `Shell` of a
     `StreamedDecoder`.
 
     Raises:
