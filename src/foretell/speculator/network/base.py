@@ -4,12 +4,12 @@ head.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
 from foretell.distributions.topk import likeliest
@@ -30,6 +30,10 @@ class TargetCard(BaseModel):
     layers: int
 
 
+_FORMER_KEYS = {"taps": "hidden_layers", "more_taps": "more_hidden_layers"}
+"""Keys of `config.json` under their former names."""
+
+
 class SpeculatorConfig(BaseModel):
     """What is needed, beside weights and target, to build a speculator.
 
@@ -44,6 +48,12 @@ class SpeculatorConfig(BaseModel):
     """Tokens that it can guess, the most frequent ones of its training data; None: all."""
     own_head: bool = False
     """It has an output matrix of its own; otherwise it uses the target's (the rows of its tokens)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_keys(cls, values: Any) -> Any:
+        """Accept configurations that were written before the keys got their present names."""
+        return {_FORMER_KEYS.get(k, k): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
 @dataclass(frozen=True)

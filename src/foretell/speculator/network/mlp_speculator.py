@@ -50,7 +50,7 @@ class MLPSpeculatorConfig(SpeculatorConfig):
     def _published_form(self) -> "MLPSpeculatorConfig":
         if self.own_embedding and (self.draft_vocab is not None or self.own_head or self.more_hidden_layers):
             raise ValueError(
-                "the published form of the MLP speculator has neither a draft_vocab, an own_head nor more_taps"
+                "the published form of the MLP speculator has neither a draft_vocab, an own_head nor more_hidden_layers"
             )
         return self
 
