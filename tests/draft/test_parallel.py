@@ -164,10 +164,12 @@ def test_groups_stand_after_every_node_or_after_the_likeliest() -> None:
 def test_the_likeliest_end_is_where_the_text_goes_on_if_the_guesses_are_sure() -> None:
     """With the drafter's law sharpened to certainty, a chain is expected to stand whole."""
     guesser = drafter(groups=1)
-    guesser.network.register_buffer("_borrowed_head", guesser.network.get_buffer("_borrowed_head") * 1e4)
+    guesser.network.register_buffer("_shared_head", guesser.network.get_buffer("_shared_head") * 1e4)
     _, runner = watched(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
-    ends = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
-    assert ends and all(place == last for place, last in ends)
+    embedding_and_head = [
+        (int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]
+    ]
+    assert places and all(place == last for place, last in places)
 
 
 def test_without_vectors_it_is_plain_decoding() -> None:
@@ -182,7 +184,9 @@ def test_vectors_are_read_and_not_scored() -> None:
     class Counting(DecoderRunner):
         def forward(self, rows, tree, **options):  # type: ignore[no-untyped-def]
             output = super().forward(rows, tree, **options)
-            counts.append((len(output.logits), int(tree.live.sum() - tree.prefix_length[0] + 1), int(tree.probe.sum())))
+            counts.append(
+                (len(output.logits), int(tree.valid.sum() - tree.prefix_length[0] + 1), int(tree.probe.sum()))
+            )
             return output
 
     counts = list[tuple[int, int, int]]()

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
-from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, put_weights, save
+from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, save, write_weights
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.testing import TINY
@@ -101,7 +101,7 @@ def test_configurations_with_former_keys_are_read(
 def test_drafted_tokens_that_the_target_lacks_are_refused_in_a_sentence(tmp_path: Path, tokens: list[float]) -> None:
     network = Medusa(MedusaConfig(target=card_of(SOURCE), heads=2, draft_vocab=3), SOURCE.embedding_and_head())
     save(tmp_path, network, network.config)
-    put_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
+    write_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
     with pytest.raises(ValueError, match=r"damaged: token_of is no ascending list of 3 of the target's \d+ tokens"):
         load_own(tmp_path, SOURCE.embedding_and_head())
 

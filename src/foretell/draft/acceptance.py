@@ -10,23 +10,23 @@ class AcceptanceEstimator:
     kind.
     """
 
-    def __init__(self, prior: Sequence[float], weight: float = 8.0, fade: float = 0.97) -> None:
+    def __init__(self, prior: Sequence[float], weight: float = 8.0, decay: float = 0.97) -> None:
         self._hits = [p * weight for p in prior]
         self._seen = [weight] * len(prior)
-        self._fade = fade
+        self._fade = decay
 
     def rate(self, kind: int) -> float:
         """Estimated probability that a guess of this kind is right, given that what it follows was."""
         kind = min(kind, len(self._seen) - 1)
         return self._hits[kind] / self._seen[kind]
 
-    def learn(self, kind: int, right: bool) -> None:
+    def update(self, kind: int, right: bool) -> None:
         """Count one guess whose predecessors were right."""
         kind = min(kind, len(self._seen) - 1)
         self._hits[kind] = self._hits[kind] * self._fade + right
         self._seen[kind] = self._seen[kind] * self._fade + 1.0
 
-    def survival(self, kind: int, length: int) -> tuple[float, ...]:
+    def cumulative(self, kind: int, length: int) -> tuple[float, ...]:
         """Probabilities that the first, first two, … of `length` guesses of one kind are right."""
         rate, product, out = self.rate(kind), 1.0, []
         for _ in range(length):
@@ -34,9 +34,9 @@ class AcceptanceEstimator:
             out.append(product)
         return tuple(out)
 
-    def learn_run(self, kind: int, guessed: Sequence[int], decided: Sequence[int]) -> None:
+    def update_run(self, kind: int, guessed: Sequence[int], decided: Sequence[int]) -> None:
         """Count a run of guesses against what was decided: right ones up to the first wrong one."""
         for guess, truth in zip(guessed, decided, strict=False):
-            self.learn(kind, guess == truth)
+            self.update(kind, guess == truth)
             if guess != truth:
                 return

@@ -19,7 +19,7 @@ from foretell.model.runner import Runner
 
 
 @runtime_checkable
-class Proposer(Protocol):
+class DraftProposer(Protocol):
     """What drafts for the small model: a method, whose acceptor has no say because the small model's guesses are
     matched with its tree.
     """
@@ -56,9 +56,9 @@ class CascadeDrafter(Predictor):
 
     label = "draft model, itself drafted for by n-gram copies or smaller models"
 
-    def __init__(self, runner: Runner, ahead: Proposer, chunk: int = 512) -> None:
+    def __init__(self, runner: Runner, proposer: DraftProposer, chunk: int = 512) -> None:
         self.runner, self.max_context = runner, runner.context
-        self.ahead, self.hidden_layers = ahead, ahead.hidden_layers
+        self.proposer, self.hidden_layers = proposer, proposer.hidden_layers
         self.passes = 0
         """Passes of the draft model so far, catching up apart."""
         self._chunk = chunk
@@ -98,7 +98,7 @@ class CascadeDrafter(Predictor):
         """Read everything unread and the tree that the other method proposes."""
         self._rows = context.rows
         read_backlog(self.runner, context, self._chunk)
-        guess = self.ahead.propose(replace(context, max_depth=np.maximum(context.max_depth - 1, 0)))
+        guess = self.proposer.propose(replace(context, max_depth=np.maximum(context.max_depth - 1, 0)))
         unread = [
             t.tokens[self.runner.length(row) if max_depth else -1 :].tolist()
             for row, t, max_depth in zip(context.rows, context.sequences, context.max_depth, strict=True)
@@ -147,19 +147,19 @@ class CascadeDrafter(Predictor):
                     prefix_length = range(int(self._tree.prefix_length[mine]))
                     self.runner.commit(row, [*prefix_length, *self._tree.find_path(mine, step.new_tokens[i][:-1])])
         self._tree, self._rows = None, ()
-        self.ahead.observe(step)
+        self.proposer.observe(step)
 
     def release(self, row: int) -> None:
         """Forget a row: its request is over."""
         self.runner.truncate(row, 0)
-        self.ahead.release(row)
+        self.proposer.release(row)
 
     def rewind(self, row: int, length: int) -> int:
         """Keep what was read of the common tokens."""
-        length = self.ahead.rewind(row, length)
+        length = self.proposer.rewind(row, length)
         self.runner.truncate(row, length)
         return length
 
     def claim(self, owner: Owner) -> bool:
         """With the other method."""
-        return any([super().claim(owner), self.ahead.claim(owner)])
+        return any([super().claim(owner), self.proposer.claim(owner)])

@@ -52,7 +52,7 @@ class CrossTokenizerDrafter(Retriever):
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The draft model's greedy continuation of every text, in the target's tokens."""
         mirrors = [self._updated(row, text) for row, text in zip(context.rows, context.sequences, strict=True)]
-        lengths = [m.text.length for m in mirrors]
+        lengths = [m.buffer.length for m in mirrors]
         fits = [
             i for i, n in enumerate(lengths) if context.max_depth[i] and 0 < n < self.draft.max_context - self.length
         ]
@@ -60,21 +60,21 @@ class CrossTokenizerDrafter(Retriever):
         if fits:
             inner = Context(
                 rows=tuple(context.rows[i] for i in fits),
-                sequences=tuple(mirrors[i].text for i in fits),
+                sequences=tuple(mirrors[i].buffer for i in fits),
                 sampling_params=(SamplingParams(),) * len(fits),
                 rngs=tuple(context.rngs[i] for i in fits),
                 max_depth=np.full(len(fits), self.length),
             )
             for i, chain in zip(fits, self._continued(inner), strict=True):
-                found[i] = self._back(context.sequences[i], mirrors[i].text, chain)
+                found[i] = self._back(context.sequences[i], mirrors[i].buffer, chain)
             self._open = inner
         return found
 
     def _updated(self, row: int, text: TokenBuffer) -> "RetokenizedText":
         """The row's text in draft tokens; what the draft model has read of a part that changed is forgotten."""
         mirror = self._mirrors.setdefault(row, RetokenizedText())
-        mirror.follow(text, self._codec, self._draft_codec, self.lookbehind)
-        self.draft.runner.truncate(row, max(0, min(mirror.stands, mirror.text.length - 1)))
+        mirror.update(text, self._codec, self._draft_codec, self.lookbehind)
+        self.draft.runner.truncate(row, max(0, min(mirror.unchanged, mirror.buffer.length - 1)))
         return mirror
 
     def _continued(self, inner: Context) -> list[list[tuple[int, float]]]:
@@ -102,14 +102,14 @@ class CrossTokenizerDrafter(Retriever):
 
     def _back(self, text: TokenBuffer, draft_text: TokenBuffer, chain: list[tuple[int, float]]) -> list[Continuation]:
         """The chain in the target's tokens: encoded together with the last of the text, cut where the text ends."""
-        tail = after(self._codec, text.tokens, max(0, text.length - self.lookbehind))
+        tail = decode_from(self._codec, text.tokens, max(0, text.length - self.lookbehind))
         drafted = np.append(draft_text.tokens, [t for t, _ in chain])
         ends = [
-            len(after(self._draft_codec, drafted[: draft_text.length + j + 1], draft_text.length))
+            len(decode_from(self._draft_codec, drafted[: draft_text.length + j + 1], draft_text.length))
             for j in range(len(chain))
         ]
-        said = after(self._draft_codec, drafted, draft_text.length)
-        pieces = aligned(self._codec, tail, said)
+        said = decode_from(self._draft_codec, drafted, draft_text.length)
+        pieces = encode_after(self._codec, tail, said)
         chances = [next((p for (_, p), e in zip(chain, ends, strict=True) if e >= end), 0.0) for _, end in pieces]
         return [Continuation(tuple(t for t, _ in pieces), tuple(chances))] if pieces else []
 
@@ -120,13 +120,13 @@ class CrossTokenizerDrafter(Retriever):
         rows, decided = self._open.rows, list[tuple[int, ...]]()
         for row in rows:
             mirror, text = self._mirrors[row], step.context.sequences[step.context.rows.index(row)]
-            before = mirror.text.length
-            mirror.follow(text, self._codec, self._draft_codec, self.lookbehind)
-            decided.append(tuple(mirror.text.tokens[before:].tolist()) if mirror.stands >= before else ())
+            before = mirror.buffer.length
+            mirror.update(text, self._codec, self._draft_codec, self.lookbehind)
+            decided.append(tuple(mirror.buffer.tokens[before:].tolist()) if mirror.unchanged >= before else ())
         self.draft.observe(replace(step, context=self._open, new_tokens=tuple(decided)))
         for row in rows:
             mirror = self._mirrors[row]
-            self.draft.runner.truncate(row, max(0, min(mirror.stands, mirror.text.length - 1)))
+            self.draft.runner.truncate(row, max(0, min(mirror.unchanged, mirror.buffer.length - 1)))
         self._open = None
 
     def release(self, row: int) -> None:
@@ -147,29 +147,29 @@ class RetokenizedText:
     boundary.
     """
 
-    text: TokenBuffer = field(default_factory=lambda: TokenBuffer(()))
+    buffer: TokenBuffer = field(default_factory=lambda: TokenBuffer(()))
     covered: int = 0
     """Tokens of the target's text that it covers."""
-    stands: int = 0
+    unchanged: int = 0
     """Tokens of `text` before which the last change of the text changed nothing."""
     settled: tuple[int, int] = (0, 0)
     """The settled place, in the target's tokens and in the draft's."""
 
-    def follow(self, text: TokenBuffer, codec: TextCodec, draft_codec: TextCodec, lookbehind: int) -> None:
+    def update(self, text: TokenBuffer, codec: TextCodec, draft_codec: TextCodec, lookbehind: int) -> None:
         """Take in what the target's text has gained."""
         if text.length == self.covered:
             return
         start, draft_start = self.settled
         # A replacement character at the end is a character that is not whole yet.
-        said = after(codec, text.tokens, start).rstrip("\ufffd")
+        said = decode_from(codec, text.tokens, start).rstrip("\ufffd")
         encoding = draft_codec.tokenizer.encode(said, add_special_tokens=draft_start == 0)
-        old, new = self.text.tokens, np.append(self.text.tokens[:draft_start], encoding.ids).astype(np.int64)
+        old, new = self.buffer.tokens, np.append(self.buffer.tokens[:draft_start], encoding.ids).astype(np.int64)
         same = _common(old, new)
         if same == len(old):
-            self.text.append(new[same:].tolist())
-            self.stands = len(new)
+            self.buffer.append(new[same:].tolist())
+            self.unchanged = len(new)
         else:
-            self.text, self.stands = TokenBuffer(new.tolist()), same
+            self.buffer, self.unchanged = TokenBuffer(new.tolist()), same
         self.covered = text.length
         if text.length - start > 4 * lookbehind:
             self._settle(text, codec, said, [o[0] for o in encoding.offsets], lookbehind)
@@ -177,7 +177,7 @@ class RetokenizedText:
     def _settle(self, text: TokenBuffer, codec: TextCodec, said: str, starts: list[int], lookbehind: int) -> None:
         start, draft_start = self.settled
         for place in range(text.length - lookbehind, start, -1):
-            head = after(codec, text.tokens[:place], start)
+            head = decode_from(codec, text.tokens[:place], start)
             if said.startswith(head) and len(head) in starts[1:]:
                 self.settled = place, draft_start + starts.index(len(head), 1)
                 return
@@ -190,7 +190,7 @@ def _common(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
     return int(different[0]) if len(different) else n
 
 
-def after(codec: TextCodec, tokens: Int[np.ndarray, " t"], place: int) -> str:
+def decode_from(codec: TextCodec, tokens: Int[np.ndarray, " t"], place: int) -> str:
     """The text that the tokens from `place` on add: decoded together with a few before, as some tokenizers treat a
     beginning specially.
     """
@@ -198,7 +198,7 @@ def after(codec: TextCodec, tokens: Int[np.ndarray, " t"], place: int) -> str:
     return codec.decode(tokens[start:].tolist())[len(codec.decode(tokens[start:place].tolist())) :]
 
 
-def aligned(codec: TextCodec, tail: str, said: str) -> list[tuple[int, int]]:
+def encode_after(codec: TextCodec, tail: str, said: str) -> list[tuple[int, int]]:
     """The tokens of `said` as it follows `tail`, each with where it ends in `said`.
 
     Encoded together, because a continuation is encoded otherwise than a beginning; where a token would span the border,

@@ -40,7 +40,7 @@ _PRIOR = (
     0.95,
 )
 
-Counts = dict[tuple[int, ...], int]
+PrefixCounts = dict[tuple[int, ...], int]
 
 
 class DatastoreRetriever(Retriever):
@@ -75,8 +75,8 @@ class DatastoreRetriever(Retriever):
             raise ValueError(f"copy, hits and least_hits must be at least 1, found {copy}, {hits} and {least_hits}")
         self.store, self.longest, self.shortest = store, longest, shortest
         self.copy, self.hits, self.least_hits = copy, hits, least_hits
-        self._odds: dict[int, AcceptanceEstimator] = {}
-        self._offered: dict[int, tuple[int, Counts]] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
+        self._offered: dict[int, tuple[int, PrefixCounts]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The `budget` most frequent prefixes of what followed, as the paths to their ends."""
@@ -88,11 +88,11 @@ class DatastoreRetriever(Retriever):
                 self.store.longest(ending, self.longest, self.shortest, self.least_hits) if copy > 0 else (0, 0, 0)
             )
             found = self.store.following(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
-            counts = frequent(found, budget)
+            counts = most_frequent_prefixes(found, budget)
             kind = _KINDS * (0 if size <= 3 else 1 if size <= 6 else 2) + min(len(found).bit_length() - 1, _KINDS - 1)
-            odds = self._odds.setdefault(row, AcceptanceEstimator(_PRIOR))
+            estimator = self._estimators.setdefault(row, AcceptanceEstimator(_PRIOR))
             self._offered[row] = kind, counts
-            out.append(_paths(counts, len(found), odds.rate(kind) if counts else 0.0))
+            out.append(_paths(counts, len(found), estimator.rate(kind) if counts else 0.0))
         return out
 
     def observe(self, step: StepResult) -> None:
@@ -104,20 +104,20 @@ class DatastoreRetriever(Retriever):
                 if prefix not in inner:
                     break
                 prefix = (*prefix, token)
-                self._odds[row].learn(kind, prefix in counts)
+                self._estimators[row].update(kind, prefix in counts)
 
     def release(self, row: int) -> None:
         """Forget a row."""
-        self._odds.pop(row, None)
+        self._estimators.pop(row, None)
         self._offered.pop(row, None)
 
 
-def frequent(found: Int[np.ndarray, "h c"], most: int) -> Counts:
+def most_frequent_prefixes(found: Int[np.ndarray, "h c"], most: int) -> PrefixCounts:
     """The `most` prefixes that the rows begin with most often, with their counts; rows end at -1.
 
     Ties go to the shorter prefix, so that a prefix never stands without its own beginnings.
     """
-    out, order = Counts(), count()
+    out, order = PrefixCounts(), count()
     heap: list[tuple[int, int, int, tuple[int, ...], Int[np.ndarray, " g"]]] = [(0, 0, 0, (), np.arange(len(found)))]
     while heap and len(out) < most:
         times, depth, _, prefix, rows = heapq.heappop(heap)
@@ -141,7 +141,7 @@ def _split(
     return [(int(tokens[g]), rows[by[starts[g] : starts[g] + sizes[g]]]) for g in largest if tokens[g] >= 0]
 
 
-def _paths(counts: Counts, hits: int, rate: float) -> list[Continuation]:
+def _paths(counts: PrefixCounts, hits: int, rate: float) -> list[Continuation]:
     """The longest of the prefixes, each with the chances of all its beginnings."""
     inner = {p[:-1] for p in counts}
     return [

@@ -85,9 +85,9 @@ class EagleDrafter(Predictor):
 
     label = "one layer in the target's feature space"
 
-    def __init__(self, network: EagleNetwork, most: int = 32) -> None:
+    def __init__(self, network: EagleNetwork, max_pending: int = 32) -> None:
         self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
-        self._most = max(most, 1)
+        self._most = max(max_pending, 1)
         c, device = network.config, network.get_buffer("_cos").device
         self._cache = KVCache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
@@ -146,13 +146,13 @@ class EagleDrafter(Predictor):
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
         """Scores after the frontier; the first call reads what the target has read since the last one."""
         out, at = self._outputs(tree, frontier, context)
-        return self.network.spread(self.network.score(self.network.see(out))), at
+        return self.network.to_target_vocab(self.network.compute_logits(self.network.head_input(out))), at
 
     @torch.inference_mode()
     def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
         """The same, without a look at the tokens that it does not draft."""
         out, at = self._outputs(tree, frontier, context)
-        best = self.network.likeliest(self.network.see(out), min(count, len(self.network.output_matrix)))
+        best = self.network.top_tokens(self.network.head_input(out), min(count, len(self.network.lm_head)))
         return TopTokens.of(*best, at, self._token_of)
 
     @torch.inference_mode()
@@ -161,14 +161,14 @@ class EagleDrafter(Predictor):
     ) -> TokenTree | None:
         """Whole trees from the CPU kernels, where these run the network."""
         able = np.flatnonzero(context.max_depth)
-        if self.network.kernels is None or not len(able):
+        if self.network.native is None or not len(able):
             return None
         out = self._roots(able.tolist(), context)
         row = np.array(context.rows)[able]
         length = np.array([self._known[r].length for r in row.tolist()])
         self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
         trees = Trees(context.max_depth[able], sizes, bounds, row, length)
-        self.network.kernels.beam(out, trees, self._cache)
+        self.network.native.beam(out, trees, self._cache)
         return tree_from_parents(context.last_tokens, able, trees.token, trees.parent, trees.count)
 
     def _outputs(
@@ -194,7 +194,7 @@ class EagleDrafter(Predictor):
         """Outputs at the roots of some texts, after reading what waits."""
         rows = [context.rows[i] for i in able]
         if not rows:
-            return self._cache.k.new_zeros(0, self.network.card.hidden, dtype=self.network.dtype)
+            return self._cache.k.new_zeros(0, self.network.target_info.hidden, dtype=self.network.dtype)
         for row in rows:
             self._known[row] = replace(self._proposed.setdefault(row, replace(self._known[row])))
         counts = [self._known[row].behind for row in rows]
@@ -211,7 +211,7 @@ class EagleDrafter(Predictor):
         token = np.concatenate([t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)])
         states = _together([self._known[row].take(count) for row, count in zip(rows, counts, strict=True)])
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
-        return self.network.read(torch.from_numpy(token), *states, layout, self._cache)
+        return self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _level(
         self, tree: TokenTree, text: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]
@@ -222,7 +222,7 @@ class EagleDrafter(Predictor):
         parent, layout = self._branches.add(tree, text, node)
         self._cache.reserve(int(layout.row.max()) + 1, int(layout.slot.max()) + 1)
         token = torch.from_numpy(tree.token[text, node])
-        out = self.network.follow(token, self._branches.out, torch.from_numpy(parent), layout, self._cache)
+        out = self.network.forward_features(token, self._branches.out, torch.from_numpy(parent), layout, self._cache)
         self._branches.out = torch.cat((self._branches.out, out))
         return out
 

@@ -41,7 +41,7 @@ class HeadsDrafter(Predictor):
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
         """The scores of head `d` for nodes at depth `d`; texts without a state have none."""
         logits, at = self._scores(tree, frontier, context)
-        return self.network.spread(logits), at
+        return self.network.to_target_vocab(logits), at
 
     def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
         """The same, without a look at the tokens that it does not draft."""
@@ -67,7 +67,7 @@ class HeadsDrafter(Predictor):
         """The scores of all heads for these rows."""
         if not rows:
             return torch.zeros(
-                self.network.heads, 0, self.network.card.vocab if self._token_of is None else len(self._token_of)
+                self.network.heads, 0, self.network.target_info.vocab if self._token_of is None else len(self._token_of)
             )
         h = torch.stack([self._states[row][1] for row in rows])
         return self.network(h).transpose(0, 1).contiguous()

@@ -7,7 +7,7 @@ from foretell.distributions.processed import target_distributions
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
-Fresh = Literal["last", "random"]
+InitialGuess = Literal["last", "random"]
 _STREAM = 1 << 30
 """Stream of the random numbers that choose fresh guesses."""
 
@@ -30,14 +30,14 @@ class JacobiDrafter(Retriever):
     label = "its own previous iterate"
     single = True
 
-    def __init__(self, width: int = 8, slide: bool = True, fresh: Fresh = "last") -> None:
+    def __init__(self, width: int = 8, slide: bool = True, initial_guess: InitialGuess = "last") -> None:
         if width < 1:
             raise ValueError(f"Jacobi decoding iterates on at least 1 token, found a width of {width}")
-        self.width, self.slide, self.fresh = width, slide, fresh
+        self.width, self.slide, self.initial_guess = width, slide, initial_guess
         self._iterate: dict[int, list[int]] = {}
         """Guesses for the positions after the text's end, in order."""
         self._block_end: dict[int, int] = {}
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The present iterate of every text, as far as it is iterated on."""
@@ -46,10 +46,10 @@ class JacobiDrafter(Retriever):
             iterate = self._iterate.setdefault(row, [])
             wanted = min(self._reach(row, context.sequences[i].length), max_depth)
             iterate += [self._guess(context, i, ahead) for ahead in range(len(iterate), wanted)]
-            odds = self._odds.setdefault(row, AcceptanceEstimator([0.3] * self.width))
+            estimator = self._estimators.setdefault(row, AcceptanceEstimator([0.3] * self.width))
             tokens, chance, survival = tuple(iterate[:wanted]), 1.0, []
             for ahead in range(wanted):
-                chance *= odds.rate(ahead)
+                chance *= estimator.rate(ahead)
                 survival.append(chance)
             out.append([Continuation(tokens, tuple(survival))] if tokens else [])
         return out
@@ -67,7 +67,7 @@ class JacobiDrafter(Retriever):
 
     def _guess(self, context: Context, i: int, ahead: int) -> int:
         text = context.sequences[i]
-        if self.fresh == "last":
+        if self.initial_guess == "last":
             return int(text.tokens[-1])
         return int(text.tokens[int(context.rngs[i].uniform(text.length + ahead, _STREAM) * text.length)])
 
@@ -79,7 +79,7 @@ class JacobiDrafter(Retriever):
             if before is None or not decided:
                 continue
             for ahead, (guess, truth) in enumerate(zip(before, decided, strict=False)):
-                self._odds[row].learn(ahead, guess == truth)
+                self._estimators[row].update(ahead, guess == truth)
                 if guess != truth:
                     break
             read = [int(step.tree.prefix_length[i]) - 1, *step.tree.find_path(i, before)]
@@ -88,5 +88,5 @@ class JacobiDrafter(Retriever):
 
     def release(self, row: int) -> None:
         """Forget a row."""
-        for memory in (self._iterate, self._block_end, self._odds):
+        for memory in (self._iterate, self._block_end, self._estimators):
             memory.pop(row, None)

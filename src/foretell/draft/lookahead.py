@@ -16,7 +16,7 @@ _STREAM = (1 << 30) + 1
 """Stream of the random numbers that choose the window's first guesses."""
 
 
-class Pool:
+class NgramPool:
     """n-grams by their first token: at most `capacity` continuations each, the least recently seen evicted."""
 
     def __init__(self, capacity: int) -> None:
@@ -36,7 +36,7 @@ class Pool:
         return list(self._after.get(token, ()))[::-1]
 
 
-class Window:
+class LookaheadWindow:
     """The last `height` iterates of Jacobi's method on `width` future positions.
 
     Column `i` of row `r` guesses the token `i + r` places after the last decided one, for which cell (0, 0) stands.
@@ -98,9 +98,9 @@ class Window:
 class _Row:
     """What is known about one text."""
 
-    def __init__(self, window: Window, pool: Pool, ranks: int) -> None:
+    def __init__(self, window: LookaheadWindow, pool: NgramPool, ranks: int) -> None:
         self.window, self.pool = window, pool
-        self.odds = AcceptanceEstimator([max(0.35 - 0.03 * r, 0.1) for r in range(max(ranks, 1))])
+        self.estimator = AcceptanceEstimator([max(0.35 - 0.03 * r, 0.1) for r in range(max(ranks, 1))])
         self.pooled = 0
         """Where the first n-gram of the text begins that is not in the pool."""
         self.offered: list[tuple[int, ...]] = []
@@ -151,7 +151,9 @@ class LookaheadDrafter(Retriever):
             if self.from_text:
                 self._pool_text(mine, context.sequences[i])
             mine.offered = mine.pool.after(last)[: self.candidates]
-            out.append([Continuation(t, mine.odds.survival(rank, len(t))) for rank, t in enumerate(mine.offered)])
+            out.append(
+                [Continuation(t, mine.estimator.cumulative(rank, len(t))) for rank, t in enumerate(mine.offered)]
+            )
         return out
 
     def _start(self, context: Context, i: int) -> _Row:
@@ -161,7 +163,7 @@ class LookaheadDrafter(Retriever):
         def guess() -> int:
             return int(text.tokens[int(noise.uniform(start + next(drawn), _STREAM) * start)])
 
-        return _Row(Window(self.width, self.ngram - 1, guess), Pool(self.candidates), self.candidates)
+        return _Row(LookaheadWindow(self.width, self.ngram - 1, guess), NgramPool(self.candidates), self.candidates)
 
     def _pool_text(self, mine: _Row, text: TokenBuffer) -> None:
         tokens = text.tokens[mine.pooled :].tolist()
@@ -193,7 +195,7 @@ class LookaheadDrafter(Retriever):
         for i, mine in rows:
             predicted, best = best[: len(mine.asked)], best[len(mine.asked) :]
             for rank, tokens in enumerate(mine.offered):
-                mine.odds.learn_run(rank, tokens, step.new_tokens[i])
+                mine.estimator.update_run(rank, tokens, step.new_tokens[i])
             for ngram in mine.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
                 mine.pool.add(ngram)
 

@@ -53,7 +53,7 @@ class MLPSpeculatorDrafter(Predictor):
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
         """Whole trees from the CPU kernels, where these run the network."""
-        kernels, (depth, width, budget) = self.network.kernels, sizes
+        kernels, (depth, width, budget) = self.network.native, sizes
         ready = [self._ready(row, text.length) for row, text in zip(context.rows, context.sequences, strict=True)]
         able = np.flatnonzero((context.max_depth > 0) & ready)
         if kernels is None or self.network.softcap or not len(able):
@@ -68,7 +68,7 @@ class MLPSpeculatorDrafter(Predictor):
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
         """Scores after the frontier; none for nodes as deep as there are stages or room."""
         logits, at = self._scores(tree, frontier, context)
-        return self.network.spread(logits), at
+        return self.network.to_target_vocab(logits), at
 
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -113,7 +113,7 @@ class MLPSpeculatorDrafter(Predictor):
         """Scores after nodes with these parents' states and these tokens; the places of their own states, which are
         remembered.
         """
-        new, logits = self.network.draft(state, torch.from_numpy(token).to(state.device), stage)
+        new, logits = self.network.draft_step(state, torch.from_numpy(token).to(state.device), stage)
         number = np.arange(len(new)) + len(self._states)
         made = np.full(len(new), stage)
         self._stage = np.concatenate([self._stage, made]) if len(self._states) else made
@@ -122,13 +122,13 @@ class MLPSpeculatorDrafter(Predictor):
 
     def _none(self) -> Float[torch.Tensor, "0 w"]:
         """No scores."""
-        return torch.zeros(0, self.network.card.vocab if self._token_of is None else len(self._token_of))
+        return torch.zeros(0, self.network.target_info.vocab if self._token_of is None else len(self._token_of))
 
     def observe(self, step: StepResult) -> None:
         """Remember the state that produced each text's newest token."""
         rows = np.arange(len(step.context.rows))
         last = torch.from_numpy(step.output.hidden_index[rows, [path[-1] for path in step.paths]])
-        start = self.network.start([f[last.to(f.device)] for f in step.output.hidden_states])
+        start = self.network.initial_state([f[last.to(f.device)] for f in step.output.hidden_states])
         for i, row in enumerate(step.context.rows):
             if step.new_tokens[i]:
                 self._start[row] = step.context.sequences[i].length, start[i : i + 1]

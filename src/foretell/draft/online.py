@@ -24,7 +24,7 @@ class Correction:
 
     position: int
     """Of that token in its text: everything before it is the context."""
-    likely: Int[np.ndarray, " k"]
+    top_tokens: Int[np.ndarray, " k"]
     """The target's best drafted tokens, best first."""
     log_p: Float[np.ndarray, " k1"]
     """Their log-probabilities among the drafted tokens, and at the end that of all others together."""
@@ -43,28 +43,28 @@ class ReplayExample:
 class ReplayBuffer:
     """The last corrections, at most `most` of them; whole lessons leave first in, first out."""
 
-    def __init__(self, most: int) -> None:
-        if most < 1:
-            raise ValueError(f"a buffer of corrections holds at least one, found {most}")
-        self._most = most
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a buffer of corrections holds at least one, found {capacity}")
+        self._most = capacity
         self._kept = deque[ReplayExample]()
         self._fresh = 0
 
     def __len__(self) -> int:
         """Corrections kept."""
-        return sum(len(lesson.corrections) for lesson in self._kept)
+        return sum(len(example.corrections) for example in self._kept)
 
-    def add(self, lesson: ReplayExample) -> None:
+    def add(self, example: ReplayExample) -> None:
         """Keep a lesson, of a very long one the end."""
-        last = lesson.corrections[-self._most :]
+        last = example.corrections[-self._most :]
         if not last:
             return
-        self._kept.append(ReplayExample(lesson.tokens, last))
+        self._kept.append(ReplayExample(example.tokens, last))
         self._fresh += 1
         while len(self) > self._most:
             self._kept.popleft()
 
-    def take(self, chance: random.Random) -> list[ReplayExample]:
+    def sample(self, chance: random.Random) -> list[ReplayExample]:
         """The lessons since the last call, and as many older ones drawn at random, against forgetting."""
         new = min(self._fresh, len(self._kept))
         older = list(self._kept)[: len(self._kept) - new]
@@ -98,22 +98,22 @@ class OnlineDrafter(Predictor):
         network: DraftNetwork,
         interval: int = 8,
         buffer: int = 2048,
-        rate: float = 1e-4,
+        learning_rate: float = 1e-4,
         divergence: Divergence = forward_kl,
-        best: int = 64,
-        longest: int = 512,
+        top_k: int = 64,
+        max_tokens: int = 512,
     ) -> None:
         self.network = _trainable(network)
-        self.interval, self.lessons = interval, ReplayBuffer(buffer)
-        self._divergence, self._best, self._longest = divergence, best, longest
-        self._optimizer = torch.optim.AdamW(network.parameters(), rate, weight_decay=0.0)
+        self.interval, self.replay = interval, ReplayBuffer(buffer)
+        self._divergence, self._best, self._longest = divergence, top_k, max_tokens
+        self._optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0)
         self._chance = random.Random(0)
         self._rows: dict[int, _Row] = {}
         self._requests = self.updates = 0
         """Requests that have ended since the last update, and updates so far."""
-        self.seconds = 0.0
+        self.training_seconds = 0.0
         """Spent on learning so far, packing included."""
-        self._model = DraftModel(network.runner())
+        self._model = DraftModel(network.to_runner())
         self.max_context = self._model.max_context
 
     def expand(
@@ -161,46 +161,49 @@ class OnlineDrafter(Predictor):
         mine = self._rows.pop(row, None)
         if mine is not None:
             last = mine.corrections[-1].position
-            self.lessons.add(ReplayExample(mine.text.tokens[:last].copy(), tuple(mine.corrections)))
+            self.replay.add(ReplayExample(mine.text.tokens[:last].copy(), tuple(mine.corrections)))
             self._requests += 1
 
     def learn(self) -> None:
         """One step of the optimizer, then the new weights draft."""
         started = time.perf_counter()
-        lessons = self.lessons.take(self._chance)
-        if not lessons:
+        examples = self.replay.sample(self._chance)
+        if not examples:
             return
         with torch.inference_mode(False), torch.enable_grad():
             self._optimizer.zero_grad(set_to_none=True)
-            loss = distillation(self.network, lessons, self._divergence, self._longest)
+            loss = distillation_loss(self.network, examples, self._divergence, self._longest)
             loss.backward()
             if all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.network.parameters()):
                 self._optimizer.step()
-            self._model = DraftModel(self.network.runner())
+            self._model = DraftModel(self.network.to_runner())
         self.updates += 1
-        self.seconds += time.perf_counter() - started
+        self.training_seconds += time.perf_counter() - started
 
 
-def distillation(
-    network: DraftNetwork, lessons: Sequence[ReplayExample], divergence: Divergence, longest: int
+def distillation_loss(
+    network: DraftNetwork, examples: Sequence[ReplayExample], divergence: Divergence, longest: int
 ) -> Float[torch.Tensor, ""]:
     """The mean divergence over all corrections of some lessons, of which the last `longest` tokens are read.
 
     The state before a token scores it: the correction at position `j` is compared with what the draft says at `j - 1`.
     """
-    starts = [max(0, len(lesson.tokens) - longest) for lesson in lessons]
-    device, wide = network.get_buffer("_embedding").device, max(min(len(x.tokens), longest) for x in lessons)
-    token, where = torch.zeros(len(lessons), wide, dtype=torch.int64), torch.zeros(len(lessons), wide, dtype=torch.bool)
+    starts = [max(0, len(example.tokens) - longest) for example in examples]
+    device, wide = network.get_buffer("_embedding").device, max(min(len(x.tokens), longest) for x in examples)
+    token, where = (
+        torch.zeros(len(examples), wide, dtype=torch.int64),
+        torch.zeros(len(examples), wide, dtype=torch.bool),
+    )
     used = list[Correction]()
-    for i, (lesson, start) in enumerate(zip(lessons, starts, strict=True)):
-        part = lesson.tokens[start:]
+    for i, (example, start) in enumerate(zip(examples, starts, strict=True)):
+        part = example.tokens[start:]
         token[i, : len(part)] = torch.from_numpy(part)
-        for c in lesson.corrections:
+        for c in example.corrections:
             if c.position > start:
                 where[i, c.position - 1 - start] = True
                 used.append(c)
-    draft = network.score(network(token.to(device), where.to(device)))
-    likely = torch.from_numpy(np.stack([c.likely for c in used])).to(device)
+    draft = network.compute_logits(network(token.to(device), where.to(device)))
+    likely = torch.from_numpy(np.stack([c.top_tokens for c in used])).to(device)
     log_p = torch.from_numpy(np.stack([c.log_p for c in used])).to(device)
     weight = torch.tensor([c.weight for c in used], device=device)
     return (divergence(log_p, coarse(draft, likely)) * weight).sum() / weight.sum().clamp_min(1e-9)

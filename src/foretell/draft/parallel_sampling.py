@@ -35,7 +35,7 @@ class ParallelDrafter(Predictor):
         self.network, self.groups = network, groups
         self.hidden_layers = network.hidden_layers
         self._vectors = network().detach()
-        self._vocab = network.card.vocab
+        self._vocab = network.target_info.vocab
         self._states: dict[int, tuple[int, torch.Tensor]] = {}
         """Per row the length of the text that a group looked ahead of, and the states [l d] that its vectors ended
         in.
@@ -69,7 +69,7 @@ class ParallelDrafter(Predictor):
         ends = np.cumsum([len(g) for g in groups]).tolist()
         self._first = {row: end - len(g) for row, end, g in zip(context.rows, ends, groups, strict=True)}
         states = torch.cat(groups)
-        self._logits = self.network.spread(self.network.score(states.to(self.network.dtype)))
+        self._logits = self.network.to_target_vocab(self.network.compute_logits(states.to(self.network.dtype)))
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Hang the groups: below the root where nothing was drafted, else below the likeliest ends."""

@@ -21,7 +21,7 @@ _PRIOR = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
 
 @dataclass(frozen=True)
-class Phrases:
+class PhraseIndex:
     """Tokens of documents, -1 after each, and the unit vector of the state that had been reached after each token."""
 
     tokens: Int[np.ndarray, " t"]
@@ -43,7 +43,9 @@ class Phrases:
         return tuple(tokens[: ends[0] if len(ends) else most].tolist())
 
 
-def encode(runner: Runner, documents: Sequence[Sequence[int]], hidden_layer: int, chunk: int = 512) -> Phrases:
+def encode_documents(
+    runner: Runner, documents: Sequence[Sequence[int]], hidden_layer: int, chunk: int = 512
+) -> PhraseIndex:
     """Read documents, each from its beginning and on its own, and keep the states at `hidden_layer` (see
     `Runner.forward`).
 
@@ -62,8 +64,8 @@ def encode(runner: Runner, documents: Sequence[Sequence[int]], hidden_layer: int
         states.append(torch.zeros_like(states[-1][:1]))
     runner.truncate(0, 0)
     if not states:
-        return Phrases(tokens[0], torch.zeros(1, 0))
-    return Phrases(np.concatenate(tokens), torch.cat([torch.zeros_like(states[-1]), *states]))
+        return PhraseIndex(tokens[0], torch.zeros(1, 0))
+    return PhraseIndex(np.concatenate(tokens), torch.cat([torch.zeros_like(states[-1]), *states]))
 
 
 def unit(states: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
@@ -76,7 +78,7 @@ class _Row:
 
     def __init__(self) -> None:
         self._buffer, self.length = torch.zeros(0, 0), 0
-        self.odds = AcceptanceEstimator(_PRIOR)
+        self.estimator = AcceptanceEstimator(_PRIOR)
         self.offered: list[tuple[int, tuple[int, ...]]] = []
 
     @property
@@ -108,14 +110,19 @@ class PhraseRetriever(Retriever):
     label = "phrases by hidden state, in text and references"
 
     def __init__(
-        self, hidden_layer: int, documents: Phrases | None = None, best: int = 4, copy: int = 10, own: bool = True
+        self,
+        hidden_layer: int,
+        documents: PhraseIndex | None = None,
+        best: int = 4,
+        copy: int = 10,
+        search_own: bool = True,
     ) -> None:
         if min(best, copy) < 1:
             raise ValueError(f"at least one phrase of one token must be copied, found {best} of {copy}")
-        if documents is None and not own:
+        if documents is None and not search_own:
             raise ValueError("phrase retrieval without documents and without the text itself has nothing to search")
         self.hidden_layers = (hidden_layer,)
-        self.documents, self.best, self.copy, self.own = documents, best, copy, own
+        self.documents, self.best, self.copy, self.search_own = documents, best, copy, search_own
         self._rows: dict[int, _Row] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
@@ -128,15 +135,15 @@ class PhraseRetriever(Retriever):
                 out.append(list[Continuation]())
                 continue
             sources = [] if self.documents is None else [self.documents]
-            if self.own:
-                sources.append(Phrases(text.tokens[:-1], mine.states))
+            if self.search_own:
+                sources.append(PhraseIndex(text.tokens[:-1], mine.states))
             found = self._phrases(sources, mine.states[-1], int(text.tokens[-1]), min(self.copy, max_depth))
             mine.offered = found
-            out.append([Continuation(t, mine.odds.survival(kind, len(t))) for kind, t in found])
+            out.append([Continuation(t, mine.estimator.cumulative(kind, len(t))) for kind, t in found])
         return out
 
     def _phrases(
-        self, sources: Sequence[Phrases], query: Float[torch.Tensor, " d"], token: int, most: int
+        self, sources: Sequence[PhraseIndex], query: Float[torch.Tensor, " d"], token: int, most: int
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Kind and tokens of the best different phrases of all sources."""
         hits = [(score, source, at) for source in sources for score, at in source.find(query, token, self.best)]
@@ -153,7 +160,7 @@ class PhraseRetriever(Retriever):
                 unit(step.output.hidden_states[0][torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])])
             )
             for kind, tokens in mine.offered:
-                mine.odds.learn_run(kind, tokens, step.new_tokens[i])
+                mine.estimator.update_run(kind, tokens, step.new_tokens[i])
             mine.offered = []
 
     def release(self, row: int) -> None:

@@ -44,7 +44,7 @@ class PromptLookup(Retriever):
         self.longest, self.shortest, self.copy = longest, shortest, copy
         self.scope, self.choice = scope, choice
         self.references = [np.asarray(r, np.int64) for r in references if len(r)]
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
         self._offered: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
@@ -53,9 +53,9 @@ class PromptLookup(Retriever):
         for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             own = {"references": 0, "prompt": text.prompt_length, "text": text.length}[self.scope]
             size, tokens = self.find(text.tokens, own, min(self.copy, budget, max_depth))
-            odds = self._odds.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.75, 0.85, 0.9]))
+            estimator = self._estimators.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.75, 0.85, 0.9]))
             self._offered[row] = (size, tokens)
-            out.append([Continuation(tokens, odds.survival(size - 1, len(tokens)))] if tokens else [])
+            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens)))] if tokens else [])
         return out
 
     def find(self, text: Int[np.ndarray, " t"], own: int, most: int) -> tuple[int, tuple[int, ...]]:
@@ -79,11 +79,11 @@ class PromptLookup(Retriever):
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             size, tokens = self._offered.pop(row, (0, ()))
             if tokens and decided:
-                self._odds[row].learn_run(size - 1, tokens, decided)
+                self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
         """Forget a row."""
-        self._odds.pop(row, None)
+        self._estimators.pop(row, None)
         self._offered.pop(row, None)
 
 

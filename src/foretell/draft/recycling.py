@@ -29,7 +29,7 @@ class TokenRecycling(Retriever):
             raise ValueError(f"token recycling keeps 1 to {len(_RANKS)} successors per token, found {width}")
         self.width = min(width, vocab)
         self.successors: Int[np.ndarray, "v w"] = np.full((vocab, self.width), -1, np.int32)
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The `budget` likeliest nodes of the successor tree below each text's last token, as paths."""
@@ -38,8 +38,8 @@ class TokenRecycling(Retriever):
             for row, root, max_depth in zip(context.rows, context.last_tokens, context.max_depth.tolist(), strict=True)
         ]
 
-    def _paths(self, root: int, budget: int, max_depth: int, odds: AcceptanceEstimator) -> list[Continuation]:
-        rates = [odds.rate(r) for r in range(self.width)]
+    def _paths(self, root: int, budget: int, max_depth: int, estimator: AcceptanceEstimator) -> list[Continuation]:
+        rates = [estimator.rate(r) for r in range(self.width)]
         out = list[Continuation]()
         heap: list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] = [(-1.0, root, (), ())]
         while heap and len(out) <= budget:
@@ -63,7 +63,7 @@ class TokenRecycling(Retriever):
                     if known[0] >= 0:
                         right = known.index(following) if following in known else self.width
                         for rank in range(self.width):
-                            self._known_odds(row).learn(rank, rank == right)
+                            self._known_odds(row).update(rank, rank == right)
         # Ids beyond the vocabulary stand for vectors, not for tokens.
         scored = (step.output.logit_index >= 0) & (step.tree.token < len(self.successors))
         if scored.any():
@@ -71,8 +71,8 @@ class TokenRecycling(Retriever):
             self.successors[step.tree.token[scored]] = following[step.output.logit_index[scored]]
 
     def _known_odds(self, row: int) -> AcceptanceEstimator:
-        return self._odds.setdefault(row, AcceptanceEstimator(_RANKS, weight=16.0))
+        return self._estimators.setdefault(row, AcceptanceEstimator(_RANKS, weight=16.0))
 
     def release(self, row: int) -> None:
         """Forget a row's acceptance rates; the matrix stays."""
-        self._odds.pop(row, None)
+        self._estimators.pop(row, None)

@@ -17,7 +17,7 @@ class SuffixAutomaton:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self.next: list[dict[int, int]] = [{}]
+        self.transitions: list[dict[int, int]] = [{}]
         self.link, self.length, self.first_end = [-1], [0], [-1]
         self._last = 0
         for token in tokens:
@@ -28,38 +28,38 @@ class SuffixAutomaton:
         self.tokens.append(token)
         new = self._state({}, 0, self.length[self._last] + 1, len(self.tokens) - 1)
         at = self._last
-        while at >= 0 and token not in self.next[at]:
-            self.next[at][token] = new
+        while at >= 0 and token not in self.transitions[at]:
+            self.transitions[at][token] = new
             at = self.link[at]
         if at >= 0:
-            to = self.next[at][token]
+            to = self.transitions[at][token]
             if self.length[to] == self.length[at] + 1:
                 self.link[new] = to
             else:
-                copy = self._state(dict(self.next[to]), self.link[to], self.length[at] + 1, self.first_end[to])
-                while at >= 0 and self.next[at].get(token) == to:
-                    self.next[at][token] = copy
+                copy = self._state(dict(self.transitions[to]), self.link[to], self.length[at] + 1, self.first_end[to])
+                while at >= 0 and self.transitions[at].get(token) == to:
+                    self.transitions[at][token] = copy
                     at = self.link[at]
                 self.link[to] = self.link[new] = copy
         self._last = new
 
     def _state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
-        self.next.append(following)
+        self.transitions.append(following)
         self.link.append(link)
         self.length.append(length)
         self.first_end.append(end)
-        return len(self.next) - 1
+        return len(self.transitions) - 1
 
     def advance(self, state: int, size: int, token: int) -> tuple[int, int]:
         """The state and length of the longest suffix of (match + `token`) that occurs, from the match (`state`,
         `size`).
         """
-        while state >= 0 and token not in self.next[state]:
+        while state >= 0 and token not in self.transitions[state]:
             state = self.link[state]
             size = self.length[state] if state >= 0 else 0
         if state < 0:
             return 0, 0
-        return self.next[state][token], size + 1
+        return self.transitions[state][token], size + 1
 
 
 class _Match:
@@ -94,7 +94,7 @@ class SuffixRetriever(Retriever):
         self._static = SuffixAutomaton(t for r in references for t in (*r, separator))
         self._own: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[_Match, _Match]] = {}
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
         self._offered: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
@@ -104,9 +104,11 @@ class SuffixRetriever(Retriever):
             self._follow(row, text)
             most = min(self.copy, budget, max_depth)
             found = self._found(row, most) if most > 0 else []
-            odds = self._odds.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9]))
+            estimator = self._estimators.setdefault(
+                row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9])
+            )
             self._offered[row] = found
-            out.append([Continuation(tokens, odds.survival(size - 1, len(tokens))) for size, tokens in found])
+            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in found])
         return out
 
     def _follow(self, row: int, text: TokenBuffer) -> None:
@@ -141,9 +143,9 @@ class SuffixRetriever(Retriever):
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             for size, tokens in self._offered.pop(row, []):
                 if decided:
-                    self._odds[row].learn_run(size - 1, tokens, decided)
+                    self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
         """Forget a row."""
-        for memory in (self._own, self._matches, self._odds, self._offered):
+        for memory in (self._own, self._matches, self._estimators, self._offered):
             memory.pop(row, None)

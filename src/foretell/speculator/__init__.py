@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from foretell.speculator.checkpoint import read_config
-from foretell.speculator.formats import recognised
+from foretell.speculator.formats import find_format
 
 
 def is_speculator(folder: Path) -> bool:
     """Whether a directory holds a trained speculator, ours or in a known format, as opposed to a language model."""
-    return (folder / "config.json").is_file() and ("kind" in read_config(folder) or recognised(folder) is not None)
+    return (folder / "config.json").is_file() and ("kind" in read_config(folder) or find_format(folder) is not None)

@@ -39,13 +39,13 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits
     tensors = dict[str, torch.Tensor]()
     for name, tensor in network.state_dict().items():
         tensors.update(_packed(name, tensor.detach().cpu(), bits))
-    put_weights(folder, tensors)
+    write_weights(folder, tensors)
     temporary = folder / (CONFIG + ".part")
     temporary.write_text(config.model_dump_json(indent=2) + "\n")
     os.replace(temporary, folder / CONFIG)
 
 
-def put_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write `model.safetensors`, or replace it, atomically.
 
     Whom the umask lets read may read it; safetensors alone would let its owner only.
@@ -69,7 +69,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
-def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
+def load_own(folder: Path, embedding_and_head: EmbeddingAndHead) -> Speculator:
     """Read what `save` wrote, for a target with these ends, in bfloat16 (float32 where it was stored so).
 
     Raises:
@@ -80,10 +80,10 @@ def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
     if kind not in NETWORKS:
         raise ValueError(f"{folder}: speculators of kind {kind!r} are not known here; known: {', '.join(NETWORKS)}")
     config_type, network_type = NETWORKS[kind]
-    network = network_type(validate(config_type, values, str(folder / CONFIG)), ends)
+    network = network_type(validate(config_type, values, str(folder / CONFIG)), embedding_and_head)
     tensors = _tensors(folder / WEIGHTS)
     if network.token_of is not None and "token_of" in tensors:
-        network.choose(_drafted(tensors["token_of"], network, folder))
+        network.set_draft_vocab(_drafted(tensors["token_of"], network, folder))
     wanted = network.state_dict()
     if set(wanted) != set(tensors):
         missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
@@ -101,7 +101,7 @@ def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
 
 def _drafted(tokens: torch.Tensor, network: Speculator, folder: Path) -> torch.Tensor:
     """The drafted tokens of a checkpoint, which are ascending tokens of the target."""
-    count, vocab = network.config.draft_vocab, network.card.vocab
+    count, vocab = network.config.draft_vocab, network.target_info.vocab
     whole = tokens.dtype == torch.int64 and tokens.shape == (count,) and len(tokens) > 0
     if not whole or bool((tokens.diff() <= 0).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
         raise ValueError(

@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 from foretell.speculator.formats import EXPORTS
-from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.network.base import Speculator
 from foretell.utils.names import unknown
 
 
-def find_export(name: str) -> Export:
+def find_export(name: str) -> ExportFormat:
     """The format of this name.
 
     Raises:
@@ -39,7 +39,7 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
             f"{network.kind}; "
             f"formats for that kind: {fitting}"
         )
-    check_free(out)
+    require_empty(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.parent / f".{out.name}.{os.getpid()}.part"
     try:
@@ -50,7 +50,7 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
         shutil.rmtree(part, ignore_errors=True)
 
 
-def check_free(out: Path) -> None:
+def require_empty(out: Path) -> None:
     """Refuse a place that is taken.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from foretell.model.config import Activation, ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
-from foretell.speculator.checkpoint import put_weights
+from foretell.speculator.checkpoint import write_weights
 from foretell.tokenizer.codec import TextCodec
 
 _ACTIVATIONS: dict[Activation, str] = {
@@ -33,7 +33,7 @@ def write_hf(
     config = llama_config(decoder.config, dtype)
     tensors = {name: t.detach().to("cpu", dtype).clone() for name, t in llama_tensors(decoder).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    put_weights(folder, tensors)
+    write_weights(folder, tensors)
     _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if codec is not None:
         _write_codec(folder, codec)

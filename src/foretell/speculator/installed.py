@@ -29,7 +29,7 @@ class InstalledSpeculator:
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledSpeculators:
     """What all packages hold, in the order of the entry points' names; a package that cannot be read becomes a
     sentence.
     """
@@ -39,7 +39,7 @@ class Installed:
 
 
 @cache
-def installed() -> Installed:
+def find_all_installed() -> InstalledSpeculators:
     """Read the entry points and configurations of all packages, once per process."""
     speculators, problems = list[InstalledSpeculator](), list[str]()
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
@@ -48,20 +48,20 @@ def installed() -> Installed:
         except (ValueError, OSError) as error:
             package = point.dist.name if point.dist else point.value
             problems.append(f"the speculators of the package {package} cannot be used: {error}; upgrade or remove it")
-    return Installed(tuple(speculators), tuple(problems))
+    return InstalledSpeculators(tuple(speculators), tuple(problems))
 
 
 def find_installed(kind: str, fingerprint: str) -> Path | None:
     """The folder of the first installed speculator of this kind for the target of this fingerprint."""
-    found = installed().speculators
+    found = find_all_installed().speculators
     return next((s.folder for s in found if (s.kind, s.fingerprint) == (kind, fingerprint)), None)
 
 
-def how_to_get(kind: str, fingerprint: str) -> str:
+def install_hint(kind: str, fingerprint: str) -> str:
     """What a user can do where `find_installed` finds nothing; the end of an error message."""
     ours = fingerprint == PACKAGE_TARGET and kind in PACKAGE_KINDS
     install = f"install the package {PACKAGE}, " if ours else ""
-    problems = "".join(f" ({p})" for p in installed().problems)
+    problems = "".join(f" ({p})" for p in find_all_installed().problems)
     return f"{install}train one with `foretell train {kind}`, or name one with --draft-model DIR{problems}"
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foretell.speculator.formats import draft_model, eagle, eagle_export, medusa, mlp
-from foretell.speculator.formats.base import Export, Format
-from foretell.speculator.formats.files import Published, published
+from foretell.speculator.formats.base import CheckpointFormat, ExportFormat
+from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint
 
-FORMATS: Sequence[Format] = (
+FORMATS: Sequence[CheckpointFormat] = (
     medusa.AUTHORS,
     medusa.VLLM,
     mlp.IBM,
@@ -17,7 +17,7 @@ FORMATS: Sequence[Format] = (
 )
 """Every format that is read, the more particular ones first."""
 
-EXPORTS: Sequence[Export] = (
+EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_SPECULATORS,
     eagle_export.TO_EAGLE3,
     eagle_export.TO_EAGLE1,
@@ -28,12 +28,12 @@ EXPORTS: Sequence[Export] = (
 """Every format that is written."""
 
 
-def recognised(folder: Path) -> tuple[Format, Published] | None:
+def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | None:
     """The format of what lies in a directory, with what was found in it; None: none that is known.
 
     Raises:
         ValueError: there is no configuration, or a file is damaged.
     """
-    found = published(folder)
-    format_ = next((f for f in FORMATS if f.fits(found)), None)
+    found = open_checkpoint(folder)
+    format_ = next((f for f in FORMATS if f.matches(found)), None)
     return None if format_ is None else (format_, found)

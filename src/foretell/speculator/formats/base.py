@@ -10,14 +10,14 @@ import torch
 
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.checkpoint import CONFIG, put_weights
-from foretell.speculator.formats.files import Published
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.speculator.checkpoint import CONFIG, write_weights
+from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConvertedCheckpoint:
     """A published checkpoint in our words."""
 
     config: SpeculatorConfig
@@ -26,15 +26,15 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Format:
+class CheckpointFormat:
     """A line of the table of formats."""
 
     name: str
-    fits: Callable[[Published], bool]
+    matches: Callable[[PublishedCheckpoint], bool]
     """Whether a checkpoint is in this format, by its configuration and, where that does not tell, by the names of its
     tensors.
     """
-    read: Callable[[Published, TargetCard, EmbeddingAndHead], Reading]
+    read: Callable[[PublishedCheckpoint, TargetInfo, EmbeddingAndHead], ConvertedCheckpoint]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Verifier:
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportFormat:
     """A line of the table of what is written."""
 
     name: str
@@ -83,11 +83,11 @@ ARCHITECTURES: Mapping[str, str] = {
 """Classes of transformers by `model_type`."""
 
 
-def put(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write `config.json` and `model.safetensors`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Tensors that share memory are refused by safetensors.
-    put_weights(folder, {name: t.clone() for name, t in weights.items()})
+    write_weights(folder, {name: t.clone() for name, t in weights.items()})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -101,7 +101,7 @@ def refuse_softcap(network: Speculator, format_name: str) -> None:
         raise ValueError(f"the format {format_name} has no place for a bound on the logits, which this target has")
 
 
-def rope_keys(rope: RopeConfig) -> dict[str, Any]:
+def rope_config(rope: RopeConfig) -> dict[str, Any]:
     """Rotary embedding as configurations of transformers write it.
 
     Raises:
@@ -121,7 +121,7 @@ def dtype_name(network: Speculator) -> str:
     return str(network.dtype).removeprefix("torch.")
 
 
-def card(found: Published, target: TargetCard, hidden: int, vocab: int, name: str = "") -> TargetCard:
+def target_info(found: PublishedCheckpoint, target: TargetInfo, hidden: int, vocab: int, name: str = "") -> TargetInfo:
     """Which target a checkpoint says it is for; what it does not say is taken to fit.
 
     Raises:
@@ -136,14 +136,14 @@ def card(found: Published, target: TargetCard, hidden: int, vocab: int, name: st
     return target.model_copy(update={"name": said, "fingerprint": ""})
 
 
-def same(own: torch.Tensor, lent: torch.Tensor) -> bool:
+def is_copy(own: torch.Tensor, lent: torch.Tensor) -> bool:
     """Whether a tensor that a checkpoint brings is a copy of one of the target's, which need not be held twice."""
     if own.shape != lent.shape:
         return False
     return torch.equal(own.to(torch.bfloat16), lent.to("cpu", torch.bfloat16))
 
 
-def ascending(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_draft_vocab(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of a reduced vocabulary in ascending order, and the order that sorts the rows of its output matrices."""
     order = torch.argsort(tokens)
     return tokens[order].long(), order

@@ -5,8 +5,15 @@ from typing import Any
 
 import torch
 
-from foretell.speculator.formats.base import Export, Verifier, dtype_name, put, refuse_softcap, rope_keys
-from foretell.speculator.formats.eagle import FLAGS, parts
+from foretell.speculator.formats.base import (
+    ExportFormat,
+    Verifier,
+    dtype_name,
+    refuse_softcap,
+    rope_config,
+    write_checkpoint,
+)
+from foretell.speculator.formats.eagle import FLAGS, tensor_sources
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 
@@ -14,9 +21,9 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, Eagle
 def _weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
     """Its tensors under the names of published layers, `layers.0` the first."""
     state, out = network.state_dict(), dict[str, torch.Tensor]()
-    for ours, part in parts(network.config).items():
+    for ours, part in tensor_sources(network.config).items():
         out |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
-    every = torch.arange(network.card.vocab, device=out["fc.weight"].device)
+    every = torch.arange(network.target_info.vocab, device=out["fc.weight"].device)
     embedding = network.embed(every)
     if always_embedding or network.embedding is not None or not _is_a_copy(network, embedding):
         out["embed_tokens.weight"] = embedding
@@ -30,11 +37,11 @@ def _is_a_copy(network: EagleNetwork, embedding: torch.Tensor) -> bool:
 
 def _vocabulary(network: EagleNetwork, always_maps: bool) -> dict[str, torch.Tensor]:
     """The output matrix, and offsets and mask of a reduced vocabulary."""
-    out = {"lm_head.weight": network.output_matrix.to(network.dtype)}
+    out = {"lm_head.weight": network.lm_head.to(network.dtype)}
     if network.token_of is not None or always_maps:
-        tokens = torch.arange(network.card.vocab) if network.token_of is None else network.token_of.cpu()
+        tokens = torch.arange(network.target_info.vocab) if network.token_of is None else network.token_of.cpu()
         out["d2t"] = tokens - torch.arange(len(tokens))
-        out["t2d"] = torch.zeros(network.card.vocab, dtype=torch.bool).index_fill(0, tokens, True)
+        out["t2d"] = torch.zeros(network.target_info.vocab, dtype=torch.bool).index_fill(0, tokens, True)
     return out
 
 
@@ -51,7 +58,7 @@ def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": c.target.vocab,
         "max_position_embeddings": c.context,
         "rms_norm_eps": c.norm_eps,
-        **rope_keys(c.rope),
+        **rope_config(c.rope),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -116,7 +123,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
         "embed_requires_grad": False,
         "torch_dtype": dtype_name(network),
     }
-    put(folder, said, _weights(network) | _vocabulary(network, always_maps=False))
+    write_checkpoint(folder, said, _weights(network) | _vocabulary(network, always_maps=False))
 
 
 def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -141,7 +148,7 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         },
     }
     weights = {n.replace("layers.0.", "midlayer."): t for n, t in _weights(network).items()}
-    put(folder, said, weights | _vocabulary(network, always_maps=True))
+    write_checkpoint(folder, said, weights | _vocabulary(network, always_maps=True))
 
 
 def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -155,9 +162,9 @@ def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None
         "bias": network.fc.bias is not None,
         "qkv_bias": c.qkv_bias,
     }
-    put(folder, said, _weights(network, always_embedding=True))
+    write_checkpoint(folder, said, _weights(network, always_embedding=True))
 
 
-TO_SPECULATORS = Export("speculators", "eagle3", _write_speculators)
-TO_EAGLE3 = Export("eagle3", "eagle3", _write_eagle3)
-TO_EAGLE1 = Export("eagle", "eagle", _write_eagle1)
+TO_SPECULATORS = ExportFormat("speculators", "eagle3", _write_speculators)
+TO_EAGLE3 = ExportFormat("eagle3", "eagle3", _write_eagle3)
+TO_EAGLE1 = ExportFormat("eagle", "eagle", _write_eagle1)

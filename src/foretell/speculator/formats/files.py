@@ -17,7 +17,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCheckpoint:
     """What lies in a directory.
 
     Tensors are looked up under one name here, whatever prefix a publisher put before it.
@@ -32,7 +32,7 @@ class Published:
         """Whether there is such a tensor."""
         return name in self.names
 
-    def need(self, name: str, *shape: int) -> torch.Tensor:
+    def require(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor of this name.
 
         Raises:
@@ -55,7 +55,7 @@ class Published:
             tensor: torch.Tensor = handle.get_tensor(inside)
         return tensor
 
-    def without(self, *prefixes: str) -> "Published":
+    def strip_prefixes(self, *prefixes: str) -> "PublishedCheckpoint":
         """The same under names without these prefixes."""
         short = {_cut(name, prefixes): place for name, place in self.names.items()}
         return replace(self, names=short)
@@ -96,7 +96,7 @@ class Published:
         return (said,) if isinstance(said, str) else self.fields.texts("architectures")
 
 
-def published(folder: Path) -> Published:
+def open_checkpoint(folder: Path) -> PublishedCheckpoint:
     """Look into a directory, reading the headers of its tensors only; a directory of pickles has none.
 
     Raises:
@@ -106,10 +106,10 @@ def published(folder: Path) -> Published:
     kind = quantization(config)
     if kind is not None:
         raise ValueError(f"{folder}: a checkpoint quantised with {kind}, which is not supported; {UNQUANTIZED}")
-    return Published(folder, config, {name: (file, name) for file in files for name in _names(file)})
+    return PublishedCheckpoint(folder, config, {name: (file, name) for file in files for name in _names(file)})
 
 
-def check_shape(found: Published, name: str, tensor: torch.Tensor, *shape: int) -> None:
+def check_shape(found: PublishedCheckpoint, name: str, tensor: torch.Tensor, *shape: int) -> None:
     """Refuse a tensor of another shape.
 
     Raises:
@@ -121,7 +121,7 @@ def check_shape(found: Published, name: str, tensor: torch.Tensor, *shape: int) 
         )
 
 
-def absent(folder: Path) -> str:
+def missing_weights(folder: Path) -> str:
     """The sentence about a directory without safetensors: how to convert the pickle in it, if there is one."""
     pickles = [f.name for f in sorted(folder.iterdir()) if f.suffix in _PICKLES]
     if not pickles:

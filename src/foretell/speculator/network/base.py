@@ -17,7 +17,7 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeLinear
 
 
-class TargetCard(BaseModel):
+class TargetInfo(BaseModel):
     """Which model a speculator was trained for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,7 +43,7 @@ class SpeculatorConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
-    target: TargetCard
+    target: TargetInfo
     draft_vocab: int | None = None
     """Tokens that it can guess, the most frequent ones of its training data; None: all."""
     own_head: bool = False
@@ -57,17 +57,17 @@ class SpeculatorConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Candidates:
+class TokenSubset:
     """Some of the drafted tokens, for a loss that looks at no others."""
 
-    column: Int[torch.Tensor, " c"]
+    columns: Int[torch.Tensor, " c"]
     """Their numbers among the drafted ones, ascending."""
-    raised: Float[torch.Tensor, " c"]
+    logit_offset: Float[torch.Tensor, " c"]
     """What is added to their logits, for those that stand for others too."""
 
-    def of(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t c"]:
+    def select(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t c"]:
         """Logits of these alone, from those of all drafted tokens."""
-        return logits[..., self.column] + self.raised
+        return logits[..., self.columns] + self.logit_offset
 
 
 class Speculator(nn.Module, ABC):
@@ -82,27 +82,27 @@ class Speculator(nn.Module, ABC):
     kind: ClassVar[str]
     config: SpeculatorConfig
 
-    def __init__(self, config: SpeculatorConfig, ends: EmbeddingAndHead) -> None:
+    def __init__(self, config: SpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         card = config.target
-        if (card.hidden, card.vocab) != (ends.hidden, ends.vocab):
+        if (card.hidden, card.vocab) != (embedding_and_head.hidden, embedding_and_head.vocab):
             raise ValueError(
                 f"this {config.kind} speculator is for a target of width {card.hidden} and {card.vocab} tokens; "
-                f"the target given has width {ends.hidden} and {ends.vocab} tokens"
+                f"the target given has width {embedding_and_head.hidden} and {embedding_and_head.vocab} tokens"
             )
-        self.config, self.card = config, card
-        self._scale, self._softcap = ends.embedding_scale, ends.softcap
-        self.register_buffer("_embedding", ends.embedding, persistent=False)
+        self.config, self.target_info = config, card
+        self._scale, self._softcap = embedding_and_head.embedding_scale, embedding_and_head.softcap
+        self.register_buffer("_embedding", embedding_and_head.embedding, persistent=False)
         kept = config.draft_vocab
         self.token_of: torch.Tensor | None
         """Target token of every drafted one, ascending; None where it drafts all of them."""
         self.register_buffer("token_of", None if kept is None else torch.arange(kept))
-        self._target_head = ends.head
-        rows = ends.head if kept is None else ends.head[:kept]
+        self._target_head = embedding_and_head.head
+        rows = embedding_and_head.head if kept is None else embedding_and_head.head[:kept]
         self.head: nn.Parameter | None
         """Its own output matrix; None where it uses rows of the target's."""
         self.register_parameter("head", nn.Parameter(rows.detach().float().clone()) if config.own_head else None)
-        self.register_buffer("_borrowed_head", None if config.own_head else rows, persistent=False)
+        self.register_buffer("_shared_head", None if config.own_head else rows, persistent=False)
         self.packed_head: NativeLinear | None = None
         """The output matrix in the form of the CPU kernels, once `packed` made it."""
 
@@ -111,13 +111,13 @@ class Speculator(nn.Module, ABC):
     def hidden_layers(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads; see `Runner.forward`."""
 
-    def widened(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
+    def adapt_state_dict(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
         """The weights of one of its kind, which may read fewer of the target's states, as its own: what that one did
         not see weighs nothing.
         """
         return smaller.state_dict()
 
-    def choose(self, tokens: Int[torch.Tensor, " n"]) -> None:
+    def set_draft_vocab(self, tokens: Int[torch.Tensor, " n"]) -> None:
         """Fix the tokens it drafts (ascending, as many as the configuration says), and take their rows of the target's
         head.
 
@@ -127,17 +127,17 @@ class Speculator(nn.Module, ABC):
         self.token_of.copy_(tokens)
         rows = self._target_head[tokens.to(self._target_head.device)]
         if self.head is None:
-            self._borrowed_head = rows
+            self._shared_head = rows
         else:
             self.head.data.copy_(rows)
 
     @property
-    def output_matrix(self) -> Float[torch.Tensor, "w d"]:
+    def lm_head(self) -> Float[torch.Tensor, "w d"]:
         """What scores the drafted tokens: its own matrix, or rows of the target's."""
-        return self.get_buffer("_borrowed_head") if self.head is None else self.head
+        return self.get_buffer("_shared_head") if self.head is None else self.head
 
     @property
-    def whole_matrix(self) -> Float[torch.Tensor, "v d"]:
+    def full_lm_head(self) -> Float[torch.Tensor, "v d"]:
         """What scores the target's whole vocabulary: the target's own matrix, with the own rows in their places."""
         if self.head is None or self.token_of is None:
             return self._target_head if self.head is None else self.head
@@ -160,17 +160,19 @@ class Speculator(nn.Module, ABC):
         x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)
         return x if self._scale == 1 else x * self._scale
 
-    def score(self, x: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t w"]:
+    def compute_logits(
+        self, x: Float[torch.Tensor, "*t d"], subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens, or some of them, from what the target's head would see."""
         if self.packed_head is not None:
             flat = x.reshape(-1, x.shape[-1]).contiguous()
-            return self._capped(self.packed_head(flat).view(*x.shape[:-1], -1))
-        head = self.output_matrix
-        if among is None:
-            return self._capped(F.linear(x, head.to(x.dtype)).float())
-        return self._capped(F.linear(x, head[among.column].to(x.dtype)).float()) + among.raised
+            return self._apply_softcap(self.packed_head(flat).view(*x.shape[:-1], -1))
+        head = self.lm_head
+        if subset is None:
+            return self._apply_softcap(F.linear(x, head.to(x.dtype)).float())
+        return self._apply_softcap(F.linear(x, head[subset.columns].to(x.dtype)).float()) + subset.logit_offset
 
-    def likeliest(
+    def top_tokens(
         self, x: Float[torch.Tensor, "k d"], count: int
     ) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
         """Probabilities and numbers of the `count` drafted tokens that score best, best first, from what the target's
@@ -178,17 +180,17 @@ class Speculator(nn.Module, ABC):
         """
         if self.packed_head is not None and not self._softcap:
             return self.packed_head.likeliest(x, count)
-        return likeliest(self.score(x), count)
+        return likeliest(self.compute_logits(x), count)
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+    def _apply_softcap(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits within the target's bound, where it has one."""
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
-    def spread(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
+    def to_target_vocab(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
         """Logits over the target's whole vocabulary: minus infinity for tokens it does not draft."""
         if self.token_of is None:
             return logits
-        out = logits.new_full((*logits.shape[:-1], self.card.vocab), float("-inf"))
+        out = logits.new_full((*logits.shape[:-1], self.target_info.vocab), float("-inf"))
         out[..., self.token_of] = logits
         return out
 

@@ -32,8 +32,8 @@ class Blockwise(HeadsNetwork):
 
     kind = "blockwise"
 
-    def __init__(self, config: BlockwiseConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: BlockwiseConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config: BlockwiseConfig = config
         width = config.target.hidden
         self.into = nn.Linear(width, config.inner)
@@ -41,6 +41,6 @@ class Blockwise(HeadsNetwork):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
+    def head_states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
         """Through the layer, and the state added to each of its parts."""
         return h[..., None, :] + self.out(torch.relu(self.into(h))).unflatten(-1, (self.heads, -1))

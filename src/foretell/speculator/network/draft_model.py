@@ -35,7 +35,7 @@ class DraftModelConfig(SpeculatorConfig):
     blocks: tuple[int, ...] = Field(default=(), description="Blocks of the target that it was cut from; empty: none")
 
 
-def kept_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
+def draft_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
     """The shape of some of a target's blocks one after the other.
 
     Raises:
@@ -58,11 +58,11 @@ class DraftNetwork(Speculator):
     kind = "draft_model"
     config: DraftModelConfig
 
-    def __init__(self, config: DraftModelConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
-        self.model = replace(config.model, vocab=ends.vocab)
+    def __init__(self, config: DraftModelConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.model = replace(config.model, vocab=embedding_and_head.vocab)
         self.blocks = nn.ModuleList(
-            build_block(config.model, i, _Blank(), torch.float32, torch.device("cpu"))
+            build_block(config.model, i, _BlankWeights(), torch.float32, torch.device("cpu"))
             for i in range(config.model.layers)
         )
         self.norm = RMSNorm(torch.ones(config.model.hidden), config.model.norm_eps)
@@ -77,21 +77,21 @@ class DraftNetwork(Speculator):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """What the target's head sees: the teacher in training; drafting needs none."""
-        return (self.card.layers + 1,)
+        return (self.target_info.layers + 1,)
 
-    def start_afresh(self) -> None:
+    def init_random(self) -> None:
         """Draw small Gaussian matrices from torch's own generator, for a draft that is cut from nothing."""
         for parameter in self.blocks.parameters():
             if parameter.ndim > 1:
                 parameter.data.normal_(std=0.02)
 
-    def start_from(self, target: Decoder, blocks: Sequence[int]) -> None:
+    def init_from_target(self, target: Decoder, blocks: Sequence[int]) -> None:
         """Take over some of the target's blocks, in this order, and its last norm."""
         for mine, i in zip(self.blocks, blocks, strict=True):
             mine.load_state_dict(target.blocks[i].state_dict())
         self.norm.load_state_dict(target.norm.state_dict())
 
-    def widened(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+    def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
         """Weights of one that may have fewer blocks, each where this one has the same block of the target; the others
         change nothing at first.
         """
@@ -112,30 +112,30 @@ class DraftNetwork(Speculator):
                 out[name] = torch.zeros_like(tensor) if part.startswith(("output.", "mlp.down.")) else tensor
         return out
 
-    def states(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
+    def hidden_states(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
         """What the head sees at every position of texts from their first token on, padded at the end."""
         ropes = tuple((self.get_buffer(f"_{n}_cos"), self.get_buffer(f"_{n}_sin")) for n in ("full", "local"))
         return self.norm(through(self.blocks, self.model, (ropes[0], ropes[1]), self.embed(token)))
 
     def forward(self, token: Int[torch.Tensor, "b s"], where: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "k d"]:
         """What the head sees at the marked positions, text by text; `score` makes logits of it."""
-        return self.states(token)[where]
+        return self.hidden_states(token)[where]
 
-    def teach(self, state: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
+    def teacher_logits(self, state: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
         """The target's own logits over the drafted tokens, from what its head saw."""
         rows = self._target_head.to(state.device)
         rows = rows if self.token_of is None else rows[self.token_of]
-        return self._capped(F.linear(state.to(rows.dtype), rows).float())
+        return self._apply_softcap(F.linear(state.to(rows.dtype), rows).float())
 
-    def decoder(self, dtype: torch.dtype) -> Decoder:
+    def to_decoder(self, dtype: torch.dtype) -> Decoder:
         """A copy as a decoder in a dtype; its head scores the drafted tokens only, in the order of `token_of`."""
         blocks = [_frozen(block, dtype) for block in self.blocks]
         norm = RMSNorm(self.norm.weight.detach().clone(), self.model.norm_eps)
-        head = self.get_buffer("_borrowed_head") if self.head is None else self.head
+        head = self.get_buffer("_shared_head") if self.head is None else self.head
         embedding = self.get_buffer("_embedding").to(dtype)
         return Decoder(self.model, embedding, blocks, norm, Linear(head.detach().to(dtype)))
 
-    def network(self, precision: Precision | None = None) -> Network:
+    def to_network(self, precision: Precision | None = None) -> Network:
         """A copy, packed, as fast as this machine runs it; over the target's whole vocabulary.
 
         `precision` is for the CPU kernels (None: int8).
@@ -147,17 +147,17 @@ class DraftNetwork(Speculator):
         run: Network
         if fast and native.available() and NativeDecoder.supports(self.model):
             precision = precision or ("float32" if embedding.dtype == torch.float32 else "int8")
-            run = NativeDecoder(self.decoder(torch.float32 if precision == "float32" else torch.bfloat16), precision)
+            run = NativeDecoder(self.to_decoder(torch.float32 if precision == "float32" else torch.bfloat16), precision)
         else:
-            run = self.decoder(embedding.dtype)
+            run = self.to_decoder(embedding.dtype)
         return run if self.token_of is None else ReducedVocabulary(run, self.token_of)
 
-    def runner(self, precision: Precision | None = None) -> DecoderRunner:
+    def to_runner(self, precision: Precision | None = None) -> DecoderRunner:
         """`network` with an empty cache."""
-        return DecoderRunner(self.network(precision))
+        return DecoderRunner(self.to_network(precision))
 
 
-class _Blank(Weights):
+class _BlankWeights(Weights):
     """Matrices and biases of zero, norms of one: what a checkpoint or the target then fills."""
 
     source = "blank weights"

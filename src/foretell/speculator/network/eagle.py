@@ -19,10 +19,16 @@ from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeEagle, NativeStack
 from foretell.model.rope import tables
-from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
-from foretell.speculator.network.layer import FusingLayer, Layer, Sizes, Unrolled, norm
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
+from foretell.speculator.network.layer import (
+    Eagle3FirstLayer,
+    EagleLayer,
+    EagleLayerConfig,
+    TrainingTimeTestAttention,
+    make_norm,
+)
 
-BEYOND = 64
+EXTRA_POSITIONS = 64
 """Positions past the target's context that rotary tables have, for drafts at its end."""
 
 
@@ -58,14 +64,16 @@ class EagleConfig(SpeculatorConfig):
     """It has an embedding of its own, as published checkpoints may; otherwise it uses the target's."""
 
     @property
-    def sizes(self) -> Sizes:
+    def layer_config(self) -> EagleLayerConfig:
         """Of each layer."""
         hidden = self.target.hidden
         biased, normed = self.qkv_bias, self.qk_norm
-        return Sizes(hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, biased, normed)
+        return EagleLayerConfig(
+            hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, biased, normed
+        )
 
     @property
-    def decoder(self) -> ModelConfig:
+    def decoder_config(self) -> ModelConfig:
         """The layers as those of a decoder, for the CPU kernels."""
         return ModelConfig(
             architecture="llama",
@@ -76,7 +84,7 @@ class EagleConfig(SpeculatorConfig):
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             ffn=self.ffn,
-            context=self.context + BEYOND,
+            context=self.context + EXTRA_POSITIONS,
             norm_eps=self.norm_eps,
             rope=self.rope,
             qkv_bias=self.qkv_bias,
@@ -91,7 +99,7 @@ class EagleConfig(SpeculatorConfig):
         return self.hidden_layers or (min(2, n), n // 2, max(n - 3, 0))
 
 
-class Guess(NamedTuple):
+class DraftStep(NamedTuple):
     """What a step of training guessed at the `k` positions that were asked for."""
 
     state: Float[torch.Tensor, "k d"]
@@ -110,19 +118,19 @@ class EagleNetwork(Speculator):
     config: EagleConfig
     layers: nn.ModuleList
 
-    def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config, self.context = config, config.context
-        cos, sin = tables(config.rope, config.head_dim, config.context + BEYOND)
-        own = nn.Parameter(ends.embedding.detach().float().clone()) if config.own_embedding else None
+        cos, sin = tables(config.rope, config.head_dim, config.context + EXTRA_POSITIONS)
+        own = nn.Parameter(embedding_and_head.embedding.detach().float().clone()) if config.own_embedding else None
         self.embedding: nn.Parameter | None
         """Its own embedding; None where it uses the target's."""
         self.register_parameter("embedding", own)
         self.register_buffer("_cos", cos[:, None], persistent=False)
         self.register_buffer("_sin", sin[:, None], persistent=False)
-        self.stack: NativeStack | None = None
+        self.native_stack: NativeStack | None = None
         """The layers on the CPU kernels, once `packed` made it."""
-        self.kernels: NativeEagle | None = None
+        self.native: NativeEagle | None = None
         """The layers with what surrounds them, likewise, where the kernels have a place for it."""
 
     @property
@@ -133,9 +141,9 @@ class EagleNetwork(Speculator):
     @property
     def cache_dtype(self) -> torch.dtype:
         """Of keys and values: its own, or what the CPU kernels keep."""
-        if self.stack is None:
+        if self.native_stack is None:
             return self.dtype
-        return torch.float32 if self.stack.precision == "float32" else torch.bfloat16
+        return torch.float32 if self.native_stack.precision == "float32" else torch.bfloat16
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
         """Its own embedding of tokens, which is not scaled, or the target's."""
@@ -146,20 +154,20 @@ class EagleNetwork(Speculator):
         """The layer's feature from the target's tapped states, side by side."""
 
     @abstractmethod
-    def enter(
+    def prepare_inputs(
         self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t i"]]:
         """The residual stream before the first layer, and what that layer's attention sees."""
 
-    def leave(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def next_feature(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The next feature, from the residual stream after the last layer."""
         return x
 
     @abstractmethod
-    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """What the output matrix sees of the layers' output."""
 
-    def advance(
+    def forward_layers(
         self,
         token: Int[torch.Tensor, "*t"],
         g: Float[torch.Tensor, "*t d"],
@@ -168,15 +176,15 @@ class EagleNetwork(Speculator):
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features: after the feature `g` of a rotary position and the token that follows it."""
         angles = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
-        x, seen = self.enter(self.embed(token), g)
+        x, seen = self.prepare_inputs(self.embed(token), g)
         first, *more = self.layers
-        assert isinstance(first, Layer)
-        x = first.after(x, seen, angles, 0, sight)
+        assert isinstance(first, EagleLayer)
+        x = first.forward_from_input(x, seen, angles, 0, sight)
         for i, layer in enumerate(more, 1):
             x = layer(x, angles, i, sight)
-        return self.leave(x)
+        return self.next_feature(x)
 
-    def follow(
+    def forward_features(
         self,
         token: Int[torch.Tensor, " t"],
         features: Float[torch.Tensor, "n d"],
@@ -188,17 +196,19 @@ class EagleNetwork(Speculator):
 
         Token `i` follows feature `parent[i]`.
         """
-        if self.kernels is not None:
-            return self.kernels.follow(token, features, parent, layout, cache)
+        if self.native is not None:
+            return self.native.follow(token, features, parent, layout, cache)
         device = cache.k.device
         g = features[parent.to(device)]
-        if self.stack is None:
+        if self.native_stack is None:
             plan = PaddedLayout.of(layout, device)
-            return self.advance(token.to(device), g, plan.position, Cached(cache, plan, self.config.decoder))
-        x, seen = self.enter(self.embed(token), g)
-        return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
+            return self.forward_layers(
+                token.to(device), g, plan.position, Cached(cache, plan, self.config.decoder_config)
+            )
+        x, seen = self.prepare_inputs(self.embed(token), g)
+        return self.next_feature(self.native_stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
 
-    def read(
+    def forward_target_states(
         self,
         token: Int[torch.Tensor, " t"],
         states: Sequence[Float[torch.Tensor, "n d"]],
@@ -207,37 +217,37 @@ class EagleNetwork(Speculator):
         cache: KVCache,
     ) -> Float[torch.Tensor, "t d"]:
         """Follow tokens, token `i` after the target's states at `place[i]` of every recorded layer."""
-        if self.kernels is not None:
-            return self.kernels.read(token, [state.float() for state in states], place, layout, cache)
+        if self.native is not None:
+            return self.native.read(token, [state.float() for state in states], place, layout, cache)
         index = torch.from_numpy(place).to(states[0].device)
         beside = torch.cat([state[index] for state in states], -1)
         features = self.fuse(beside.to(cache.k.device, self.dtype))
-        return self.follow(token, features, torch.arange(len(token)), layout, cache)
+        return self.forward_features(token, features, torch.arange(len(token)), layout, cache)
 
     def forward(
         self,
         token: Int[torch.Tensor, "b s"],
         features: Sequence[Float[torch.Tensor, "b s d"]],
         wanted: Sequence[Bool[torch.Tensor, "b t"]],
-        among: Candidates | None = None,
-    ) -> tuple[Guess, ...]:
+        subset: TokenSubset | None = None,
+    ) -> tuple[DraftStep, ...]:
         """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of
         token `j + 2 + i` counts.
 
         Each step goes on from the outputs of the one before, as drafting does; what stands before all that later steps
-        are asked for, a prompt, only the first reads. `among`: the tokens to be scored, if not all.
+        are asked for, a prompt, only the first reads. `subset`: the tokens to be scored, if not all.
         """
         g = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
         token, length, begin = F.pad(token, (0, len(wanted))), g.shape[1], 0
-        sight, guesses = Unrolled(), list[Guess]()
+        sight, guesses = TrainingTimeTestAttention(), list[DraftStep]()
         for i, where in enumerate(wanted):
             if i == 1:
                 begin = int(torch.stack([w.any(0) for w in wanted[1:]]).any(0).int().argmax())
                 g = g[:, begin:]
             position = torch.arange(begin + i, length + i, device=g.device)
-            g = self.advance(token[:, position + 1], g, position, sight)
-            state = self.see(g[where[:, begin:]])
-            guesses.append(Guess(state, self.score(state, among)))
+            g = self.forward_layers(token[:, position + 1], g, position, sight)
+            state = self.head_input(g[where[:, begin:]])
+            guesses.append(DraftStep(state, self.compute_logits(state, subset)))
         return tuple(guesses)
 
 
@@ -248,24 +258,24 @@ class Eagle1(EagleNetwork):
 
     kind = "eagle"
 
-    def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         d = config.target.hidden
         self.fc = nn.Linear(2 * d, d, bias=config.fc_bias is not False)
-        self.layers = nn.ModuleList(Layer(config.sizes, normed=i > 0) for i in range(config.layers))
+        self.layers = nn.ModuleList(EagleLayer(config.layer_config, normed=i > 0) for i in range(config.layers))
 
     def fuse(self, features: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The feature as it is."""
         return features
 
-    def enter(
+    def prepare_inputs(
         self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t d"]]:
         """Token and feature mixed, as both."""
         x: torch.Tensor = self.fc(torch.cat((embedded, g), -1))
         return x, x
 
-    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The output as it is."""
         return out
 
@@ -277,15 +287,15 @@ class Eagle3(EagleNetwork):
 
     kind = "eagle3"
 
-    def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         d, count, eps = config.target.hidden, len(config.recorded_layers), config.norm_eps
-        self.input_norm = norm(count * d, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(norm(d, eps) for _ in range(count)) if config.fc_norm else None
+        self.input_norm = make_norm(count * d, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(make_norm(d, eps) for _ in range(count)) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
-        first = FusingLayer(config.sizes, config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(Layer(config.sizes) for _ in range(1, config.layers))])
-        self.norm = norm(d, eps)
+        first = Eagle3FirstLayer(config.layer_config, config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(EagleLayer(config.layer_config) for _ in range(1, config.layers))])
+        self.norm = make_norm(d, eps)
 
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
         """The tapped states through one matrix."""
@@ -297,19 +307,19 @@ class Eagle3(EagleNetwork):
         out: torch.Tensor = self.fc(features)
         return out
 
-    def enter(
+    def prepare_inputs(
         self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
         """The feature, and both side by side."""
         first = self.layers[0]
-        assert isinstance(first, FusingLayer)
-        return first.enter(embedded, g)
+        assert isinstance(first, Eagle3FirstLayer)
+        return first.prepare_inputs(embedded, g)
 
-    def leave(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def next_feature(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The stream, normed where the configuration says so."""
         return self.norm(x) if self.config.norm_output else x
 
-    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The output after the final norm."""
         seen: torch.Tensor = out if self.config.norm_output else self.norm(out)
         return seen

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 _PATHS = 128
 """Nodes of the largest tree that is noted."""
 
@@ -29,8 +29,8 @@ class HeadsNetwork(Speculator):
     one.
     """
 
-    def __init__(self, config: HeadsConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: HeadsConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config: HeadsConfig = config
         self.heads = config.heads
         self.tree: torch.Tensor
@@ -45,15 +45,15 @@ class HeadsNetwork(Speculator):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """What the target's own head sees."""
-        return (self.card.layers + 1,)
+        return (self.target_info.layers + 1,)
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[RankPath, ...]:
         """Rank paths, the one most often right first; empty before training."""
         found = (tuple(r for r in path if r >= 0) for path in self.tree.tolist())
         return tuple(path for path in found if path)
 
-    def earn(self, paths: Sequence[Path], chances: Sequence[float]) -> None:
+    def set_tree(self, paths: Sequence[RankPath], chances: Sequence[float]) -> None:
         """Note the paths that were right most often, each after its beginnings, and how often."""
         table, shares = torch.full(self.tree.shape, -1), torch.zeros(len(self.tree))
         for i, (path, chance) in enumerate(zip(paths[:_PATHS], chances, strict=False)):
@@ -62,9 +62,11 @@ class HeadsNetwork(Speculator):
         self.chances.copy_(shares)
 
     @abstractmethod
-    def states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
+    def head_states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
         """Every head's own version of a state, which the output matrix then scores."""
 
-    def forward(self, h: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t k w"]:
+    def forward(
+        self, h: Float[torch.Tensor, "*t d"], subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "*t k w"]:
         """Logits of every head over the drafted tokens, or some of them, from states of the target."""
-        return self.score(self.states(h.to(self.dtype)), among)
+        return self.compute_logits(self.head_states(h.to(self.dtype)), subset)

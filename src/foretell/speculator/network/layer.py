@@ -13,7 +13,7 @@ from foretell.model.training.chunked_attention import Pair, causal_attention
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EagleLayerConfig:
     """Of a layer: width, heads, and what its feed-forward is wide."""
 
     hidden: int
@@ -27,7 +27,7 @@ class Sizes:
     """Queries and keys are normed head by head, as Qwen 3 does."""
 
 
-def norm(width: int, eps: float) -> RMSNorm:
+def make_norm(width: int, eps: float) -> RMSNorm:
     """A root-mean-square norm with a scale that is trained."""
     return RMSNorm(torch.ones(width), eps).requires_grad_(True)
 
@@ -35,20 +35,20 @@ def norm(width: int, eps: float) -> RMSNorm:
 class Attention(nn.Module):
     """Rotary attention with grouped heads; `qkv_proj` holds all query heads' rows, then all keys', then all values'."""
 
-    def __init__(self, sizes: Sizes, inputs: int) -> None:
+    def __init__(self, sizes: EagleLayerConfig, inputs: int) -> None:
         super().__init__()
         self.sizes = sizes
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.qkv_proj = nn.Linear(inputs, rows, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
-        self.q_norm = norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
-        self.k_norm = norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.q_norm = make_norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.k_norm = make_norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
 
 
 class FeedForward(nn.Module):
     """Down(SiLU(gate x) * up x); `gate_up_proj` holds the gate's rows, then the up projection's."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: EagleLayerConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(sizes.hidden, 2 * sizes.ffn, bias=False)
         self.down_proj = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
@@ -58,17 +58,17 @@ class FeedForward(nn.Module):
         return gated(x, self.gate_up_proj, self.down_proj, "silu")
 
 
-class Layer(DecoderLayer):
+class EagleLayer(DecoderLayer):
     """A layer of the Llama family under the names of published checkpoints.
 
     EAGLE-1 has no norm before its first attention (`normed` False).
     """
 
-    def __init__(self, sizes: Sizes, normed: bool = True) -> None:
+    def __init__(self, sizes: EagleLayerConfig, normed: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = norm(sizes.hidden, sizes.norm_eps) if normed else None
+        self.input_layernorm = make_norm(sizes.hidden, sizes.norm_eps) if normed else None
         self.self_attn = Attention(sizes, sizes.hidden)
-        self.post_attention_layernorm = norm(sizes.hidden, sizes.norm_eps)
+        self.post_attention_layernorm = make_norm(sizes.hidden, sizes.norm_eps)
         self.mlp = FeedForward(sizes)
 
     @property
@@ -81,9 +81,11 @@ class Layer(DecoderLayer):
         self, x: Float[torch.Tensor, "*t d"], angles: Rotation, layer: int, sight: Sight
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer."""
-        return self.after(x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight)
+        return self.forward_from_input(
+            x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight
+        )
 
-    def after(
+    def forward_from_input(
         self,
         x: Float[torch.Tensor, "*t d"],
         seen: Float[torch.Tensor, "*t i"],
@@ -95,20 +97,20 @@ class Layer(DecoderLayer):
         return self.add_mlp(self.add_attention(x, seen, self.self_attn.sizes, angles, layer, sight))[0]
 
 
-class FusingLayer(Layer):
+class Eagle3FirstLayer(EagleLayer):
     """EAGLE-3's layer: attention over the token's embedding and the feature side by side, the feature as residual
     stream.
     """
 
     input_layernorm: RMSNorm
 
-    def __init__(self, sizes: Sizes, norm_before_residual: bool) -> None:
+    def __init__(self, sizes: EagleLayerConfig, norm_before_residual: bool) -> None:
         super().__init__(sizes)
         self.norm_before_residual = norm_before_residual
-        self.hidden_norm = norm(sizes.hidden, sizes.norm_eps)
+        self.hidden_norm = make_norm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes, 2 * sizes.hidden)
 
-    def enter(
+    def prepare_inputs(
         self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
         """The residual stream, and what attention sees."""
@@ -116,7 +118,7 @@ class FusingLayer(Layer):
         return normed if self.norm_before_residual else g, torch.cat((self.input_layernorm(embedded), normed), -1)
 
 
-class Unrolled(Sight):
+class TrainingTimeTestAttention(Sight):
     """Attention of training-time test (EAGLE-3, arXiv 2503.01840) over whole texts `[b, s]`, one call per layer and
     step.
 

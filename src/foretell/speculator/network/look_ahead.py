@@ -30,23 +30,23 @@ class LookAheadEmbeddings(Speculator):
 
     kind = "pass"
 
-    def __init__(self, config: LookAheadConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config.model_copy(update={"own_head": False}), ends)
+    def __init__(self, config: LookAheadConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config.model_copy(update={"own_head": False}), embedding_and_head)
         self.ahead = config.ahead
-        self.vectors = nn.Parameter(_typical(ends).repeat(config.ahead, 1))
+        self.vectors = nn.Parameter(_typical(embedding_and_head).repeat(config.ahead, 1))
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """What the target's head would see at the vectors."""
-        return (self.card.layers + 1,)
+        return (self.target_info.layers + 1,)
 
     def forward(self) -> Float[torch.Tensor, "l d"]:
         """What the target's first block sees in the places ahead."""
         return self.vectors
 
 
-def _typical(ends: EmbeddingAndHead) -> Float[torch.Tensor, "1 d"]:
+def _typical(embedding_and_head: EmbeddingAndHead) -> Float[torch.Tensor, "1 d"]:
     """The mean direction of token embeddings with their mean length, as the first block sees it, float32."""
-    table = ends.embedding.detach().float()
+    table = embedding_and_head.embedding.detach().float()
     mean = table.mean(0, keepdim=True)
-    return mean * (table.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)) * ends.embedding_scale
+    return mean * (table.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)) * embedding_and_head.embedding_scale

@@ -15,10 +15,10 @@ from torch import nn
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeStages
 from foretell.model.linear import widen
-from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
 T = TypeVar("T")
-EPS = 1e-6
+NORM_EPS = 1e-6
 _START_LOGITS = 2.5
 """Standard deviation of logits at the start of training, of the order of a language model's own."""
 _START_TOKEN = 0.5
@@ -67,7 +67,7 @@ class MLPSpeculatorConfig(SpeculatorConfig):
         return math.sqrt((1 - self.state_weight**2) * self.inner / 2)
 
 
-class RMSShift(nn.Module):
+class RMSNormWithBias(nn.Module):
     """Root-mean-square norm with scale and shift, as the released speculators have it (eps 1e-6)."""
 
     def __init__(self, width: int) -> None:
@@ -82,7 +82,7 @@ class RMSShift(nn.Module):
 def _unit(x: Float[torch.Tensor, "*t e"]) -> Float[torch.Tensor, "*t e"]:
     """Scaled to a mean square of 1."""
     wide = widen(x)
-    return F.rms_norm(wide, (x.shape[-1],), eps=EPS).to(x.dtype)
+    return F.rms_norm(wide, (x.shape[-1],), eps=NORM_EPS).to(x.dtype)
 
 
 class MLPSpeculator(Speculator):
@@ -96,15 +96,15 @@ class MLPSpeculator(Speculator):
 
     kind = "mlp_speculator"
 
-    def __init__(self, config: MLPSpeculatorConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: MLPSpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config: MLPSpeculatorConfig = config
-        n, e, d, v = config.stages, config.inner, ends.hidden, ends.vocab
+        n, e, d, v = config.stages, config.inner, embedding_and_head.hidden, embedding_and_head.vocab
         shared = 1 if config.tied else n
         first = d * (1 + len(config.more_hidden_layers))
         widths = [first] + [e] * ((min(n, 2) if config.tied else n) - 1)
         self.project = nn.ModuleList(nn.Linear(width, e, bias=False) for width in widths)
-        self.norm = nn.ModuleList(RMSShift(e) for _ in range(shared))
+        self.norm = nn.ModuleList(RMSNormWithBias(e) for _ in range(shared))
         self.token: nn.ModuleList
         """Per stage: the embedding, or the projection of the target's embedding."""
         self.output: nn.ModuleList
@@ -116,19 +116,21 @@ class MLPSpeculator(Speculator):
         else:
             self.token = nn.ModuleList(nn.Linear(d, e, bias=False) for _ in range(shared))
             self.output = nn.ModuleList(nn.Linear(e, d, bias=False) for _ in range(shared))
-            self._as_the_target(ends)
-        self.kernels: NativeStages | None = None
+            self._as_the_target(embedding_and_head)
+        self.native: NativeStages | None = None
         """The stages on the CPU kernels, once `packed` made them."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """What the target's head sees, and the further layers asked for."""
-        return (self.card.layers + 1, *self.config.more_hidden_layers)
+        return (self.target_info.layers + 1, *self.config.more_hidden_layers)
 
-    def widened(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+    def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
         """Weights of one that may have fewer `more_hidden_layers`, which are the first of these."""
         out, name = smaller.state_dict(), "project.0.weight"
-        out[name] = F.pad(out[name], (0, (len(self.hidden_layers) - len(smaller.hidden_layers)) * self.card.hidden))
+        out[name] = F.pad(
+            out[name], (0, (len(self.hidden_layers) - len(smaller.hidden_layers)) * self.target_info.hidden)
+        )
         return out
 
     @property
@@ -136,14 +138,14 @@ class MLPSpeculator(Speculator):
         """Deepest draft."""
         return self.config.stages
 
-    def start(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
+    def initial_state(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
         """The state before the first stage, from one tensor per recorded layer."""
         last, *more = (f.to(self.dtype) for f in features)
         if self.config.scale_input:
             last = _unit(last) * 0.5**0.5
         return torch.cat([last, *map(_unit, more)], -1) if more else last
 
-    def step(
+    def next_state(
         self, state: Float[torch.Tensor, "*t w"], token: Int[torch.Tensor, "*t"], stage: int
     ) -> Float[torch.Tensor, "*t e"]:
         """The state of stage `stage` (from 0) after the token that the stage before guessed (the target, before the
@@ -152,15 +154,15 @@ class MLPSpeculator(Speculator):
         project, norm = self.project[min(stage, len(self.project) - 1)], self.norm[stage % len(self.norm)]
         return F.gelu(norm(project(state) + self._embedded(token, stage)))
 
-    def draft(
+    def draft_step(
         self, state: Float[torch.Tensor, "k i"], token: Int[torch.Tensor, " k"], stage: int
     ) -> tuple[Float[torch.Tensor, "k e"], Float[torch.Tensor, "k w"]]:
         """`step` and `score_stage` of its outcome; on the CPU kernels once there are any."""
-        if self.kernels is not None:
-            state, logits = self.kernels[stage](state, self.embed(token))
-            return state, self._capped(logits)
-        state = self.step(state, token, stage)
-        return state, self.score_stage(state, stage)
+        if self.native is not None:
+            state, logits = self.native[stage](state, self.embed(token))
+            return state, self._apply_softcap(logits)
+        state = self.next_state(state, token, stage)
+        return state, self.stage_logits(state, stage)
 
     def _embedded(self, token: Int[torch.Tensor, "*t"], stage: int) -> Float[torch.Tensor, "*t e"]:
         module = self.token[stage % len(self.token)]
@@ -170,27 +172,27 @@ class MLPSpeculator(Speculator):
             out = module(self.embed(token))
         return out
 
-    def reading(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t r"]:
+    def head_input(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t r"]:
         """What the last matrix of a stage sees: in the small form the input of the target's head, in the published one
         the state.
         """
         out: torch.Tensor = state if self.config.own_embedding else self.output[stage % len(self.output)](state)
         return out
 
-    def judge(
-        self, reading: Float[torch.Tensor, "*t r"], stage: int, among: Candidates | None = None
+    def head_logits(
+        self, reading: Float[torch.Tensor, "*t r"], stage: int, subset: TokenSubset | None = None
     ) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens, or some of them, from a reading."""
         if not self.config.own_embedding:
-            return self.score(reading, among)
+            return self.compute_logits(reading, subset)
         head = self.output[stage % len(self.output)]
-        if among is None:
+        if subset is None:
             return widen(head(reading))
-        return widen(F.linear(reading, head.get_parameter("weight")[among.column])) + among.raised
+        return widen(F.linear(reading, head.get_parameter("weight")[subset.columns])) + subset.logit_offset
 
-    def score_stage(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
+    def stage_logits(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
         """Logits over the drafted tokens from a stage's state."""
-        return self.judge(self.reading(state, stage), stage)
+        return self.head_logits(self.head_input(state, stage), stage)
 
     def forward(
         self,
@@ -204,14 +206,14 @@ class MLPSpeculator(Speculator):
         needs `judge`, whose weights wrapped networks gather for the time of this call only; and because logits of all
         stages at once would be the largest tensor of training.
         """
-        state, readings = self.start(features), []
+        state, readings = self.initial_state(features), []
         for stage in range(self.stages):
-            state = self.step(state, tokens[..., stage], stage)
-            readings.append(self.reading(state, stage))
+            state = self.next_state(state, tokens[..., stage], stage)
+            readings.append(self.head_input(state, stage))
         return use(readings)
 
     @torch.no_grad()
-    def published(self) -> dict[str, Float[torch.Tensor, "r c"] | Float[torch.Tensor, " r"]]:
+    def published_tensors(self) -> dict[str, Float[torch.Tensor, "r c"] | Float[torch.Tensor, " r"]]:
         """The weights under the names and in the form of the released checkpoints, giving the same logits.
 
         Tokens outside the draft vocabulary, which those heads score too, get the scores that the target's head gives
@@ -257,14 +259,14 @@ class MLPSpeculator(Speculator):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, 0, self.config.inner**-0.5)
 
-    def _as_the_target(self, ends: EmbeddingAndHead) -> None:
+    def _as_the_target(self, embedding_and_head: EmbeddingAndHead) -> None:
         """Start as a speculator that repeats what the target said.
 
         GELU(x) - GELU(-x) = x: pairs of units of opposite sign hand the state on unchanged, from stage to stage and to
         the head. So training begins in the target's own coordinates, with scores of the right size, and units beyond
         the pairs are random.
         """
-        d, e = ends.hidden, self.config.inner
+        d, e = embedding_and_head.hidden, self.config.inner
         pairs = min(d, e // 2)
         for i, project in enumerate(self.project):
             assert isinstance(project, nn.Linear)
@@ -272,7 +274,10 @@ class MLPSpeculator(Speculator):
             with torch.no_grad():
                 project.weight[: 2 * pairs] *= 0.1
                 _pair(project.weight, pairs, 1.0, inputs=1 if i == 0 else 2)
-        embedding, head = _row_size(ends.embedding) * ends.embedding_scale, _row_size(ends.head)
+        embedding, head = (
+            _row_size(embedding_and_head.embedding) * embedding_and_head.embedding_scale,
+            _row_size(embedding_and_head.head),
+        )
         for token, output in zip(_weights(self.token), _weights(self.output), strict=True):
             nn.init.normal_(token, 0, _START_TOKEN / embedding)
             nn.init.normal_(output, 0, 0.1 * e**-0.5 * _START_LOGITS / head)

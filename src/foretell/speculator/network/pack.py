@@ -20,13 +20,13 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.rope import tables
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle3, EagleNetwork
-from foretell.speculator.network.layer import FusingLayer, Layer
-from foretell.speculator.network.mlp_speculator import EPS, MLPSpeculator
+from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
+from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
 
 S = TypeVar("S", bound=Speculator)
 
 
-class Packed(nn.Module):
+class PackedLinear(nn.Module):
     """A linear layer on the native kernels; float32 in and out, whatever it holds."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, precision: Precision) -> None:
@@ -51,7 +51,7 @@ class PackedNorm(nn.Module):
         return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
 
 
-def packed(network: S, precision: Precision = "int8") -> S:
+def pack_network(network: S, precision: Precision = "int8") -> S:
     """A copy of the network with every `nn.Linear` and its output matrix packed; itself where the kernels do not run or
     do not fit its dtype.
 
@@ -59,18 +59,18 @@ def packed(network: S, precision: Precision = "int8") -> S:
     network drafts; it can be neither trained nor saved. What a matrix makes of a state does not depend on how many
     states share the call.
     """
-    head = network.output_matrix
+    head = network.lm_head
     unfit = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
     if unfit or network.packed_head is not None:
         return network
     fast = _copy(network)
     stacked: nn.Module | None = None
     if isinstance(fast, EagleNetwork):
-        fast.stack = _stack(fast, precision)
-        stacked = fast.layers if fast.stack else None
+        fast.native_stack = _stack(fast, precision)
+        stacked = fast.layers if fast.native_stack else None
     fast.packed_head = NativeLinear(head, None, precision)
     if isinstance(fast, Eagle3):
-        fast.kernels = _eagle(fast, precision)
+        fast.native = _eagle(fast, precision)
     _swap(fast, precision, stacked)
     for module in fast.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -78,7 +78,7 @@ def packed(network: S, precision: Precision = "int8") -> S:
     if isinstance(fast, MLPSpeculator) and not fast.config.own_embedding:
         stages = [_stage(fast, i) for i in range(fast.stages)]
         table, scale = fast.get_buffer("_embedding"), fast.embedding_scale
-        fast.kernels = NativeStages(stages, table, scale, fast.token_of)
+        fast.native = NativeStages(stages, table, scale, fast.token_of)
     return fast
 
 
@@ -99,15 +99,17 @@ def _stage(network: MLPSpeculator, i: int) -> NativeStage:
     project, token, output = (_linear(layer) for layer in layers)
     head = network.packed_head
     assert head is not None
-    return NativeStage((project, token, output, head), (norm.get_parameter("weight"), norm.get_parameter("bias")), EPS)
+    return NativeStage(
+        (project, token, output, head), (norm.get_parameter("weight"), norm.get_parameter("bias")), NORM_EPS
+    )
 
 
 def _linear(layer: nn.Module) -> NativeLinear:
-    assert isinstance(layer, Packed)
+    assert isinstance(layer, PackedLinear)
     return layer.linear
 
 
-def _plain(layer: Layer) -> PlainBlock:
+def _plain(layer: EagleLayer) -> PlainBlock:
     """A layer's weights as the kernels' packer takes them."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
     return PlainBlock(
@@ -126,20 +128,20 @@ def _plain(layer: Layer) -> PlainBlock:
 
 def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
     """The network's layers on the kernels; None where these do not run them."""
-    config = network.config.decoder
+    config = network.config.decoder_config
     if not NativeStack.supports(config):
         return None
-    blocks = [_plain(layer) for layer in network.layers if isinstance(layer, Layer)]
+    blocks = [_plain(layer) for layer in network.layers if isinstance(layer, EagleLayer)]
     return NativeStack(config, blocks, precision, tables(config.rope or RopeConfig(), config.head_dim, config.context))
 
 
 def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
     """The layers with what surrounds them; None where the kernels have no place for it."""
     first, own, head, config = network.layers[0], network.embedding, network.packed_head, network.config
-    if network.stack is None or config.norm_output or config.norm_before_fc or network.softcap:
+    if network.native_stack is None or config.norm_output or config.norm_before_fc or network.softcap:
         return None
-    assert isinstance(first, FusingLayer) and head is not None
-    norms, fuse = network.fc_norm, Packed(network.fc.weight, network.fc.bias, precision)
+    assert isinstance(first, Eagle3FirstLayer) and head is not None
+    norms, fuse = network.fc_norm, PackedLinear(network.fc.weight, network.fc.bias, precision)
     around = Surroundings(
         embedding=network.get_buffer("_embedding") if own is None else own,
         scale=network.embedding_scale if own is None else 1.0,
@@ -153,7 +155,7 @@ def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
         token_of=network.token_of,
     )
     network.add_module("fc", fuse)
-    return NativeEagle(network.stack, around)
+    return NativeEagle(network.native_stack, around)
 
 
 def _swap(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
@@ -164,4 +166,4 @@ def _swap(module: nn.Module, precision: Precision | None, stacked: nn.Module | N
         elif not isinstance(child, nn.Linear):
             _swap(child, None if child is stacked else precision, stacked)
         elif precision is not None:
-            setattr(module, name, Packed(child.weight, child.bias, precision))
+            setattr(module, name, PackedLinear(child.weight, child.bias, precision))

@@ -221,7 +221,7 @@ class _LayerFile:
 
     Written with plain writes: a full disk is an error, not a signal.
 
-    `ends`: the row after the last one of every document; documents that the file is too short for have no mark,
+    `embedding_and_head`: the row after the last one of every document; documents that the file is too short for have no mark,
     whatever was noted.
     """
 

@@ -84,7 +84,7 @@ def _data(data: Sequence[Dataset]) -> list[str]:
             "text": "plain text",
         }[known.kind]
         facts = [
-            f"`{Path(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed "
+            f"`{RankPath(one.folder).name}`: {len(one):,} texts, {one.learnable:,} tokens to learn; {origin}; seed "
             f"{known.seed}."
         ]
         if known.kind != "text":

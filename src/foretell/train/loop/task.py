@@ -14,7 +14,7 @@ from foretell.retrieval.datastore import fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import Cached, Features, Shelf, Streamed
 from foretell.train.data.schedule import Order, Pieces, Schedule, pieces
@@ -171,7 +171,7 @@ def _setup(
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
     ends = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
-    card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    card = TargetInfo(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if origin is not None and settings.draft_vocab is None:
         kept = load_own(origin, ends).token_of
     else:
@@ -206,10 +206,10 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
         raise ValueError(
             f"--from {folder}: a speculator of kind {found.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
         )
-    theirs, ours = found.card.fingerprint, setup.card.fingerprint
+    theirs, ours = found.target_info.fingerprint, setup.card.fingerprint
     if theirs and theirs != ours:
         raise ValueError(
-            f"--from {folder}: trained for {found.card.name} (fingerprint {theirs}), and the target is "
+            f"--from {folder}: trained for {found.target_info.name} (fingerprint {theirs}), and the target is "
             f"{setup.card.name} (fingerprint {ours})"
         )
     before, now = found.hidden_layers, recipe.network.hidden_layers
@@ -218,7 +218,7 @@ def begin(recipe: Recipe, folder: Path, setup: Setup) -> None:
             f"--from {folder}: it reads layers {list(before)} of the target, and {list(now)} with these settings; "
             "give the --set it was trained with"
         )
-    mine, given = recipe.network.state_dict(), recipe.network.widened(found)
+    mine, given = recipe.network.state_dict(), recipe.network.adapt_state_dict(found)
     if found.head is None:
         # Whatever tokens it drafts, their rows are the target's.
         given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in mine.items() if n == "token_of"}

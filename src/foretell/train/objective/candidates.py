@@ -9,7 +9,7 @@ import math
 import torch
 from jaxtyping import Float, Int
 
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 
 _RANDOM = 4
 """One candidate in so many is drawn at random."""
@@ -17,7 +17,7 @@ _RANDOM = 4
 
 def candidates(
     distribution: Float[torch.Tensor, "k w"], count: int, certain: Int[torch.Tensor, " m"] | None = None
-) -> Candidates | None:
+) -> TokenSubset | None:
     """`count` of the drafted tokens: those with the most mass under the target's distributions `distribution`, the rest
     drawn from torch's own generator.
 
@@ -40,4 +40,4 @@ def candidates(
     some = rest[torch.randperm(len(rest), device=rest.device)[:drawn]]
     raised = math.log(len(rest) / drawn) if drawn else 0.0
     column, place = torch.cat([likely, some]).sort()
-    return Candidates(column, torch.where(place < len(likely), 0.0, raised))
+    return TokenSubset(column, torch.where(place < len(likely), 0.0, raised))

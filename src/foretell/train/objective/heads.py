@@ -101,7 +101,7 @@ class Told:
         cell, self._which = torch.unique(wanted.row[:, None] * s + ahead.clamp_max(s - 1), return_inverse=True)
         logits = head(state.flatten(0, 1)[cell])
         self.among = candidates(torch.softmax(logits, -1), count, torch.unique(wanted.token.clamp_min(0)))
-        self._laws = torch.softmax(logits if self.among is None else self.among.of(logits), -1)
+        self._laws = torch.softmax(logits if self.among is None else self.among.select(logits), -1)
 
     @property
     def distributions(self) -> Float[torch.Tensor, "n k c"]:
@@ -112,7 +112,7 @@ class Told:
         """Drafted tokens by their number among those looked at; -1 stays."""
         if self.among is None:
             return number
-        return torch.where(number >= 0, torch.searchsorted(self.among.column, number.clamp_min(0)), -1)
+        return torch.where(number >= 0, torch.searchsorted(self.among.columns, number.clamp_min(0)), -1)
 
 
 @torch.no_grad()

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import candidates
 
-Judge = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
+Judge = Callable[[Float[torch.Tensor, "k r"], int, TokenSubset | None], Float[torch.Tensor, "k w"]]
 """Logits over the drafted tokens, or over candidates, from what a stage's last matrix sees, and the stage."""
 
 
@@ -105,13 +105,13 @@ def stage_losses(
         among = distributions.among if distributions else None
         for stage in range(n):
             wanted, label = lesson.wanted[part, stage], lesson.label[part, stage]
-            label = label if among is None else torch.searchsorted(among.column, label.contiguous())
+            label = label if among is None else torch.searchsorted(among.columns, label.contiguous())
             distribution = distributions.of_stage(stage) if distributions else None
 
             def lost(reading: torch.Tensor, stage: int = stage, label: torch.Tensor = label,
             wanted: torch.Tensor = wanted,
                      distribution: torch.Tensor | None = distribution,
-                     among: Candidates | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                     among: TokenSubset | None = among) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
                 logits = judge(reading, stage, among)
                 each = cross_entropy(logits, label, distribution, teacher.share if teacher else 0.0)
                 hits = (logits.detach().argmax(-1) == label) & wanted
@@ -151,7 +151,7 @@ class _Laws:
         self._laws = teacher.distributions(self._known)
         self.among = candidates(self._laws, count, torch.unique(label))
         if self.among is not None:
-            kept = self._laws[:, self.among.column] * self.among.raised.exp()
+            kept = self._laws[:, self.among.columns] * self.among.logit_offset.exp()
             self._laws = kept / kept.sum(-1, keepdim=True)
 
     def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:

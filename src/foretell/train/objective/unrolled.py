@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import candidates
 from foretell.train.objective.teacher import TargetHead
 
@@ -58,7 +58,7 @@ class Labels:
     logits: Float[torch.Tensor, "k w"]
     covered: float
     """Share of the tokens to be learned that can be drafted."""
-    among: Candidates | None = None
+    among: TokenSubset | None = None
     """Which of the drafted tokens `logits` are of; None: all."""
 
     def after(self, shift: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
@@ -72,7 +72,7 @@ class Labels:
     def narrowed(self, count: int) -> "Labels":
         """The same over `count` candidates; 0: over all."""
         among = candidates(torch.softmax(self.logits, -1), count)
-        return self if among is None else replace(self, logits=among.of(self.logits), among=among)
+        return self if among is None else replace(self, logits=among.select(self.logits), among=among)
 
 
 @torch.no_grad()

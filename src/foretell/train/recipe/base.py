@@ -20,7 +20,7 @@ from foretell.model.graph import GraphedDecoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import Network, Runner
 from foretell.speculator.checkpoint import save
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch import Batch
 from foretell.utils.names import unknown
@@ -51,7 +51,7 @@ def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
 class Setup:
     """What a recipe is built from: the target, and what the user asked for."""
 
-    card: TargetCard
+    card: TargetInfo
     config: ModelConfig
     """Of the target."""
     ends: EmbeddingAndHead
@@ -73,7 +73,7 @@ class Setup:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The target in plain torch, in the dtype of `ends`: one for all who read with it, loaded at first use.
+        """The target in plain torch, in the dtype of `embedding_and_head`: one for all who read with it, loaded at first use.
 
         It must not be changed.
 
@@ -95,7 +95,7 @@ class Setup:
     def choose(self, network: Speculator) -> None:
         """Give a fresh network the tokens that it drafts."""
         if self.kept is not None:
-            network.choose(self.kept)
+            network.set_draft_vocab(self.kept)
 
     def draft_index(self) -> Int[torch.Tensor, " v"] | None:
         """Place of every token of the target among the drafted ones, -1 for the others; None: all are drafted."""

@@ -21,7 +21,7 @@ from foretell.model.influence import influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
+from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, draft_config
 from foretell.train.data.batch import Batch
 from foretell.train.data.rewrite import Rewriter, Writer
 from foretell.train.objective.candidates import candidates
@@ -101,17 +101,17 @@ class DraftModelRecipe(Recipe):
         config = DraftModelConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
-            model=kept_config(setup.config, blocks),
+            model=draft_config(setup.config, blocks),
             blocks=() if setup.source is None else blocks,
         )
         network = DraftNetwork(config, setup.ends)
         setup.choose(network)
         if setup.source is not None:
-            network.start_from(setup.source.decoder(torch.float32, blocks), range(len(blocks)))
+            network.init_from_target(setup.source.decoder(torch.float32, blocks), range(len(blocks)))
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(setup.seed)
-                network.start_afresh()
+                network.init_random()
         return cls(network, config, options, setup)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
@@ -132,15 +132,15 @@ class DraftModelRecipe(Recipe):
 
     def _distilled(self, mine: Float[torch.Tensor, "k d"], theirs: Float[torch.Tensor, "k d"]) -> Distilled:
         with torch.no_grad():
-            warmth, target = self.options.temperature, self.network.teach(theirs)
+            warmth, target = self.options.temperature, self.network.teacher_logits(theirs)
             among = candidates(torch.softmax(target / warmth, -1), self.options.candidates)
             if among is not None:
                 # What is added to logits here is divided with them.
-                among = replace(among, raised=among.raised * warmth)
-                target = among.of(target)
+                among = replace(among, logit_offset=among.logit_offset * warmth)
+                target = among.select(target)
 
         def of(states: torch.Tensor) -> Distilled:
-            return distil(target / warmth, self.network.score(states, among) / warmth, self._divergence)
+            return distil(target / warmth, self.network.compute_logits(states, among) / warmth, self._divergence)
 
         # The logits of a chunk are made again for its gradient rather than kept.
         done: Distilled = checkpoint(of, mine, use_reentrant=False)
@@ -169,7 +169,9 @@ class DraftModelRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the catalogue's length."""
         assert isinstance(network, DraftNetwork)
-        return Method(DraftModel(network.runner()), Chain(ChainOptions().num_speculative_tokens, draw=False), Match())
+        return Method(
+            DraftModel(network.to_runner()), Chain(ChainOptions().num_speculative_tokens, draw=False), Match()
+        )
 
 
 @torch.no_grad()
@@ -181,13 +183,13 @@ def missed(
 
     `unit` `text`: all those of a text as soon as one of them is missed, none of a text that is mastered.
     """
-    best = draft.teach(batch.features[0][where]).argmax(-1)
+    best = draft.teacher_logits(batch.features[0][where]).argmax(-1)
     if draft.token_of is not None:
         best = draft.token_of[best]
     found = torch.zeros_like(best, dtype=torch.bool)
     for network in earlier:
         assert isinstance(network, DraftNetwork)
-        guess = network.score(network(batch.token, where)).argmax(-1)
+        guess = network.compute_logits(network(batch.token, where)).argmax(-1)
         found |= best == (guess if network.token_of is None else network.token_of[guess])
     out = torch.zeros_like(where)
     out[where] = ~found
@@ -250,7 +252,7 @@ def _frozen(network: Speculator, folder: Path) -> DraftNetwork:
 def _rewriter(options: Options, network: DraftNetwork, setup: Setup) -> Rewriter:
     if setup.source is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
-    author = Writer(network.network, network, options.refresh)
+    author = Writer(network.to_network, network, options.refresh)
     if options.writer == "target":
         author = Writer(lambda: setup.network or setup.decoder)
     return Rewriter(

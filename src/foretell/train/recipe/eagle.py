@@ -88,7 +88,7 @@ class EagleRecipe(Recipe):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """What the network reads, and what the target's head sees, for labels."""
-        head, own = self.network.card.layers + 1, self.network.hidden_layers
+        head, own = self.network.target_info.layers + 1, self.network.hidden_layers
         return own if head in own else (*own, head)
 
     @abstractmethod
@@ -106,7 +106,7 @@ class EagleRecipe(Recipe):
 
     def seen(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
         """What the target's head sees."""
-        return batch.features[self.hidden_layers.index(self.network.card.layers + 1)]
+        return batch.features[self.hidden_layers.index(self.network.target_info.layers + 1)]
 
     def method(self, network: Speculator) -> AnyMethod:
         """A whole dynamic tree, matched."""

@@ -176,7 +176,7 @@ class HeadsRecipe(Recipe):
         self._counts.add(found.cpu().numpy(), wanted.known.cpu().numpy())
         self._batches += 1
         if self._batches % _NOTED == 0:
-            self.network.earn(*self._counts.best())
+            self.network.set_tree(*self._counts.best())
 
     def method(self, network: Speculator) -> AnyMethod:
         """A large tree of what was earned, matched."""

@@ -75,7 +75,7 @@ class LookAheadRecipe(Recipe):
         number = None if self._number is None else self._number.to(batch.token.device)
         wanted = answers_ahead(batch.token, batch.answer, cut, self._options.ahead, number).flatten(0, 1)
         states = probe_forward(self._target, batch.token, cut, network()).flatten(0, 1)
-        logits = self.network.score(states)
+        logits = self.network.compute_logits(states)
         losses, found = cross_entropies(logits, wanted), ranks(logits.detach(), wanted)
         figures = dict[str, float]()
         for i, loss in enumerate(losses.detach().tolist()):

@@ -98,7 +98,7 @@ class MLPSpeculatorRecipe(Recipe):
         frozen = own.head is None and not own.config.own_embedding
 
         def use(readings: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
-            return stage_losses(own.judge, readings, learn, teacher, frozen, count=o.candidates if teacher else 0)
+            return stage_losses(own.head_logits, readings, learn, teacher, frozen, count=o.candidates if teacher else 0)
 
         losses: StageLosses = network([s[learn.at] for s in states], learn.given, use)
         figures = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}

@@ -5,7 +5,7 @@ from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
-from foretell.speculator.network.layer import FusingLayer, Layer
+from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 
 SMALL = 0.2
 """What matrices that write to the residual stream are scaled by, so that the identity dominates at first."""
@@ -23,10 +23,10 @@ def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
             if module.bias is not None:
                 module.bias.zero_()
     pass_through(network)
-    if decoder is not None and decoder.config.hidden == network.card.hidden:
+    if decoder is not None and decoder.config.hidden == network.target_info.hidden:
         blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
         for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
-            assert isinstance(layer, Layer | FusingLayer)
+            assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
             inherit(layer, block)
         if isinstance(network, Eagle3):
             finish(network, decoder)
@@ -35,18 +35,18 @@ def start(network: EagleNetwork, decoder: Decoder | None, seed: int) -> None:
 def pass_through(network: EagleNetwork) -> None:
     """Let the last tapped state be the feature."""
     assert isinstance(network, Eagle1 | Eagle3)
-    d = network.card.hidden
+    d = network.target_info.hidden
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
-def inherit(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
+def inherit(layer: EagleLayer | Eagle3FirstLayer, block: DecoderBlock) -> None:
     """Take over a block of the target, as far as it is dense and has the same sizes."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
         # What reads a token's embedding (EAGLE-3's first half of the inputs) stays noise: the block knew only states.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
         attention.o_proj.weight.copy_(block.output.weight * SMALL)
-        norm = layer.hidden_norm if isinstance(layer, FusingLayer) else layer.input_layernorm
+        norm = layer.hidden_norm if isinstance(layer, Eagle3FirstLayer) else layer.input_layernorm
         if norm is not None:
             norm.weight.copy_(block.attention_norm.weight)
     if isinstance(block.mlp, FeedForward) and block.mlp.down.weight.shape == layer.mlp.down_proj.weight.shape:
@@ -58,5 +58,5 @@ def inherit(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
 def finish(network: Eagle3, decoder: Decoder) -> None:
     """Norm the output as the target does; a state that its head has seen was scaled by that norm already."""
     weight = decoder.norm.weight
-    seen = network.hidden_layers[-1] == network.card.layers + 1
+    seen = network.hidden_layers[-1] == network.target_info.layers + 1
     network.norm.weight.copy_(weight.square().mean().sqrt() if seen else weight)

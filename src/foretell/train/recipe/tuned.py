@@ -14,7 +14,7 @@ from torch import nn
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
 from foretell.model.training.full_forward import full_forward
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 from foretell.speculator.network.heads import HeadsNetwork
 
 
@@ -58,7 +58,7 @@ class Tuned(nn.Module):
         place: Int[torch.Tensor, " n"],
         few: Int[torch.Tensor, " m"],
         joint: bool,
-        among: Candidates | None = None,
+        among: TokenSubset | None = None,
     ) -> tuple[Float[torch.Tensor, "n k w"], Float[torch.Tensor, "_ v"]]:
         """Logits of the heads at some positions (over candidates, if these are given), and the tuned target's own at a
         `few` of these.
@@ -68,7 +68,7 @@ class Tuned(nn.Module):
         if not joint:
             # Processes that train together expect every parameter to take part.
             idle = sum(p.sum() for p in self.changes.parameters()) * 0
-            return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.card.vocab)
+            return self.network(h[row, place], among) + idle, h.new_zeros(0, self.network.target_info.vocab)
         decoder = self._decoder[0]
         with self._applied(decoder):
             x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))
