@@ -15,7 +15,7 @@ size=$(stat -c %s "$library" 2>/dev/null || stat -f %z "$library")
 echo "$library: $size bytes"
 [ "$size" -lt "$limit" ] || { echo "$library: more than $limit bytes" >&2; exit 1; }
 listing=$(.venv/bin/python -m zipfile --list "$library")
-grep -q native/kernels/kernels.cpp <<<"$listing"
+grep -q model/kernels/csrc/kernels.cpp <<<"$listing"
 speculators=$(.venv/bin/python -m zipfile --list dist/foretell_smollm2_135m-*.whl)
 grep -q eagle3/model.safetensors <<<"$speculators"
 if grep -q curve <<<"$speculators"; then echo "training curves in the wheel" >&2; exit 1; fi

@@ -18,7 +18,7 @@ import torch
 
 from foretell.model.kernels import structures
 
-SOURCE = Path(__file__).parent / "kernels" / "kernels.cpp"
+SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 
 
