@@ -166,9 +166,7 @@ def test_the_likeliest_end_is_where_the_text_goes_on_if_the_guesses_are_sure() -
     guesser = drafter(groups=1)
     guesser.network.register_buffer("_shared_head", guesser.network.get_buffer("_shared_head") * 1e4)
     _, runner = watched(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
-    embedding_and_head = [
-        (int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]
-    ]
+    places = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
     assert places and all(place == last for place, last in places)
 
 

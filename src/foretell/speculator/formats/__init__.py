@@ -1,4 +1,4 @@
-"""Checkpoints of other projects: one file per family, and the table of what is recognised."""
+"""Checkpoint formats of other projects: one file per family, and the tables of all formats."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ FORMATS: Sequence[CheckpointFormat] = (
     eagle.EAGLE3,
     eagle.EAGLE1,
 )
-"""Every format that is read, the more particular ones first."""
+"""Formats that are read, the more specific ones first."""
 
 EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_SPECULATORS,
@@ -25,11 +25,11 @@ EXPORTS: Sequence[ExportFormat] = (
     mlp.TO_VLLM,
     draft_model.HF,
 )
-"""Every format that is written."""
+"""Formats that are written."""
 
 
 def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | None:
-    """The format of what lies in a directory, with what was found in it; None: none that is known.
+    """The format of the checkpoint in a directory, and the checkpoint; None: no known format.
 
     Raises:
         ValueError: there is no configuration, or a file is damaged.

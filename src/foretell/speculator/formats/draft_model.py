@@ -15,11 +15,11 @@ from foretell.speculator.network.draft_model import DraftNetwork
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, DraftNetwork)
-    drafts = network.to_decoder(network.dtype)
-    # Engines want a score for every token: those that a reduced vocabulary lacks get the target's.
+    decoder = network.to_decoder(network.dtype)
+    # Other engines need a logit for every token: those outside the draft vocabulary use the target's rows.
     head = network.full_lm_head.detach().to(network.dtype)
-    config = replace(drafts.config, tied=torch.equal(head, drafts.embedding))
-    whole = Decoder(config, drafts.embedding, list(drafts.blocks), drafts.norm, Linear(head))  # type: ignore[arg-type]
+    config = replace(decoder.config, tied=torch.equal(head, decoder.embedding))
+    whole = Decoder(config, decoder.embedding, list(decoder.blocks), decoder.norm, Linear(head))  # type: ignore[arg-type]
     write_hf(folder, whole, verifier.codec, network.dtype)
 
 

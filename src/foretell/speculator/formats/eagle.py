@@ -1,4 +1,4 @@
-"""EAGLE's layers as SafeAILab publishes them, and EAGLE-3 as the `speculators` library does."""
+"""Reads EAGLE checkpoints: SafeAILab's formats of EAGLE-1 and EAGLE-3, and that of the `speculators` library."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,22 +9,23 @@ import torch
 from foretell.model.config import ModelConfig, RopeConfig, from_hf
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
-from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, is_copy, target_info
+from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, is_copy, target_info, target_rows
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import EagleConfig
 from foretell.utils.validation import Fields
 
-_SIDE = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
-"""Beginnings or endings of tensors that are read apart, or hold nothing of their own."""
+_OTHER_TENSORS = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
+"""Parts of the names of tensors that are read separately, or are not needed."""
 
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Options of EAGLE-3 that have the same names here and in configurations."""
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a tensor of ours comes from: published ones side by side, with the rows of each."""
+    """The published tensors that form one of Foretell's, concatenated along the rows."""
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
@@ -32,7 +33,7 @@ class TensorSource:
 
 
 def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
-    """Our tensors by those of published layers (`midlayer` written `layers.0`)."""
+    """The published tensors (`midlayer` renamed to `layers.0`) of every tensor of the network."""
     d, e, eagle3 = c.target.hidden, c.head_dim, c.kind == "eagle3"
     fc_inputs = len(c.recorded_layers) * d if eagle3 else 2 * d
     out = {"fc.weight": TensorSource(("fc.weight",), (d,), (fc_inputs,))}
@@ -79,7 +80,7 @@ def _fits_eagle3(found: PublishedCheckpoint) -> bool:
 
 def _fits_eagle1(found: PublishedCheckpoint) -> bool:
     named = any(a in ("EAGLEModel", "EagleLlamaForCausalLM", "EAGLE") for a in found.architectures)
-    # Most were published under the name of a language model, which has a first norm and no `fc`.
+    # Most checkpoints name the class of a language model, which has a first norm and no `fc`.
     bare = found.has("fc.weight") and found.has("layers.0.self_attn.q_proj.weight")
     return not _fits_eagle3(found) and (named or found.config.get("model_type") == "eagle" or bare)
 
@@ -96,7 +97,7 @@ def _read_eagle3(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     found = _midlayer(found.strip_prefixes("model."))
-    # Counted from a layer's output there, from the next one's input here and in the configurations of vLLM.
+    # `eagle_config` counts a layer's output; Foretell and vLLM count the input of the next layer.
     hidden_layers = [i + 1 for i in found.fields.fields("eagle_config").integers("eagle_aux_hidden_state_layer_ids")]
     return _read(found, found.config, "eagle3", _flags(found, hidden_layers), target, embedding_and_head)
 
@@ -110,8 +111,8 @@ def _read_speculators(
     layer = found.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise ValueError(f"{found.folder / 'config.json'}: transformer_layer_config should describe the layer")
-    says = found.config.get("speculators_config")
-    verifier = says.get("verifier") if isinstance(says, dict) else None
+    library = found.config.get("speculators_config")
+    verifier = library.get("verifier") if isinstance(library, dict) else None
     name = str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
     return _read(_midlayer(found), layer, "eagle3", _flags(found, ()), target, embedding_and_head, name)
 
@@ -124,10 +125,10 @@ def _midlayer(found: PublishedCheckpoint) -> PublishedCheckpoint:
 
 
 def _flags(found: PublishedCheckpoint, hidden_layers: Sequence[int]) -> dict[str, Any]:
-    """What EAGLE-3's two layouts say alike."""
+    """The keys that EAGLE-3's two formats share."""
     return {
         "hidden_layers": found.fields.integers("eagle_aux_hidden_state_layer_ids") or tuple(hidden_layers),
-        **{name: found.flag(name) for name in FLAGS},
+        **{name: found.fields.flag(name, default=False) for name in FLAGS},
     }
 
 
@@ -141,11 +142,11 @@ def _read(
     name: str = "",
 ) -> ConvertedCheckpoint:
     shape = _shape(found, raw, target.vocab)
-    said = found.find("t2d")
-    where = Fields(raw, str(found.folder / CONFIG))
-    vocab = where.integer("vocab_size", default=target.vocab, least=1) if said is None else len(said)
+    is_drafted = found.find("t2d")
+    fields = Fields(raw, str(found.folder / CONFIG))
+    vocab = fields.integer("vocab_size", default=target.vocab, least=1) if is_drafted is None else len(is_drafted)
     trained_for = target_info(found, target, shape.hidden, vocab, name)
-    tokens = _tokens(found, target.vocab)
+    tokens = _draft_vocab(found, target.vocab)
     own_embedding = _own_embedding(found, target, embedding_and_head)
     own_head = _own_head(found, tokens, target, embedding_and_head) if kind == "eagle3" else None
     config = EagleConfig(
@@ -167,8 +168,8 @@ def _read(
         draft_vocab=None if tokens is None else len(tokens),
         **flags,
     )
-    tensors = {ours: _together(found, part) for ours, part in tensor_sources(config).items()}
-    _nothing_else(found, config)
+    tensors = {ours: _concatenate(found, source) for ours, source in tensor_sources(config).items()}
+    _refuse_other_tensors(found, config)
     if tokens is not None:
         tensors["token_of"] = tokens
     if own_head is not None:
@@ -182,7 +183,7 @@ def _shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> Mo
     """The layer as a decoder's configuration.
 
     Raises:
-        ValueError: a key is missing, or the network here has no place for what it says.
+        ValueError: a key is missing, or its value is not supported.
     """
     shape = from_hf({"model_type": "llama", **raw, "vocab_size": vocab}, str(found.folder / "config.json"))
     width = raw.get("target_hidden_size") or found.config.get("target_hidden_size")
@@ -196,13 +197,13 @@ def _shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> Mo
     return shape
 
 
-def _together(found: PublishedCheckpoint, part: TensorSource) -> torch.Tensor:
-    pieces = [found.require(n, rows, *part.other_sizes) for n, rows in zip(part.names, part.rows, strict=True)]
-    return torch.cat(pieces)
+def _concatenate(found: PublishedCheckpoint, source: TensorSource) -> torch.Tensor:
+    shapes = zip(source.names, source.rows, strict=True)
+    return torch.cat([found.require(name, rows, *source.other_sizes) for name, rows in shapes])
 
 
-def _tokens(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
-    """Target token of every drafted one, from its distance to its own number; None where all are drafted."""
+def _draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
+    """Target token of every token of the draft vocabulary, from the offsets in `d2t`; None: the whole vocabulary."""
     offsets = found.find("d2t")
     if offsets is None or len(offsets) == vocab:
         return None
@@ -218,7 +219,7 @@ def _tokens(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
 def _own_embedding(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> torch.Tensor | None:
-    """The embedding that the checkpoint brings, unless it is a copy of the target's."""
+    """The checkpoint's embedding, unless it is a copy of the target's."""
     if not found.has("embed_tokens.weight"):
         return None
     own = found.require("embed_tokens.weight", target.vocab, target.hidden)
@@ -228,27 +229,23 @@ def _own_embedding(
 def _own_head(
     found: PublishedCheckpoint, tokens: torch.Tensor | None, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> torch.Tensor | None:
-    """The output matrix that the checkpoint brings, unless it holds rows of the target's."""
+    """The checkpoint's output matrix, unless it is a copy of rows of the target's."""
     if not found.has("lm_head.weight"):
         return None
-    lent = (
-        embedding_and_head.head
-        if tokens is None
-        else embedding_and_head.head[tokens.to(embedding_and_head.head.device)]
-    )
-    own = found.require("lm_head.weight", len(lent), target.hidden)
-    return None if is_copy(own, lent) else own
+    shared = target_rows(embedding_and_head, tokens)
+    own = found.require("lm_head.weight", len(shared), target.hidden)
+    return None if is_copy(own, shared) else own
 
 
-def _nothing_else(found: PublishedCheckpoint, config: EagleConfig) -> None:
-    """Refuse tensors that would have to be used and are not.
+def _refuse_other_tensors(found: PublishedCheckpoint, config: EagleConfig) -> None:
+    """Refuse unknown tensors.
 
     Raises:
         ValueError: there is one.
     """
     used = {name for part in tensor_sources(config).values() for name in part.names}
     for name in found.names:
-        if name not in used and not any(s in name for s in _SIDE):
+        if name not in used and not any(part in name for part in _OTHER_TENSORS):
             raise ValueError(f"{found.folder}: it holds {name}, which a checkpoint of this configuration does not have")
 
 

@@ -1,4 +1,4 @@
-"""IBM's multi-stage MLP speculators (`mlp_speculator`), as fms-extras publishes them and vLLM and TGI read them."""
+"""The format of IBM's multi-stage MLP speculators (`mlp_speculator`): fms-extras, vLLM and TGI."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ _OURS = {"emb": "token", "proj": "project", "head": "output", "ln": "norm"}
 
 
 def published_names(stages: int, tied: bool) -> dict[str, str]:
-    """Our names to the published ones; tied stages are stored once, apart from the first projection."""
+    """Foretell's tensor names to the published ones; tied stages are stored once, except the first projection."""
     counts = {"emb": 1, "proj": min(stages, 2), "head": 1, "ln": 1} if tied else dict.fromkeys(_OURS, stages)
     out = {f"{_OURS[t]}.{i}.weight": f"{t}.{i}.weight" for t, count in counts.items() for i in range(count)}
     return out | {f"norm.{i}.bias": f"ln.{i}.bias" for i in range(counts["ln"])}
@@ -33,16 +33,20 @@ def _fits(found: PublishedCheckpoint) -> bool:
 
 def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
     found = found.strip_prefixes("speculator.")
-    hidden, vocab, stages = found.number("emb_dim"), found.number("vocab_size"), found.number("n_predict")
-    inner = found.number("inner_dim", 0) or hidden
-    # `tie_wts`: the spelling of older fms-extras.
-    tied = found.flag("tie_weights", found.flag("tie_wts"))
+    hidden, vocab, stages = (
+        found.fields.integer("emb_dim"),
+        found.fields.integer("vocab_size"),
+        found.fields.integer("n_predict"),
+    )
+    inner = found.fields.integer("inner_dim", default=0) or hidden
+    # Older versions of fms-extras write `tie_wts`.
+    tied = found.fields.flag("tie_weights", "tie_wts", default=False)
     config = MLPSpeculatorConfig(
         target=target_info(found, target, hidden, vocab),
         stages=stages,
         inner=inner,
         tied=tied,
-        scale_input=found.flag("scale_input"),
+        scale_input=found.fields.flag("scale_input", default=False),
         own_embedding=True,
     )
     tensors = {}
@@ -55,7 +59,7 @@ def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: Em
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, MLPSpeculator)
     c = network.config
-    said = {
+    layout = {
         "model_type": "mlp_speculator",
         "architectures": [ARCHITECTURES[0]],
         "base_model_name_or_path": verifier.name,
@@ -69,7 +73,7 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "scale_input": c.scale_input,
         "torch_dtype": dtype_name(network),
     }
-    write_checkpoint(folder, said, network.published_tensors())
+    write_checkpoint(folder, layout, network.published_tensors())
 
 
 IBM = CheckpointFormat("mlp_speculator", _fits, _read)

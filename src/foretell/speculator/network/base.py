@@ -1,6 +1,4 @@
-"""What all trained speculators are: small networks on the target's hidden states that borrow its embedding and its
-head.
-"""
+"""The base class of trained speculators: small networks that use the target's embedding and output head."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ class TargetInfo(BaseModel):
 
     name: str
     fingerprint: str = ""
-    """Of the target's norms, which quantisation leaves alone; empty in published checkpoints, which have none."""
+    """Hash of the target's norm weights, which quantisation does not change; empty in checkpoints of other projects."""
     hidden: int
     vocab: int
     layers: int
@@ -35,19 +33,16 @@ _FORMER_KEYS = {"taps": "hidden_layers", "more_taps": "more_hidden_layers"}
 
 
 class SpeculatorConfig(BaseModel):
-    """What is needed, beside weights and target, to build a speculator.
-
-    Subclasses add their own sizes and fix `kind`.
-    """
+    """Configuration of a speculator, stored as `config.json`. Subclasses add sizes and fix `kind`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     target: TargetInfo
     draft_vocab: int | None = None
-    """Tokens that it can guess, the most frequent ones of its training data; None: all."""
+    """Size of the draft vocabulary, the most frequent tokens of the training data; None: the target's vocabulary."""
     own_head: bool = False
-    """It has an output matrix of its own; otherwise it uses the target's (the rows of its tokens)."""
+    """Whether it has an output matrix of its own; otherwise it uses the target's (the rows of its draft vocabulary)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,25 +53,25 @@ class SpeculatorConfig(BaseModel):
 
 @dataclass(frozen=True)
 class TokenSubset:
-    """Some of the drafted tokens, for a loss that looks at no others."""
+    """A subset of the draft vocabulary, for losses with a sampled softmax."""
 
     columns: Int[torch.Tensor, " c"]
-    """Their numbers among the drafted ones, ascending."""
+    """Indices into the draft vocabulary, ascending."""
     logit_offset: Float[torch.Tensor, " c"]
-    """What is added to their logits, for those that stand for others too."""
+    """Added to the logits: the log of the number of tokens that a sampled token represents, 0 for the others."""
 
     def select(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t c"]:
-        """Logits of these alone, from those of all drafted tokens."""
+        """Logits of the subset, from those of the whole draft vocabulary."""
         return logits[..., self.columns] + self.logit_offset
 
 
 class Speculator(nn.Module, ABC):
-    """A network that drafts for one target. `forward` is what training calls; drafters call the parts it is made of.
+    """A network that drafts for one target. Training calls `forward`; drafters call the other methods.
 
-    Parameters and persistent buffers are what a checkpoint holds; the target's ends are neither.
+    A checkpoint holds the parameters and the persistent buffers; the target's embedding and head are neither.
 
     Raises:
-        ValueError: the target's ends do not have the sizes that the configuration names.
+        ValueError: the target's embedding and head do not have the sizes of the configuration.
     """
 
     kind: ClassVar[str]
@@ -84,44 +79,46 @@ class Speculator(nn.Module, ABC):
 
     def __init__(self, config: SpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
-        card = config.target
-        if (card.hidden, card.vocab) != (embedding_and_head.hidden, embedding_and_head.vocab):
+        target = config.target
+        if (target.hidden, target.vocab) != (embedding_and_head.hidden, embedding_and_head.vocab):
             raise ValueError(
-                f"this {config.kind} speculator is for a target of width {card.hidden} and {card.vocab} tokens; "
+                f"this {config.kind} speculator is for a target of width {target.hidden} and {target.vocab} tokens; "
                 f"the target given has width {embedding_and_head.hidden} and {embedding_and_head.vocab} tokens"
             )
-        self.config, self.target_info = config, card
-        self._scale, self._softcap = embedding_and_head.embedding_scale, embedding_and_head.softcap
+        self.config, self.target_info = config, target
+        self.embedding_scale = embedding_and_head.embedding_scale
+        """Factor of the target's embeddings."""
+        self.softcap = embedding_and_head.softcap
+        """The target's bound on logits; 0: none."""
         self.register_buffer("_embedding", embedding_and_head.embedding, persistent=False)
-        kept = config.draft_vocab
+        size = config.draft_vocab
         self.token_of: torch.Tensor | None
-        """Target token of every drafted one, ascending; None where it drafts all of them."""
-        self.register_buffer("token_of", None if kept is None else torch.arange(kept))
+        """Target token of every token of the draft vocabulary, ascending; None: the vocabularies are the same."""
+        self.register_buffer("token_of", None if size is None else torch.arange(size))
         self._target_head = embedding_and_head.head
-        rows = embedding_and_head.head if kept is None else embedding_and_head.head[:kept]
+        rows = embedding_and_head.head if size is None else embedding_and_head.head[:size]
         self.head: nn.Parameter | None
-        """Its own output matrix; None where it uses rows of the target's."""
+        """Its own output matrix; None: it uses rows of the target's."""
         self.register_parameter("head", nn.Parameter(rows.detach().float().clone()) if config.own_head else None)
         self.register_buffer("_shared_head", None if config.own_head else rows, persistent=False)
         self.packed_head: NativeLinear | None = None
-        """The output matrix in the form of the CPU kernels, once `packed` made it."""
+        """The output matrix in the format of the CPU kernels, set by `pack_network`."""
 
     @property
     @abstractmethod
     def hidden_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads; see `Runner.forward`."""
+        """Layers of the target whose hidden states it reads; see `Runner.forward`."""
 
     def adapt_state_dict(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
-        """The weights of one of its kind, which may read fewer of the target's states, as its own: what that one did
-        not see weighs nothing.
+        """The state dict of a smaller network of this kind in the shapes of this one; inputs that the smaller one does
+        not have get zero weights.
         """
         return smaller.state_dict()
 
     def set_draft_vocab(self, tokens: Int[torch.Tensor, " n"]) -> None:
-        """Fix the tokens it drafts (ascending, as many as the configuration says), and take their rows of the target's
-        head.
+        """Set the draft vocabulary (ascending, `config.draft_vocab` tokens) and take its rows of the target's head.
 
-        Loading a checkpoint calls it too, before an own head is read.
+        Loading a checkpoint calls it too, before it loads an own head.
         """
         assert self.token_of is not None
         self.token_of.copy_(tokens)
@@ -133,37 +130,27 @@ class Speculator(nn.Module, ABC):
 
     @property
     def lm_head(self) -> Float[torch.Tensor, "w d"]:
-        """What scores the drafted tokens: its own matrix, or rows of the target's."""
+        """Output matrix of the draft vocabulary: its own, or rows of the target's."""
         return self.get_buffer("_shared_head") if self.head is None else self.head
 
     @property
     def full_lm_head(self) -> Float[torch.Tensor, "v d"]:
-        """What scores the target's whole vocabulary: the target's own matrix, with the own rows in their places."""
+        """Output matrix of the target's whole vocabulary: the target's, with this network's own rows in place."""
         if self.head is None or self.token_of is None:
             return self._target_head if self.head is None else self.head
-        whole = self._target_head.to(self.head.device, self.head.dtype, copy=True)
-        whole[self.token_of] = self.head.detach()
-        return whole
-
-    @property
-    def softcap(self) -> float:
-        """The target's bound on logits; 0: none."""
-        return self._softcap
-
-    @property
-    def embedding_scale(self) -> float:
-        """What the target multiplies its embeddings by."""
-        return self._scale
+        full = self._target_head.to(self.head.device, self.head.dtype, copy=True)
+        full[self.token_of] = self.head.detach()
+        return full
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
-        """The target's embedding of tokens, as its first block sees it, in the dtype of the own weights."""
+        """The target's scaled embedding of tokens, in the dtype of this network's weights."""
         x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)
-        return x if self._scale == 1 else x * self._scale
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def compute_logits(
         self, x: Float[torch.Tensor, "*t d"], subset: TokenSubset | None = None
     ) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the drafted tokens, or some of them, from what the target's head would see."""
+        """Logits over the draft vocabulary, or a subset of it, from inputs of the output head."""
         if self.packed_head is not None:
             flat = x.reshape(-1, x.shape[-1]).contiguous()
             return self._apply_softcap(self.packed_head(flat).view(*x.shape[:-1], -1))
@@ -175,19 +162,18 @@ class Speculator(nn.Module, ABC):
     def top_tokens(
         self, x: Float[torch.Tensor, "k d"], count: int
     ) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
-        """Probabilities and numbers of the `count` drafted tokens that score best, best first, from what the target's
-        head would see.
+        """Probabilities of the `count` most probable tokens and their indices into the draft vocabulary, best first,
+        from inputs of the output head.
         """
-        if self.packed_head is not None and not self._softcap:
+        if self.packed_head is not None and not self.softcap:
             return self.packed_head.likeliest(x, count)
         return likeliest(self.compute_logits(x), count)
 
     def _apply_softcap(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits within the target's bound, where it has one."""
-        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
     def to_target_vocab(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
-        """Logits over the target's whole vocabulary: minus infinity for tokens it does not draft."""
+        """Logits over the target's vocabulary: minus infinity for tokens outside the draft vocabulary."""
         if self.token_of is None:
             return logits
         out = logits.new_full((*logits.shape[:-1], self.target_info.vocab), float("-inf"))
@@ -196,7 +182,7 @@ class Speculator(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its own weights."""
+        """Dtype of its own weights."""
         if self.packed_head is not None:
             return torch.float32
         return next((p.dtype for p in self.parameters()), torch.float32)
