@@ -114,8 +114,8 @@ class Watch(EagleDrafter):
         super().__init__(network, max_pending)
         self.roots: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def _roots(self, able, context):  # type: ignore[no-untyped-def]
-        out = super()._roots(able, context)
+    def _forward_roots(self, able, context):  # type: ignore[no-untyped-def]
+        out = super()._forward_roots(able, context)
         for i, state in zip(able, out, strict=True):
             self.roots[tuple(context.sequences[i].tokens.tolist())] = self.network.compute_logits(
                 self.network.head_input(state)
@@ -157,8 +157,8 @@ def test_keys_that_stay_are_those_of_a_fresh_reading(kind: str) -> None:
                 accepted.add(update.accepted)
     assert len(accepted) > 2
     for row, text in enumerate(texts):
-        known = drafter._known[row]
-        assert known.length + known.behind == len(text) - 1
+        known = drafter._prefixes[row]
+        assert known.length + known.pending_count == len(text) - 1
         assert known.length > len(text) - 6
         keys = read_plainly(network, text, vocab)[1].keys[0]
         kept = drafter._cache.k[0, row, :, : known.length].transpose(0, 1)

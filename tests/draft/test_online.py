@@ -132,7 +132,7 @@ def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targe
             accepted += range(len(request.prompt) + len(out) - len(update.tokens), len(request.prompt) + len(out))[
                 : update.accepted
             ]
-        lesson = draft.replay._kept[-1]
+        lesson = draft.replay._examples[-1]
         text, places = [*request.prompt, *out], [c.position for c in lesson.corrections]
         assert len(places) == statistics_of([update]).target_passes and places == sorted(set(places))
         assert lesson.tokens.tolist() == text[: places[-1]] and places[-1] == len(text) - 1
@@ -191,13 +191,13 @@ def test_the_buffer_is_bounded_and_first_in_is_first_out() -> None:
 
     for mark in range(6):
         lessons.add(lesson(mark, 3))
-    assert len(lessons) == 9 and [x.tokens[0] for x in lessons._kept] == [3, 4, 5]
+    assert len(lessons) == 9 and [x.tokens[0] for x in lessons._examples] == [3, 4, 5]
     assert [x.tokens[0] for x in lessons.sample(random.Random(0))] == [3, 4, 5]
     lessons.add(lesson(6, 3))
     taken = [int(x.tokens[0]) for x in lessons.sample(random.Random(0))]
     assert taken[0] == 6 and len(taken) == 2 and taken[1] in (4, 5)
     lessons.add(lesson(7, 25))
-    assert len(lessons) == 10 and len(lessons._kept) == 1
+    assert len(lessons) == 10 and len(lessons._examples) == 1
     with pytest.raises(ValueError, match="at least one, found 0"):
         ReplayBuffer(0)
 

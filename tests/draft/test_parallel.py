@@ -90,7 +90,7 @@ def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int |
             texts[update.request] += update.tokens
         rows = {r.number: r.row for r in engine._running}
         for number, row in rows.items():
-            length, states = guesser._states.get(row, (0, torch.zeros(0)))
+            length, states = guesser._root_states.get(row, (0, torch.zeros(0)))
             if len(states):
                 text = texts[number]
                 assert length == len(text)
@@ -202,7 +202,7 @@ def test_copies_and_recycled_tokens_beside_vectors_keep_every_text() -> None:
 
 def test_a_chance_of_ending_belongs_to_every_node_and_they_sum_to_one() -> None:
     guesser, seen = drafter(groups=2), list[float]()
-    chances = guesser._chances
+    chances = guesser._end_probabilities
 
     def spy(tree: TokenTree, i: int, context: object, nodes: Sequence[int]) -> dict[int, float]:
         out = chances(tree, i, context, nodes)  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def test_a_chance_of_ending_belongs_to_every_node_and_they_sum_to_one() -> None:
         assert set(out) == set(nodes) and min(out.values()) > -1e-6
         return out
 
-    guesser._chances = spy  # type: ignore[method-assign]
+    guesser._end_probabilities = spy  # type: ignore[method-assign]
     generate(Method(guesser, BranchingTree((3, 2), draw=False), Match()), REQUESTS)
     assert len(seen) > 5 and seen == pytest.approx([1.0] * len(seen))
 

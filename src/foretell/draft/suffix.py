@@ -1,5 +1,5 @@
-"""The longest match of any length, found in constant time: a suffix automaton over the text and over reference
-documents.
+"""Longest-suffix retrieval with suffix automata over the sequence and over reference documents, in amortised constant
+time per token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,8 @@ from foretell.draft.base import Continuation, Retriever
 class SuffixAutomaton:
     """All substrings of a growing sequence as a minimal automaton (Blumer et al. 1985), at most two states per token.
 
-    `length[s]`: longest substring of state `s`; `first_end[s]`: where the first occurrence of its substrings ends.
+    `length[s]`: length of the longest substring of state `s`; `first_end[s]`: end of the first occurrence of its
+    substrings.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -63,18 +64,18 @@ class SuffixAutomaton:
 
 
 class _Match:
-    """Follows one text through an automaton."""
+    """The longest suffix of a sequence that occurs in an automaton: its state and its length."""
 
     def __init__(self) -> None:
         self.state, self.size = 0, 0
 
 
 class SuffixRetriever(Retriever):
-    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): what followed the first earlier occurrence of the
-    longest repeated ending.
+    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): the continuation of the first earlier occurrence of
+    the longest suffix.
 
-    Searches the text itself and `references`; a reference match counts `bias` tokens less, since the own text is the
-    better predictor. At least `shortest` tokens must match; at most `copy` are proposed.
+    Searches the sequence itself and `references`; the length of a reference match counts `bias` tokens less, since the
+    sequence itself is the better predictor. At least `shortest` tokens must match; at most `copy` are proposed.
     """
 
     label = "longest suffix match (automaton)"
@@ -90,7 +91,7 @@ class SuffixRetriever(Retriever):
         if shortest < 1 or copy < 1:
             raise ValueError(f"suffix matching needs shortest and copy of at least 1, found {shortest} and {copy}")
         self.shortest, self.copy, self.bias = shortest, copy, bias
-        # Negative ids never occur in a text: no match runs across a border, and copies stop there.
+        # Negative ids occur in no sequence: no match or continuation crosses a document's end.
         self._static = SuffixAutomaton(t for r in references for t in (*r, separator))
         self._own: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[_Match, _Match]] = {}
@@ -98,10 +99,10 @@ class SuffixRetriever(Retriever):
         self._offered: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """Continuations per text: the longest match and the next shorter one, in the text and in the references."""
+        """Continuations of the longest match and the next shorter one, in the sequence and in the references."""
         out = []
-        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
-            self._follow(row, text)
+        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
+            self._follow(row, sequence)
             most = min(self.copy, budget, max_depth)
             found = self._found(row, most) if most > 0 else []
             estimator = self._estimators.setdefault(
@@ -111,11 +112,11 @@ class SuffixRetriever(Retriever):
             out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in found])
         return out
 
-    def _follow(self, row: int, text: TokenBuffer) -> None:
-        """Catch up with the tokens decided since: match first, then extend, so that a match always lies before."""
+    def _follow(self, row: int, sequence: TokenBuffer) -> None:
+        """Read the new tokens: match first, then extend, so that a match is always an earlier occurrence."""
         own = self._own.setdefault(row, SuffixAutomaton())
         mine, static = self._matches.setdefault(row, (_Match(), _Match()))
-        for token in text.tokens[len(own.tokens) :].tolist():
+        for token in sequence.tokens[len(own.tokens) :].tolist():
             mine.state, mine.size = own.advance(mine.state, mine.size, token)
             own.extend(token)
             static.state, static.size = self._static.advance(static.state, static.size, token)
@@ -139,13 +140,13 @@ class SuffixRetriever(Retriever):
         return found
 
     def observe(self, step: StepResult) -> None:
-        """Learn how good matches of that length were."""
+        """Update the acceptance rates."""
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             for size, tokens in self._offered.pop(row, []):
                 if decided:
                     self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
-        """Forget a row."""
+        """Forget a row whose request has ended."""
         for memory in (self._own, self._matches, self._estimators, self._offered):
             memory.pop(row, None)

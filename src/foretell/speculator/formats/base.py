@@ -143,7 +143,7 @@ def is_copy(own: torch.Tensor, shared: torch.Tensor) -> bool:
 
 def target_rows(embedding_and_head: EmbeddingAndHead, tokens: torch.Tensor | None) -> torch.Tensor:
     """The rows of the target's head for a draft vocabulary; None: all rows."""
-    head = embedding_and_head.head
+    head: torch.Tensor = embedding_and_head.head
     return head if tokens is None else head[tokens.to(head.device)]
 
 
