@@ -98,7 +98,7 @@ def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int =
     with torch.random.fork_rng():
         torch.manual_seed(1)
         network = network_type(config, embedding_and_head(context_of_target))
-        network.choose(tokens)
+        network.set_draft_vocab(tokens)
         for parameter in network.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
     folder = _FOLDER / f"{kind}-{vocab}-{wide}-{context}"

@@ -247,7 +247,7 @@ def _network(
 
 
 def _streamed(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int) -> Network:
-    """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_cached_graph`."""
+    """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_network`."""
     shell = build_without_blocks(config, weights, _stored(precision), device)
 
     def block_of(i: int) -> DecoderBlock:

@@ -22,9 +22,9 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network import NETWORKS
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.heads import HeadsNetwork
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.pack import pack_network
 from helpers import (
     VOCAB,
     all_logits,
@@ -50,24 +50,24 @@ def network(kind: str) -> HeadsNetwork:
     return found
 
 
-def fresh(kind: str, ends: EmbeddingAndHead, **sizes: object) -> HeadsNetwork:
+def fresh(kind: str, embedding_and_head: EmbeddingAndHead, **sizes: object) -> HeadsNetwork:
     config_type, network_type = NETWORKS[kind]
-    card = TargetCard(name="toy", hidden=ends.hidden, vocab=ends.vocab, layers=2)
-    made = network_type(config_type.model_validate({"target": card, **sizes}), ends)
+    card = TargetInfo(name="toy", hidden=embedding_and_head.hidden, vocab=embedding_and_head.vocab, layers=2)
+    made = network_type(config_type.model_validate({"target": card, **sizes}), embedding_and_head)
     assert isinstance(made, HeadsNetwork)
     return made
 
 
 @pytest.mark.parametrize(("kind", "own"), [("medusa", False), ("medusa", True), ("blockwise", False)])
 def test_untrained_heads_say_what_the_targets_own_head_says(kind: str, own: bool) -> None:
-    ends = EmbeddingAndHead(torch.randn(20, 16), torch.randn(20, 16), softcap=5.0)
-    made, kept = fresh(kind, ends, heads=3, draft_vocab=12, own_head=own), torch.arange(1, 20)[:12]
-    made.choose(kept)
+    embedding_and_head = EmbeddingAndHead(torch.randn(20, 16), torch.randn(20, 16), softcap=5.0)
+    made, kept = fresh(kind, embedding_and_head, heads=3, draft_vocab=12, own_head=own), torch.arange(1, 20)[:12]
+    made.set_draft_vocab(kept)
     h = torch.randn(2, 5, 16)
-    base = torch.tanh(h @ ends.head.T / 5) * 5
+    base = torch.tanh(h @ embedding_and_head.head.T / 5) * 5
     for head in range(3):
         torch.testing.assert_close(made(h)[..., head, :], base[..., kept])
-    wide = made.spread(made(h))
+    wide = made.to_target_vocab(made(h))
     assert wide.shape == (2, 5, 3, 20)
     assert set(wide[0, 0, 0].isinf().nonzero()[:, 0].tolist()) == set(range(20)) - set(kept.tolist())
 
@@ -98,7 +98,7 @@ def test_drafts_come_from_the_state_that_produced_the_root_whatever_the_path(kin
         for update in engine.step():
             text += update.tokens
     output = DecoderRunner(target()).forward([0], chain_tree(text[:-1]), hidden_layers=heads.hidden_layers)
-    wanted = heads.network.spread(heads.network(output.hidden_states[0][-1]))
+    wanted = heads.network.to_target_vocab(heads.network(output.hidden_states[0][-1]))
     context = context_of(text)
     tree = FixedTree(((0,), (2,), (0, 0), (2, 1))).grow(heads, context)
     order = wanted.argsort(-1, descending=True)
@@ -137,14 +137,14 @@ def test_typical_acceptance_of_heads_is_greedy_at_temperature_zero() -> None:
 def test_the_earned_tree_is_the_default_and_can_be_replaced() -> None:
     heads = network("medusa")
     paths = ((0,), (0, 0), (1,), (0, 0, 0), (1, 0), (2,))
-    heads.earn(paths, (0.6, 0.4, 0.2, 0.2, 0.1, 0.05))
+    heads.set_tree(paths, (0.6, 0.4, 0.2, 0.2, 0.1, 0.05))
     assert list(heads.paths) == list(paths)
     assert set(heads_tree(heads, MedusaOptions()).choices) == set(paths)
     assert set(heads_tree(heads, MedusaOptions(num_draft_tokens=3)).choices) == set(paths[:3])
     assert heads_tree(heads, MedusaOptions(speculative_tree=[[0], [3]])).choices == ((0,), (3,))
     flat = heads_tree(heads, MedusaOptions(acceptance=[0.2, 0.1], num_draft_tokens=2))
     assert flat.choices == ((0,), (1,))
-    heads.earn((), ())
+    heads.set_tree((), ())
     assert not heads.paths
     assert max(map(len, heads_tree(heads, MedusaOptions()).choices)) <= heads.heads
 
@@ -161,26 +161,26 @@ def test_blockwise_heads_draft_for_the_lossy_method_where_they_are_named() -> No
 @pytest.mark.parametrize("kind", ["medusa", "medusa own", "blockwise"])
 def test_packed_heads_say_the_same_and_score_a_state_alike_whoever_shares_the_call(kind: str) -> None:
     torch.manual_seed(0)
-    ends = EmbeddingAndHead(torch.randn(90, 48).bfloat16(), torch.randn(90, 48).bfloat16())
+    embedding_and_head = EmbeddingAndHead(torch.randn(90, 48).bfloat16(), torch.randn(90, 48).bfloat16())
     own = {"own_head": True} if kind.endswith("own") else {}
-    made = fresh(kind.split()[0], ends, heads=3, draft_vocab=70, **own)
+    made = fresh(kind.split()[0], embedding_and_head, heads=3, draft_vocab=70, **own)
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     h = torch.randn(6, 48)
-    fast, before = packed(made, "float32"), {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    fast, before = pack_network(made, "float32"), {name: tensor.clone() for name, tensor in made.state_dict().items()}
     plain = made(h)
     assert made.packed_head is None and made.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
     torch.testing.assert_close(fast(h), plain, rtol=1e-2, atol=0.1)
     assert fast.dtype == torch.float32
     if not own:
-        x = fast.states(h)
-        assert torch.equal(fast.score(x), torch.cat([fast.score(row[None]) for row in x]))
+        x = fast.head_states(h)
+        assert torch.equal(fast.compute_logits(x), torch.cat([fast.compute_logits(row[None]) for row in x]))
 
 
 def test_packing_leaves_doubles_alone() -> None:
     heads = network("medusa")
-    assert packed(heads).packed_head is None
+    assert pack_network(heads).packed_head is None
     assert heads.dtype == torch.float64
     assert Engine(DecoderRunner(target()), Method(HeadsDrafter(heads), Chain(3, draw=False), Match())) is not None
     assert all_logits(target(), PROMPT).shape == (11, VOCAB)

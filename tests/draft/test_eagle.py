@@ -27,10 +27,10 @@ from foretell.model.layout import Layout
 from foretell.model.rope import apply_rope
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.speculator.network.layer import norm
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.layer import make_norm
+from foretell.speculator.network.pack import pack_network
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
@@ -51,25 +51,25 @@ KINDS = ("eagle", "eagle3")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def ends(vocab: int = VOCAB) -> EmbeddingAndHead:
+def embedding_and_head(vocab: int = VOCAB) -> EmbeddingAndHead:
     return EmbeddingAndHead(target(vocab).embedding.detach(), target(vocab).head.weight.detach())
 
 
 @cache
 def network_of(kind: str, vocab: int = VOCAB, layers: int = 1, subset: int | None = 20) -> EagleNetwork:
     """Random weights in float64."""
-    card = TargetCard(name="tiny", hidden=TINY.hidden, vocab=vocab, layers=2)
+    card = TargetInfo(name="tiny", hidden=TINY.hidden, vocab=vocab, layers=2)
     config = EagleConfig.model_validate(
         {"kind": kind, "target": card, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256}
         | {"draft_vocab": subset, "layers": layers, "fc_norm": True, "hidden_layers": (0, 1, 3)}
     )
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        network = (Eagle1 if kind == "eagle" else Eagle3)(config, ends(vocab))
+        network = (Eagle1 if kind == "eagle" else Eagle3)(config, embedding_and_head(vocab))
         for parameter in network.parameters():
             parameter.data = parameter.data.double() + 0.3 * torch.randn_like(parameter.data.double())
     if subset is not None:
-        network.choose(torch.arange(vocab)[1 : 1 + subset])
+        network.set_draft_vocab(torch.arange(vocab)[1 : 1 + subset])
     return network.double()
 
 
@@ -105,20 +105,22 @@ def read_plainly(network: EagleNetwork, text: Sequence[int], vocab: int = VOCAB)
     n = len(text) - 1
     sight = Plain([range(i + 1) for i in range(n)])
     g = network.fuse(states)
-    return network.advance(torch.tensor(text[1:]), g, torch.arange(n), sight), sight
+    return network.forward_layers(torch.tensor(text[1:]), g, torch.arange(n), sight), sight
 
 
 class Watch(EagleDrafter):
     """Notes what it scored after the roots."""
 
-    def __init__(self, network: EagleNetwork, most: int) -> None:
-        super().__init__(network, most)
+    def __init__(self, network: EagleNetwork, max_pending: int) -> None:
+        super().__init__(network, max_pending)
         self.roots: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def _roots(self, able, context):  # type: ignore[no-untyped-def]
-        out = super()._roots(able, context)
+    def _forward_roots(self, able, context):  # type: ignore[no-untyped-def]
+        out = super()._forward_roots(able, context)
         for i, state in zip(able, out, strict=True):
-            self.roots[tuple(context.sequences[i].tokens.tolist())] = self.network.score(self.network.see(state))
+            self.roots[tuple(context.sequences[i].tokens.tolist())] = self.network.compute_logits(
+                self.network.head_input(state)
+            )
         return out
 
 
@@ -136,7 +138,7 @@ def test_every_root_is_scored_as_by_a_fresh_reading_of_the_text(kind: str, most:
     assert len(drafter.roots) > 15
     for text, scores in list(drafter.roots.items())[::5]:
         out = read_plainly(network, text)[0][-1]
-        torch.testing.assert_close(scores, network.score(network.see(out)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(scores, network.compute_logits(network.head_input(out)), atol=1e-5, rtol=0)
 
 
 @every_kind
@@ -156,8 +158,8 @@ def test_keys_that_stay_are_those_of_a_fresh_reading(kind: str) -> None:
                 accepted.add(update.accepted)
     assert len(accepted) > 2
     for row, text in enumerate(texts):
-        known = drafter._known[row]
-        assert known.length + known.behind == len(text) - 1
+        known = drafter._prefixes[row]
+        assert known.length + known.pending_count == len(text) - 1
         assert known.length > len(text) - 6
         keys = read_plainly(network, text, vocab)[1].keys[0]
         kept = drafter._cache.k[0, row, :, : known.length].transpose(0, 1)
@@ -171,16 +173,16 @@ def test_the_feature_of_a_position_goes_with_the_token_after_it(kind: str) -> No
     text = [*prompt, *[7] * 5]
 
     class Oracle(type(network)):  # type: ignore[misc]
-        def advance(self, token, g, position, sight):  # type: ignore[no-untyped-def]
+        def forward_layers(self, token, g, position, sight):  # type: ignore[no-untyped-def]
             states = features_of(network, text)
             fused = network.fuse(torch.cat(states, -1))[0]
             for t, each, p in zip(token.tolist(), g, position.tolist(), strict=True):
                 nearest = int((fused - each).norm(dim=-1).argmin())
                 assert (fused[nearest] - each).norm() < 1e-9
                 seen.append((nearest, t, p))
-            return super().advance(token, g, position, sight)
+            return super().forward_layers(token, g, position, sight)
 
-    oracle = Oracle(network.config, ends()).double()
+    oracle = Oracle(network.config, embedding_and_head()).double()
     oracle.load_state_dict(network.state_dict())
     method = Method(EagleDrafter(oracle), Chain(1, draw=False), Match())
     engine = Engine(DecoderRunner(target()), method, rows=1, chunk=5)
@@ -217,7 +219,7 @@ def test_drafting_level_by_level_is_the_unrolled_forward_on_the_same_tokens(kind
     wanted[0, 13] = True
     guesses = network(torch.tensor([[*text, *path]]), states, [wanted] * 5)
     for depth, guess in enumerate(guesses):
-        expected = network.spread(guess.logits[0])
+        expected = network.to_target_vocab(guess.logits[0])
         torch.testing.assert_close(after(network, text, path[:depth]), expected, atol=1e-5, rtol=0)
 
 
@@ -230,7 +232,7 @@ class Recording(EagleDrafter):
 
     def _outputs(self, tree, frontier, context):  # type: ignore[no-untyped-def]
         out, at = super()._outputs(tree, frontier, context)
-        logits = self.network.spread(self.network.score(self.network.see(out)))
+        logits = self.network.to_target_vocab(self.network.compute_logits(self.network.head_input(out)))
         for i, row in enumerate(context.rows):
             for node in frontier[i].tolist():
                 if at[i, node] >= 0:
@@ -264,8 +266,8 @@ def test_training_time_test_is_attention_recomputed_position_by_position(kind: s
         tokens, features, positions = text[1 : j + 2], list(g0[: j + 1]), list(range(j + 1))
         for i in range(steps):
             sight = Plain([range(n + 1) for n in range(len(tokens))])
-            out = network.advance(torch.tensor(tokens), torch.stack(features), torch.tensor(positions), sight)
-            expected = network.score(network.see(out[-1]))
+            out = network.forward_layers(torch.tensor(tokens), torch.stack(features), torch.tensor(positions), sight)
+            expected = network.compute_logits(network.head_input(out[-1]))
             torch.testing.assert_close(guesses[i].logits[j], expected, atol=1e-5, rtol=0)
             tokens, features, positions = [*tokens, text[j + 2 + i]], [*features, out[-1]], [*positions, j + 1 + i]
 
@@ -288,7 +290,7 @@ def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
 
 def test_pieces_of_the_layer_are_what_they_say() -> None:
     x = torch.randn(3, 5, dtype=torch.float64)
-    made = norm(5, 1e-5).double()
+    made = make_norm(5, 1e-5).double()
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * made.weight
     torch.testing.assert_close(made(x), expected)
     turn = torch.tensor([[0.6]]), torch.tensor([[0.8]])
@@ -313,15 +315,15 @@ def test_nothing_is_drafted_before_the_target_has_read_the_text() -> None:
 def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, near: float) -> None:
     wide = replace(TINY, hidden=64, vocab=VOCAB)
     decoder = tiny_decoder(wide, dtype=torch.float32)
-    card = TargetCard(name="tiny", hidden=64, vocab=wide.vocab, layers=wide.layers)
+    card = TargetInfo(name="tiny", hidden=64, vocab=wide.vocab, layers=wide.layers)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
     more = {"fc_norm": True, "norm_output": True, "qk_norm": True, "hidden_layers": (0, 1, 3)}
     config = EagleConfig.model_validate({"kind": kind, "target": card, "draft_vocab": 20} | sizes | more)
     made = Eagle1 if kind == "eagle" else Eagle3
     torch.manual_seed(5)
     plain = made(config, EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach()))
-    fast = packed(plain, precision)
-    assert fast.stack is not None and plain.stack is None
+    fast = pack_network(plain, precision)
+    assert fast.native_stack is not None and plain.native_stack is None
     text, found = random_tokens(12, seed=9), list[dict[tuple[int, tuple[int, ...]], torch.Tensor]]()
     for network in (plain, fast):
         drafter, tree = Recording(network), chain_tree(text[:-1])
@@ -346,7 +348,7 @@ class Stepwise(EagleDrafter):
 def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None) -> tuple[Decoder, EagleNetwork]:
     """A random EAGLE-3 on the CPU kernels, with its target."""
     decoder = tiny_decoder(replace(TINY, hidden=64, vocab=VOCAB), dtype=dtype)
-    card = TargetCard(name="tiny", hidden=64, vocab=VOCAB, layers=2)
+    card = TargetInfo(name="tiny", hidden=64, vocab=VOCAB, layers=2)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
     config = EagleConfig.model_validate(
         {"target": card, "draft_vocab": subset, "fc_norm": True, "hidden_layers": (0, 1, 3)} | sizes
@@ -354,8 +356,8 @@ def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None)
     torch.manual_seed(5)
     network = Eagle3(config, EmbeddingAndHead(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))
     if subset is not None:
-        network.choose(torch.arange(VOCAB)[2 : 2 + subset])
-    return decoder, packed(network, precision)
+        network.set_draft_vocab(torch.arange(VOCAB)[2 : 2 + subset])
+    return decoder, pack_network(network, precision)
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
@@ -392,7 +394,7 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
     _, network = kernel_network("float32", torch.float32, None)
-    kernels = network.kernels
+    kernels = network.native
     assert kernels is not None
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     layout = Layout(

@@ -7,7 +7,7 @@ from foretell.accept import Match
 from foretell.core.context import Context
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft import Continuation, JacobiDrafter
-from foretell.draft.jacobi import Fresh
+from foretell.draft.jacobi import InitialGuess
 from foretell.engine.engine import Request
 from foretell.engine.method import Method
 from foretell.shape import Trie
@@ -63,7 +63,7 @@ def test_iterates_are_those_of_separate_passes(request_: Request, slide: bool, m
 @pytest.mark.parametrize("fresh", ["last", "random"])
 @pytest.mark.parametrize("slide", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 30])
-def test_the_fixed_point_is_the_text_of_plain_decoding(width: int, slide: bool, fresh: Fresh) -> None:
+def test_the_fixed_point_is_the_text_of_plain_decoding(width: int, slide: bool, fresh: InitialGuess) -> None:
     method = Method(JacobiDrafter(width, slide, fresh), Trie(width), Match())
     assert generate(method, [GREEDY, SAMPLED]) == [naive(target(), GREEDY), naive(target(), SAMPLED)]
 
@@ -86,7 +86,9 @@ def test_a_block_takes_no_more_passes_than_tokens() -> None:
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_from_the_solution_every_block_takes_one_pass(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = [*request_.prompt, *naive(target(), request_), *[0] * 40]
-    monkeypatch.setattr(JacobiDrafter, "_guess", lambda self, context, i, ahead: truth[context.texts[i].length + ahead])
+    monkeypatch.setattr(
+        JacobiDrafter, "_guess", lambda self, context, i, ahead: truth[context.sequences[i].length + ahead]
+    )
     assert passes(Method(JacobiDrafter(4, slide=False), Trie(4), Match()), request_) == 6
     assert passes(Method(JacobiDrafter(5), Trie(5), Match()), request_) == 4
 

@@ -12,25 +12,25 @@ from helpers import context_of
 
 
 def test_odds_start_from_the_prior_and_follow_what_happens() -> None:
-    odds = AcceptanceEstimator([0.2, 0.8], weight=4)
-    assert odds.rate(0) == pytest.approx(0.2)
-    assert odds.rate(7) == odds.rate(1) == pytest.approx(0.8)
-    assert odds.survival(1, 3) == pytest.approx((0.8, 0.64, 0.512))
+    estimator = AcceptanceEstimator([0.2, 0.8], weight=4)
+    assert estimator.rate(0) == pytest.approx(0.2)
+    assert estimator.rate(7) == estimator.rate(1) == pytest.approx(0.8)
+    assert estimator.cumulative(1, 3) == pytest.approx((0.8, 0.64, 0.512))
     for _ in range(200):
-        odds.learn(0, True)
-        odds.learn(1, False)
-    assert odds.rate(0) > 0.98
-    assert odds.rate(1) < 0.02
+        estimator.update(0, True)
+        estimator.update(1, False)
+    assert estimator.rate(0) > 0.98
+    assert estimator.rate(1) < 0.02
 
 
 def test_a_run_counts_up_to_its_first_mistake() -> None:
-    odds, counted = AcceptanceEstimator([0.5], weight=2, fade=1), AcceptanceEstimator([0.5], weight=2, fade=1)
-    odds.learn_run(0, [1, 2, 9, 9], [1, 2, 3, 4])
+    estimator, counted = AcceptanceEstimator([0.5], weight=2, decay=1), AcceptanceEstimator([0.5], weight=2, decay=1)
+    estimator.update_run(0, [1, 2, 9, 9], [1, 2, 3, 4])
     for right in (True, True, False):
-        counted.learn(0, right)
-    assert odds.rate(0) == counted.rate(0) == pytest.approx(3 / 5)
-    odds.learn_run(0, [1, 2], [1])
-    assert odds.rate(0) == pytest.approx(4 / 6)
+        counted.update(0, right)
+    assert estimator.rate(0) == counted.rate(0) == pytest.approx(3 / 5)
+    estimator.update_run(0, [1, 2], [1])
+    assert estimator.rate(0) == pytest.approx(4 / 6)
 
 
 def step_of(text: list[int], decided: list[int], logits: torch.Tensor) -> StepResult:

@@ -10,7 +10,7 @@ from foretell.accept import Match, Rejection
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree
 from foretell.draft import CombinedRetriever, JacobiDrafter, LookaheadDrafter, SuffixRetriever
-from foretell.draft.lookahead import Pool, Window
+from foretell.draft.lookahead import LookaheadWindow, NgramPool
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
@@ -35,9 +35,9 @@ VARIANTS = {
 }
 
 
-def full_window(width: int, height: int) -> Window:
+def full_window(width: int, height: int) -> LookaheadWindow:
     numbers = count()
-    window = Window(width, height, lambda: next(numbers))
+    window = LookaheadWindow(width, height, lambda: next(numbers))
     while len(window.rows) < height:
         window.advance([next(numbers) for _ in window.rows[-1]])
     return window
@@ -71,7 +71,7 @@ def test_cells_stay_within_the_room() -> None:
 @pytest.mark.parametrize(("width", "height"), [(6, 4), (3, 1), (1, 3)])
 def test_a_followed_window_keeps_every_guess_at_its_place(width: int, height: int, moves: list[int]) -> None:
     """If the target says the position of every token, whatever is no fresh guess (-1) must be its own position."""
-    window, at, ngrams = Window(width, height, lambda: -1), 100, list[tuple[int, ...]]()
+    window, at, ngrams = LookaheadWindow(width, height, lambda: -1), 100, list[tuple[int, ...]]()
     for moved in moves:
         window.cells(at, 1, 100)
         predicted = [at + i + len(window.rows) for i in range(len(window.rows[-1]))]
@@ -98,7 +98,11 @@ def test_only_what_stands_below_the_last_rows_is_scored() -> None:
         def forward(self, *args, **options):  # type: ignore[no-untyped-def]
             output, tree = super().forward(*args, **options), args[1]
             rows.append(
-                (len(output.logits), int(tree.live.sum() - tree.prefix_length.sum()) + tree.rows, int(tree.probe.sum()))
+                (
+                    len(output.logits),
+                    int(tree.valid.sum() - tree.prefix_length.sum()) + tree.rows,
+                    int(tree.probe.sum()),
+                )
             )
             return output
 
@@ -109,12 +113,12 @@ def test_only_what_stands_below_the_last_rows_is_scored() -> None:
 
 
 def test_the_pool_holds_the_most_recent() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     for ngram in ((1, 2, 3), (1, 4, 5), (1, 2, 3), (2, 9, 9), (1, 6, 7)):
         pool.add(ngram)
     assert pool.after(1) == [(6, 7), (2, 3)]
     assert pool.after(2) == [(9, 9)] and pool.after(3) == []
-    empty = Pool(0)
+    empty = NgramPool(0)
     empty.add((1, 2))
     assert empty.after(1) == []
 
@@ -122,15 +126,15 @@ def test_the_pool_holds_the_most_recent() -> None:
 @pytest.mark.parametrize("follow", [False, True])
 def test_the_window_is_jacobis_iteration_by_separate_passes(follow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = list[tuple[list[list[int]], list[int]]]()
-    advance = Window.advance
+    advance = LookaheadWindow.advance
 
     def spy(
-        self: Window, predicted: Sequence[int], moved: int = 1, banned: Collection[int] = ()
+        self: LookaheadWindow, predicted: Sequence[int], moved: int = 1, banned: Collection[int] = ()
     ) -> list[tuple[int, ...]]:
         passes.append((list(self.rows), list(predicted)))
         return advance(self, predicted, moved, banned)
 
-    monkeypatch.setattr(Window, "advance", spy)
+    monkeypatch.setattr(LookaheadWindow, "advance", spy)
     text = random_tokens(20, seed=4)
     engine = engine_for(Method(LookaheadDrafter(5, 4, 5, follow=follow), Trie(20), Match()), chunk=7)
     engine.submit(Request(text, max_new_tokens=25))

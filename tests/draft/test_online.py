@@ -15,7 +15,7 @@ from foretell.core.context import StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.distributions.divergence import forward_kl
 from foretell.draft import DraftModel, OnlineDrafter
-from foretell.draft.online import Correction, ReplayBuffer, ReplayExample, distillation
+from foretell.draft.online import Correction, ReplayBuffer, ReplayExample, distillation_loss
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.decoder import Decoder
@@ -45,8 +45,8 @@ def network() -> DraftNetwork:
     parts = BuildContext(VOCAB, TARGET)
     config = DraftModelConfig(target=target_card(parts), draft_vocab=len(KEPT), model=replace(TARGET.config, layers=1))
     draft = DraftNetwork(config, embedding_and_head(parts))
-    draft.choose(KEPT)
-    draft.start_from(TARGET, (0,))
+    draft.set_draft_vocab(KEPT)
+    draft.init_from_target(TARGET, (0,))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for parameter in draft.blocks.parameters():
@@ -88,7 +88,7 @@ class Watching(OnlineDrafter):
 def test_answers_are_the_same_before_and_after_updates_and_with_swaps_in_between(temperature: float) -> None:
     asked = requests(6, temperature=temperature)
     expected = [naive(TARGET, r) for r in asked]
-    draft = Watching(network(), interval=2, rate=1e-2)
+    draft = Watching(network(), interval=2, learning_rate=1e-2)
     engine = engine_of(method(draft))
     with unchecked():
         for _ in range(2):
@@ -99,7 +99,7 @@ def test_answers_are_the_same_before_and_after_updates_and_with_swaps_in_between
 def test_drawn_drafts_stay_lossless_across_swaps_too() -> None:
     asked = requests(3)
     for how in (Chain(3), BranchingTree((2, 2))):
-        draft = OnlineDrafter(network(), interval=1, rate=1e-2)
+        draft = OnlineDrafter(network(), interval=1, learning_rate=1e-2)
         found = [tokens_of(u) for u in run(engine_of(Method(draft, how, Rejection()), rows=1), asked)]
         assert found == [naive(TARGET, r) for r in asked] and draft.updates == 2, "the last one has no pass after it"
 
@@ -108,7 +108,7 @@ def test_a_frozen_one_is_the_plain_draft_model() -> None:
     asked = requests(3, temperature=1.0)
     frozen, plain = (
         engine_of(method(OnlineDrafter(network(), interval=0))),
-        engine_of(method(DraftModel(network().runner()))),
+        engine_of(method(DraftModel(network().to_runner()))),
     )
     pairs = list(zip(frozen.complete(asked), plain.complete(asked), strict=True))
     assert all(mine.tokens == theirs.tokens for mine, theirs in pairs)
@@ -122,7 +122,7 @@ def test_a_frozen_one_is_the_plain_draft_model() -> None:
 
 @pytest.mark.parametrize("eos", [(), (3, 7)], ids=["length", "end of sequence"])
 def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targets_law(eos: tuple[int, ...]) -> None:
-    draft = OnlineDrafter(network(), interval=0, best=4)
+    draft = OnlineDrafter(network(), interval=0, top_k=4)
     engine = engine_of(method(draft), rows=1)
     for request in requests(3):
         engine.submit(replace(request, eos=eos))
@@ -132,7 +132,7 @@ def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targe
             accepted += range(len(request.prompt) + len(out) - len(update.tokens), len(request.prompt) + len(out))[
                 : update.accepted
             ]
-        lesson = draft.lessons._kept[-1]
+        lesson = draft.replay._examples[-1]
         text, places = [*request.prompt, *out], [c.position for c in lesson.corrections]
         assert len(places) == statistics_of([update]).target_passes and places == sorted(set(places))
         assert lesson.tokens.tolist() == text[: places[-1]] and places[-1] == len(text) - 1
@@ -142,7 +142,7 @@ def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targe
         for c in lesson.corrections:
             distribution = torch.softmax(logits[c.position - 1], -1)
             inside = (distribution[KEPT] / distribution[KEPT].sum()).sort(descending=True)
-            assert c.likely.tolist() == inside.indices[:4].tolist()
+            assert c.top_tokens.tolist() == inside.indices[:4].tolist()
             assert c.weight == pytest.approx(float(distribution[KEPT].sum()), abs=1e-5)
             np.testing.assert_allclose(np.exp(c.log_p), [*inside.values[:4], inside.values[4:].sum()], atol=1e-5)
 
@@ -162,13 +162,15 @@ def test_the_loss_compares_the_draft_before_a_token_with_the_target_of_that_toke
     expected, weights = 0.0, 0.0
     for lesson in lessons:
         for c in lesson.corrections:
-            scores = all_logits(draft.decoder(torch.float64), text[: c.position])[-1]
+            scores = all_logits(draft.to_decoder(torch.float64), text[: c.position])[-1]
             q = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-            q = np.array([*q[c.likely], 1 - q[c.likely].sum()])
+            q = np.array([*q[c.top_tokens], 1 - q[c.top_tokens].sum()])
             p = np.exp(c.log_p)
             expected += c.weight * (p * np.log(p / q)).sum()
             weights += c.weight
-    assert float(distillation(draft, lessons, forward_kl, 64).detach()) == pytest.approx(expected / weights, abs=1e-4)
+    assert float(distillation_loss(draft, lessons, forward_kl, 64).detach()) == pytest.approx(
+        expected / weights, abs=1e-4
+    )
 
 
 def test_a_long_text_is_learned_from_its_end() -> None:
@@ -176,8 +178,8 @@ def test_a_long_text_is_learned_from_its_end() -> None:
     late = replace(some, position=30)
     lesson = ReplayExample(np.array(random_tokens(30, VOCAB)), (some, late))
     only = ReplayExample(lesson.tokens[-10:], (replace(late, position=10),))
-    found = distillation(network(), [lesson], forward_kl, 10)
-    torch.testing.assert_close(found, distillation(network(), [only], forward_kl, 10))
+    found = distillation_loss(network(), [lesson], forward_kl, 10)
+    torch.testing.assert_close(found, distillation_loss(network(), [only], forward_kl, 10))
 
 
 def test_the_buffer_is_bounded_and_first_in_is_first_out() -> None:
@@ -189,13 +191,13 @@ def test_the_buffer_is_bounded_and_first_in_is_first_out() -> None:
 
     for mark in range(6):
         lessons.add(lesson(mark, 3))
-    assert len(lessons) == 9 and [x.tokens[0] for x in lessons._kept] == [3, 4, 5]
-    assert [x.tokens[0] for x in lessons.take(random.Random(0))] == [3, 4, 5]
+    assert len(lessons) == 9 and [x.tokens[0] for x in lessons._examples] == [3, 4, 5]
+    assert [x.tokens[0] for x in lessons.sample(random.Random(0))] == [3, 4, 5]
     lessons.add(lesson(6, 3))
-    taken = [int(x.tokens[0]) for x in lessons.take(random.Random(0))]
+    taken = [int(x.tokens[0]) for x in lessons.sample(random.Random(0))]
     assert taken[0] == 6 and len(taken) == 2 and taken[1] in (4, 5)
     lessons.add(lesson(7, 25))
-    assert len(lessons) == 10 and len(lessons._kept) == 1
+    assert len(lessons) == 10 and len(lessons._examples) == 1
     with pytest.raises(ValueError, match="at least one, found 0"):
         ReplayBuffer(0)
 
@@ -206,7 +208,7 @@ def test_cancelled_requests_and_requests_without_a_pass_teach_what_there_is() ->
     first, second = (engine.submit(r) for r in requests(2, length=30))
     engine.step()
     engine.cancel(first)
-    assert draft.updates == 0 and len(draft.lessons) == 1, "a request that ends is forgotten, and nothing else"
+    assert draft.updates == 0 and len(draft.replay) == 1, "a request that ends is forgotten, and nothing else"
     engine.step()
     assert draft.updates == 1
     engine.cancel(second)
@@ -228,7 +230,7 @@ def source(first: int, count: int) -> list[Request]:
 
 
 def test_acceptance_rises_on_one_source_drops_at_a_switch_and_recovers() -> None:
-    draft = OnlineDrafter(network(), interval=2, rate=5e-3)
+    draft = OnlineDrafter(network(), interval=2, learning_rate=5e-3)
     start = acceptance(draft, TARGET, source(0, 3))
     acceptance(draft, TARGET, source(0, 30))
     learned = acceptance(draft, TARGET, source(0, 3))

@@ -91,7 +91,7 @@ def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int |
             texts[update.request] += update.tokens
         rows = {r.number: r.row for r in engine._running}
         for number, row in rows.items():
-            length, states = guesser._states.get(row, (0, torch.zeros(0)))
+            length, states = guesser._root_states.get(row, (0, torch.zeros(0)))
             if len(states):
                 text = texts[number]
                 assert length == len(text)
@@ -165,10 +165,10 @@ def test_groups_stand_after_every_node_or_after_the_likeliest() -> None:
 def test_the_likeliest_end_is_where_the_text_goes_on_if_the_guesses_are_sure() -> None:
     """With the drafter's law sharpened to certainty, a chain is expected to stand whole."""
     guesser = drafter(groups=1)
-    guesser.network.register_buffer("_borrowed_head", guesser.network.get_buffer("_borrowed_head") * 1e4)
+    guesser.network.register_buffer("_shared_head", guesser.network.get_buffer("_shared_head") * 1e4)
     _, runner = trace(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
-    ends = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
-    assert ends and all(place == last for place, last in ends)
+    places = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
+    assert places and all(place == last for place, last in places)
 
 
 def test_without_vectors_it_is_plain_decoding() -> None:
@@ -183,7 +183,9 @@ def test_vectors_are_read_and_not_scored() -> None:
     class Counting(DecoderRunner):
         def forward(self, rows, tree, **options):  # type: ignore[no-untyped-def]
             output = super().forward(rows, tree, **options)
-            counts.append((len(output.logits), int(tree.live.sum() - tree.prefix_length[0] + 1), int(tree.probe.sum())))
+            counts.append(
+                (len(output.logits), int(tree.valid.sum() - tree.prefix_length[0] + 1), int(tree.probe.sum()))
+            )
             return output
 
     counts = list[tuple[int, int, int]]()
@@ -201,7 +203,7 @@ def test_copies_and_recycled_tokens_beside_vectors_keep_every_text() -> None:
 
 def test_a_chance_of_ending_belongs_to_every_node_and_they_sum_to_one() -> None:
     guesser, seen = drafter(groups=2), list[float]()
-    chances = guesser._chances
+    chances = guesser._end_probabilities
 
     def spy(tree: TokenTree, i: int, context: object, nodes: Sequence[int]) -> dict[int, float]:
         out = chances(tree, i, context, nodes)  # type: ignore[arg-type]
@@ -209,7 +211,7 @@ def test_a_chance_of_ending_belongs_to_every_node_and_they_sum_to_one() -> None:
         assert set(out) == set(nodes) and min(out.values()) > -1e-6
         return out
 
-    guesser._chances = spy  # type: ignore[method-assign]
+    guesser._end_probabilities = spy  # type: ignore[method-assign]
     generate(Method(guesser, BranchingTree((3, 2), draw=False), Match()), REQUESTS)
     assert len(seen) > 5 and seen == pytest.approx([1.0] * len(seen))
 

@@ -10,7 +10,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CombinedRetriever, PhraseRetriever, SuffixRetriever
-from foretell.draft.phrases import Phrases, encode
+from foretell.draft.phrases import PhraseIndex, encode_documents
 from foretell.engine.engine import Request
 from foretell.engine.method import Method
 from foretell.model.runner import DecoderRunner
@@ -34,10 +34,12 @@ def states(tokens: list[int], hidden_layer: int = TAP) -> torch.Tensor:
 
 @pytest.mark.parametrize("hidden_layer", [0, 1, TINY.layers, TAP])
 def test_every_token_of_a_document_has_its_state(hidden_layer: int) -> None:
-    index = encode(DecoderRunner(target()), DOCUMENTS, hidden_layer, chunk=16)
+    index = encode_documents(DecoderRunner(target()), DOCUMENTS, hidden_layer, chunk=16)
     assert len(index.tokens) == len(index.states)
-    ends = [-1, *np.flatnonzero(index.tokens < 0)[1:].tolist()]
-    parts = [(index.tokens[a + 1 : b], index.states[a + 1 : b]) for a, b in zip([0, *ends[1:]], ends[1:], strict=False)]
+    borders = [-1, *np.flatnonzero(index.tokens < 0)[1:].tolist()]
+    parts = [
+        (index.tokens[a + 1 : b], index.states[a + 1 : b]) for a, b in zip([0, *borders[1:]], borders[1:], strict=False)
+    ]
     for document, (tokens, found) in zip([d for d in DOCUMENTS if d], parts, strict=True):
         assert tokens.tolist() == document
         torch.testing.assert_close(found, states(document, hidden_layer), rtol=0, atol=1e-5)
@@ -45,15 +47,15 @@ def test_every_token_of_a_document_has_its_state(hidden_layer: int) -> None:
 
 def test_documents_longer_than_the_context_are_read_in_parts() -> None:
     document = random_tokens(TINY.context + 9, seed=1)
-    index = encode(DecoderRunner(target()), [document], TAP)
+    index = encode_documents(DecoderRunner(target()), [document], TAP)
     cut = TINY.context
     assert index.tokens.tolist() == [-1, *document[:cut], -1, *document[cut:], -1]
     torch.testing.assert_close(index.states[cut + 2 : -1], states(document[cut:]), rtol=0, atol=1e-5)
-    assert encode(DecoderRunner(target()), [], TAP).find(torch.zeros(0), 1, 4) == []
+    assert encode_documents(DecoderRunner(target()), [], TAP).find(torch.zeros(0), 1, 4) == []
 
 
 def test_the_search_is_exact() -> None:
-    index = encode(DecoderRunner(target()), DOCUMENTS, TAP)
+    index = encode_documents(DecoderRunner(target()), DOCUMENTS, TAP)
     query = states(random_tokens(5, seed=7))[-1]
     for token in range(VOCAB):
         places = [j for j in range(1, len(index.tokens)) if index.tokens[j] == token]
@@ -64,17 +66,17 @@ def test_the_search_is_exact() -> None:
 
 
 def test_copies_end_with_their_document() -> None:
-    index = Phrases(np.array([-1, 1, 2, 3, -1, 4, -1]), torch.zeros(7, 2))
+    index = PhraseIndex(np.array([-1, 1, 2, 3, -1, 4, -1]), torch.zeros(7, 2))
     assert [index.copy(at, 2) for at in (1, 2, 3, 5)] == [(2, 3), (3,), (), ()]
 
 
 def test_the_text_itself_is_found_aligned_and_accepted_at_full_length() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=44)
     text = [*request.prompt, *naive(target(), request)]
-    index = encode(DecoderRunner(target()), [random_tokens(60, seed=8), text], TAP)
+    index = encode_documents(DecoderRunner(target()), [random_tokens(60, seed=8), text], TAP)
     score, place = index.find(states(text[:30])[-1], text[30], 1)[0]
     assert score == pytest.approx(1, abs=1e-5) and index.copy(place, 5) == tuple(text[31:36])
-    draft = PhraseRetriever(TAP, index, best=1, own=False)
+    draft = PhraseRetriever(TAP, index, best=1, search_own=False)
     engine = engine_for(Method(draft, Trie(10), Match()), chunk=64)
     (done,) = engine.complete([request])
     assert list(done.tokens) == text[17:]
@@ -84,7 +86,7 @@ def test_the_text_itself_is_found_aligned_and_accepted_at_full_length() -> None:
 def test_the_own_text_has_the_states_of_a_fresh_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, retrieve = list[tuple[list[int], torch.Tensor]](), PhraseRetriever._phrases
 
-    def spy(self: PhraseRetriever, sources: list[Phrases], query: torch.Tensor, token: int, most: int) -> object:
+    def spy(self: PhraseRetriever, sources: list[PhraseIndex], query: torch.Tensor, token: int, most: int) -> object:
         seen.append(([*sources[-1].tokens.tolist(), token], sources[-1].states.clone()))
         return retrieve(self, sources, query, token, most)
 
@@ -101,7 +103,7 @@ def test_no_documents_change_a_text(accept: Match | Rejection) -> None:
     texts = [naive(target(), r) for r in REQUESTS]
     for documents in (DOCUMENTS, [[*r.prompt, *t] for r, t in zip(REQUESTS, texts, strict=True)]):
         for own in (True, False):
-            draft = PhraseRetriever(1, encode(DecoderRunner(target()), documents, 1), own=own)
+            draft = PhraseRetriever(1, encode_documents(DecoderRunner(target()), documents, 1), search_own=own)
             assert generate(Method(draft, Trie(12), accept), REQUESTS) == texts
 
 
@@ -120,7 +122,7 @@ def test_together_each_sees_the_layers_it_asked_for(monkeypatch: pytest.MonkeyPa
             )
         keep(self, step)
 
-    monkeypatch.setattr(PhraseRetriever, "keep", spy)
+    monkeypatch.setattr(PhraseRetriever, "observe", spy)
     draft = CombinedRetriever([PhraseRetriever(TAP), SuffixRetriever(), PhraseRetriever(1)])
     assert draft.hidden_layers == (1, TAP)
     assert generate(Method(draft, Trie(12), Match()), REQUESTS[:1]) == [naive(target(), REQUESTS[0])]
@@ -137,7 +139,7 @@ def test_forgets_a_row() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to search"):
-        PhraseRetriever(TAP, own=False)
+        PhraseRetriever(TAP, search_own=False)
     with pytest.raises(ValueError, match="at least one phrase"):
         PhraseRetriever(TAP, copy=0)
     with pytest.raises(ValueError, match="hidden states"):

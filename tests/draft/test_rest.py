@@ -13,7 +13,7 @@ from foretell.accept import Match, Rejection
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft import Continuation, DatastoreRetriever
-from foretell.draft.datastore import frequent
+from foretell.draft.datastore import most_frequent_prefixes
 from foretell.engine.engine import Request
 from foretell.engine.method import Method
 from foretell.retrieval.datastore import Datastore
@@ -41,7 +41,7 @@ def found(
 def test_the_most_frequent_prefixes_equal_brute_force(rows: list[list[int]], most: int) -> None:
     matrix = np.array([[*r, *[-1] * (4 - len(r))] for r in rows], np.int64).reshape(len(rows), 4)
     every = Counter(tuple(r[: i + 1]) for r in rows for i in range(len(r)))
-    kept = frequent(matrix, most)
+    kept = most_frequent_prefixes(matrix, most)
     assert all(every[p] == n for p, n in kept.items())
     assert sorted(kept.values()) == sorted(sorted(every.values(), reverse=True)[:most])
     assert all(p[:i] in kept for p in kept for i in range(1, len(p)))

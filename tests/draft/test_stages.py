@@ -21,14 +21,14 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import DynamicTrees, Precision
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, LLMCadTree
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.pack import pack_network
 from foretell.testing import TINY, tiny_decoder
 from helpers import after_prompt, chain_tree, context_of, drafted_paths, random_tokens, run, tokens_of
 
 CONFIG = replace(TINY, vocab=31)
-CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+CARD = TargetInfo(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
 
 
 def small_target() -> Decoder:
@@ -49,7 +49,9 @@ def network_of(seed: int = 0, **values: Any) -> MLPSpeculator:
 
 def scored(network: MLPSpeculator, features: list[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
     """The training forward's logits, stage by stage."""
-    return network.forward(features, given, lambda readings: [network.judge(r, i) for i, r in enumerate(readings)])
+    return network.forward(
+        features, given, lambda readings: [network.head_logits(r, i) for i, r in enumerate(readings)]
+    )
 
 
 @pytest.mark.parametrize(("stages", "expected"), [(3, 0.890899), (4, 0.917004), (5, 0.933033), (7, 0.951695)])
@@ -62,9 +64,9 @@ def test_a_state_keeps_half_of_its_variance_to_the_last_stage(stages: int, expec
 
 def test_a_scaled_input_has_variance_one_half() -> None:
     z = 17 * torch.randn(50, CONFIG.hidden)
-    scaled = network_of(scale_input=True).start([z])
+    scaled = network_of(scale_input=True).initial_state([z])
     torch.testing.assert_close(scaled.square().mean(-1), torch.full((50,), 0.5))
-    torch.testing.assert_close(network_of().start([z]), z)
+    torch.testing.assert_close(network_of().initial_state([z]), z)
 
 
 def shapes(modules: torch.nn.ModuleList) -> list[tuple[int, ...]]:
@@ -90,10 +92,10 @@ def test_tied_stages_share_all_but_the_first_projection(tied: bool, own: bool) -
 def test_the_published_form_gives_the_same_logits(tied: bool, values: dict[str, Any]) -> None:
     network = network_of(tied=tied, **{"draft_vocab": 12, **values})
     if network.token_of is not None:
-        network.choose(torch.arange(3, 27, 2))
+        network.set_draft_vocab(torch.arange(3, 27, 2))
     z, given = torch.randn(6, CONFIG.hidden), torch.randint(0, CONFIG.vocab, (6, network.stages))
     for stage, logits in enumerate(scored(network, [z], given)):
-        expected = published_logits(network.published(), network.config, z, given, stage)
+        expected = published_logits(network.published_tensors(), network.config, z, given, stage)
         kept = slice(None) if network.token_of is None else network.token_of
         torch.testing.assert_close(logits, expected[:, kept], rtol=1e-4, atol=1e-4)
 
@@ -119,7 +121,7 @@ def published_logits(
 
 def test_what_no_published_format_can_hold_is_not_written() -> None:
     with pytest.raises(ValueError, match="no place for layers \\[1\\] of the target"):
-        network_of(more_hidden_layers=(1,)).published()
+        network_of(more_hidden_layers=(1,)).published_tensors()
     with pytest.raises(ValueError, match="neither a draft_vocab"):
         MLPSpeculatorConfig(target=CARD, own_embedding=True, draft_vocab=4)
 
@@ -159,7 +161,7 @@ class Watched(MLPSpeculatorDrafter):
 
     def expand(self, tree: Any, frontier: Any, context: Any) -> Any:
         logits, at = super().expand(tree, frontier, context)
-        self.said.append((tree, [t.tokens.tolist() for t in context.texts], logits, at))
+        self.said.append((tree, [t.tokens.tolist() for t in context.sequences], logits, at))
         return logits, at
 
 
@@ -185,7 +187,7 @@ def test_drafting_scores_are_those_of_the_training_forward(shape: Any, values: d
             )
             features = [f[-1:] for f in output.hidden_states]
             given = torch.tensor([tree.token[row, path].tolist() + [0] * (4 - len(path))])
-            expected = network.spread(scored(network, features, given)[len(path) - 1])
+            expected = network.to_target_vocab(scored(network, features, given)[len(path) - 1])
             torch.testing.assert_close(logits[at[row, node]], expected[0], rtol=1e-4, atol=1e-4)
             compared += 1
     assert compared > 30
@@ -204,13 +206,13 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precision, near: float) -> None:
     plain = network_of(5, tied=tied, draft_vocab=20, more_hidden_layers=(1,))
-    fast = packed(plain, precision)
-    assert fast.kernels is not None and plain.kernels is None and packed(fast) is fast
+    fast = pack_network(plain, precision)
+    assert fast.native is not None and plain.native is None and pack_network(fast) is fast
     state = torch.randn(7, 2 * CONFIG.hidden)
     for stage in range(4):
         token = torch.randint(0, CONFIG.vocab, (7,))
-        alone = [fast.draft(state[i : i + 1], token[i : i + 1], stage) for i in range(7)]
-        expected, found = plain.draft(state, token, stage), fast.draft(state, token, stage)
+        alone = [fast.draft_step(state[i : i + 1], token[i : i + 1], stage) for i in range(7)]
+        expected, found = plain.draft_step(state, token, stage), fast.draft_step(state, token, stage)
         for mine, right, parts in zip(found, expected, zip(*alone, strict=True), strict=True):
             torch.testing.assert_close(mine, right, atol=near, rtol=0)
             assert torch.equal(mine, torch.cat(parts))
@@ -221,10 +223,10 @@ def test_a_stage_on_the_kernels_is_that_of_torch(tied: bool, precision: Precisio
 @pytest.mark.parametrize("tied", [False, True])
 def test_published_stages_draft_with_their_packed_heads(tied: bool) -> None:
     plain = network_of(5, tied=tied, own_embedding=True)
-    fast = packed(plain, "float32")
+    fast = pack_network(plain, "float32")
     state, token = torch.randn(7, CONFIG.hidden), torch.randint(0, CONFIG.vocab, (7,))
     for stage in range(4):
-        expected, found = plain.draft(state, token, stage), fast.draft(state, token, stage)
+        expected, found = plain.draft_step(state, token, stage), fast.draft_step(state, token, stage)
         for mine, right in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, right, atol=2e-5, rtol=0)
         state = expected[0]
@@ -249,8 +251,8 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
     precision: Precision, tied: bool, shape: DynamicTree
 ) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none."""
-    network = packed(network_of(7, tied=tied, draft_vocab=20, more_hidden_layers=(1,)), precision)
-    network.choose(torch.arange(CONFIG.vocab)[3:23])
+    network = pack_network(network_of(7, tied=tied, draft_vocab=20, more_hidden_layers=(1,)), precision)
+    network.set_draft_vocab(torch.arange(CONFIG.vocab)[3:23])
     texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
     context = replace(context_of(*texts), max_depth=np.array([99, 2, 99, 0]))
     step = after_prompt(small_target(), context, network.hidden_layers)
@@ -262,7 +264,7 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 def test_the_kernels_refuse_what_is_deeper_than_the_stages_or_no_token() -> None:
-    kernels = packed(network_of(7), "float32").kernels
+    kernels = pack_network(network_of(7), "float32").native
     assert kernels is not None
     for depth, token in ((5, 0), (4, 31), (4, -1)):
         with pytest.raises(ValueError, match="there are 4 stages and 31 tokens"):

@@ -30,7 +30,7 @@ def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
 @settings(max_examples=60, deadline=None)
 def test_the_automaton_is_small_and_knows_exactly_the_substrings(text: list[int]) -> None:
     automaton = SuffixAutomaton(text)
-    assert len(automaton.next) <= max(2, 2 * len(text))
+    assert len(automaton.transitions) <= max(2, 2 * len(text))
     for part in [text[i:j] for i in range(len(text)) for j in range(i + 1, min(i + 4, len(text) + 1))] + [
         [0, 1, 0, 1],
         [2, 2],
@@ -80,7 +80,7 @@ def test_a_cleared_row_forgets_its_text() -> None:
 
 def test_time_does_not_depend_on_the_length_of_the_match() -> None:
     automaton = SuffixAutomaton(random_tokens(4000, 5))
-    assert len(automaton.next) <= 8000
+    assert len(automaton.transitions) <= 8000
 
 
 def test_nonsense_is_refused() -> None:

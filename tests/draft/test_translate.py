@@ -9,7 +9,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.core.context import TokenBuffer
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel
-from foretell.draft.cross_tokenizer import RetokenizedText, after, aligned
+from foretell.draft.cross_tokenizer import RetokenizedText, decode_from, encode_after
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.model.runner import DecoderRunner
@@ -44,15 +44,15 @@ def encoded(codec: TextCodec, text: str) -> np.ndarray:
 
 def test_what_follows_is_read_in_the_other_tokens_and_where_they_end() -> None:
     codec = pairs()
-    assert aligned(codec, "uvw", "abcdef") == [(*codec.encode("abcd"), 4), (*codec.encode("ef"), 6)]
-    assert aligned(codec, "uvw", "") == []
+    assert encode_after(codec, "uvw", "abcdef") == [(*codec.encode("abcd"), 4), (*codec.encode("ef"), 6)]
+    assert encode_after(codec, "uvw", "") == []
 
 
 def test_a_token_across_the_border_is_not_proposed() -> None:
     codec = pairs()
     together = codec.encode("xa" + "bcd")
     assert len(together) == 2
-    assert [t for t, _ in aligned(codec, "xa", "bcd")] == codec.encode("bcd")
+    assert [t for t, _ in encode_after(codec, "xa", "bcd")] == codec.encode("bcd")
 
 
 def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
@@ -60,8 +60,8 @@ def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
     tokens = mine.encode("xabcdefghabcdabefabc" * 12)
     text, mirror = TokenBuffer(tokens[:7]), RetokenizedText()
     for end in range(8, len(tokens) + 1, 3):
-        mirror.follow(text, mine, theirs, lookbehind=8)
-        assert mirror.text.tokens.tolist() == theirs.encode(mine.decode(text.tokens.tolist()))
+        mirror.update(text, mine, theirs, lookbehind=8)
+        assert mirror.buffer.tokens.tolist() == theirs.encode(mine.decode(text.tokens.tolist()))
         text.append(tokens[text.length : end])
     assert mirror.settled[0] > 100, "old text is not encoded again"
 
@@ -69,32 +69,32 @@ def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
 def test_a_mirror_says_what_a_change_of_boundaries_undoes() -> None:
     mine, theirs = letter_codec(VOCAB), pairs()
     text, mirror = TokenBuffer(mine.encode("xab")), RetokenizedText()
-    mirror.follow(text, mine, theirs, 8)
-    assert (mirror.text.length, mirror.stands) == (2, 2)
+    mirror.update(text, mine, theirs, 8)
+    assert (mirror.buffer.length, mirror.unchanged) == (2, 2)
     text.append(mine.encode("c"))
-    mirror.follow(text, mine, theirs, 8)
-    assert (mirror.text.length, mirror.stands) == (3, 3)
+    mirror.update(text, mine, theirs, 8)
+    assert (mirror.buffer.length, mirror.unchanged) == (3, 3)
     text.append(mine.encode("d"))
-    mirror.follow(text, mine, theirs, 8)
-    assert mirror.text.tokens.tolist() == theirs.encode("xabcd")
-    assert mirror.stands == 1, "`ab` has become part of `abcd`"
+    mirror.update(text, mine, theirs, 8)
+    assert mirror.buffer.tokens.tolist() == theirs.encode("xabcd")
+    assert mirror.unchanged == 1, "`ab` has become part of `abcd`"
 
 
 def test_a_character_in_parts_waits_until_it_is_whole() -> None:
     mine, theirs = bytewise(), bytewise()
     tokens = mine.encode("né")
     text, mirror = TokenBuffer(tokens[:2]), RetokenizedText()
-    mirror.follow(text, mine, theirs, 8)
-    assert theirs.decode(mirror.text.tokens.tolist()) == "n"
+    mirror.update(text, mine, theirs, 8)
+    assert theirs.decode(mirror.buffer.tokens.tolist()) == "n"
     text.append(tokens[2:])
-    mirror.follow(text, mine, theirs, 8)
-    assert theirs.decode(mirror.text.tokens.tolist()) == "né"
+    mirror.update(text, mine, theirs, 8)
+    assert theirs.decode(mirror.buffer.tokens.tolist()) == "né"
 
 
 def test_text_after_a_place() -> None:
     codec = pairs()
     tokens = encoded(codec, "uvwabcdef")
-    assert after(codec, tokens, 3) == "abcdef" and after(codec, tokens, len(tokens)) == ""
+    assert decode_from(codec, tokens, 3) == "abcdef" and decode_from(codec, tokens, len(tokens)) == ""
 
 
 def test_the_same_model_under_the_same_tokenizer_is_always_right() -> None:

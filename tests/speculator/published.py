@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 
 D, V, LAYERS = 8, 23, 6
-CARD = TargetCard(name="tiny", fingerprint="", hidden=D, vocab=V, layers=LAYERS)
+CARD = TargetInfo(name="tiny", fingerprint="", hidden=D, vocab=V, layers=LAYERS)
 Tensors = dict[str, torch.Tensor]
 
 
-def ends(seed: int = 0) -> EmbeddingAndHead:
+def embedding_and_head(seed: int = 0) -> EmbeddingAndHead:
     return EmbeddingAndHead(matrix(V, D, seed=seed), matrix(V, D, seed=seed + 1))
 
 
@@ -138,7 +138,7 @@ def eagle1(bias: bool = True, biased_qkv: bool = False, layers: int = 1) -> tupl
         norms = ("post_attention_layernorm",) + (("input_layernorm",) if i else ())
         shapes |= _layer(f"layers.{i}", D, norms, D // 4, biased_qkv)
     config = {"architectures": ["LlamaForCausalLM"], **LAYER, "num_hidden_layers": layers, "bias": bias}
-    return config, drawn(shapes) | {"embed_tokens.weight": ends().embedding}
+    return config, drawn(shapes) | {"embed_tokens.weight": embedding_and_head().embedding}
 
 
 def eagle3(kept: int = 9, head_dim: int = 4, layer: str = "midlayer", aux: int = 3) -> tuple[dict[str, Any], Tensors]:

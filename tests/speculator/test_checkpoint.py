@@ -1,5 +1,6 @@
 """How our own checkpoints keep numbers: what each number of bits costs in bytes, and in exactness."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
-from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, put_weights, save
+from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, save, write_weights
+from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.testing import TINY
 
@@ -73,11 +75,33 @@ def test_numbers_without_their_scale_are_refused(tmp_path: Path, heads: Medusa) 
         load_own(tmp_path, SOURCE.embedding_and_head())
 
 
+@pytest.mark.parametrize(
+    ("kind", "former", "key", "sizes"),
+    [
+        ("eagle3", "taps", "hidden_layers", {"heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 32, "context": 64}),
+        ("mlp_speculator", "more_taps", "more_hidden_layers", {"stages": 2, "inner": 16}),
+    ],
+)
+def test_configurations_with_former_keys_are_read(
+    tmp_path: Path, kind: str, former: str, key: str, sizes: dict[str, int]
+) -> None:
+    config_type, network_type = NETWORKS[kind]
+    values = {"kind": kind, "target": card_of(SOURCE).model_dump(), **sizes, key: [1, 2]}
+    config = config_type.model_validate(values)
+    network = network_type(config, SOURCE.embedding_and_head())
+    save(tmp_path, network, config)
+    written = json.loads((tmp_path / CONFIG).read_text())
+    written[former] = written.pop(key)
+    (tmp_path / CONFIG).write_text(json.dumps(written))
+    found = load_own(tmp_path, SOURCE.embedding_and_head())
+    assert found.config == config and found.hidden_layers == network.hidden_layers
+
+
 @pytest.mark.parametrize("tokens", [[0, 1, 99], [-1, 1, 2], [1, 0, 2], [1, 1, 2], [0, 1], [0.0, 1.0, 2.0]])
 def test_drafted_tokens_that_the_target_lacks_are_refused_in_a_sentence(tmp_path: Path, tokens: list[float]) -> None:
     network = Medusa(MedusaConfig(target=card_of(SOURCE), heads=2, draft_vocab=3), SOURCE.embedding_and_head())
     save(tmp_path, network, network.config)
-    put_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
+    write_weights(tmp_path, load_file(tmp_path / WEIGHTS) | {"token_of": torch.tensor(tokens)})
     with pytest.raises(ValueError, match=r"damaged: token_of is no ascending list of 3 of the target's \d+ tokens"):
         load_own(tmp_path, SOURCE.embedding_and_head())
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from published import CARD, LAYER, D, Tensors, V, eagle1, eagle3, ends, matrix, put, speculators_eagle3
+from published import CARD, LAYER, D, Tensors, V, eagle1, eagle3, embedding_and_head, matrix, put, speculators_eagle3
 
 from foretell.speculator import is_speculator
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
-from foretell.speculator.network.layer import Unrolled
+from foretell.speculator.network.layer import TrainingTimeTestAttention
 
 TOKENS = torch.tensor([[3, 1, 22, 0, 7, 7, 12]])
 S = TOKENS.shape[1] - 1
@@ -21,7 +21,7 @@ S = TOKENS.shape[1] - 1
 
 def load(folder: Path, seed: int = 0) -> EagleNetwork:
     assert is_speculator(folder)
-    network = load_speculator(folder, CARD, ends(seed))
+    network = load_speculator(folder, CARD, embedding_and_head(seed))
     assert isinstance(network, EagleNetwork)
     return network
 
@@ -33,10 +33,10 @@ def features(count: int) -> list[torch.Tensor]:
 def guesses(network: EagleNetwork, steps: int = 2) -> list[torch.Tensor]:
     """Logits over the whole vocabulary after every position, and one step of its own later."""
     g = network.fuse(torch.cat(features(len(network.hidden_layers)), -1)[:, :-1])
-    position, sight, out = torch.arange(S)[None], Unrolled(), []
+    position, sight, out = torch.arange(S)[None], TrainingTimeTestAttention(), []
     for i in range(steps):
-        g = network.advance(F.pad(TOKENS[:, 1 + i :], (0, i)), g, position + i, sight)
-        out.append(network.spread(network.score(network.see(g)))[0].detach())
+        g = network.forward_layers(F.pad(TOKENS[:, 1 + i :], (0, i)), g, position + i, sight)
+        out.append(network.to_target_vocab(network.compute_logits(network.head_input(g)))[0].detach())
     return out
 
 
@@ -111,7 +111,7 @@ def test_eagle1(tmp_path: Path, bias: bool, biased_qkv: bool, layers: int) -> No
     config, tensors = eagle1(bias, biased_qkv, layers)
     network = load(put(tmp_path, config, tensors))
     assert isinstance(network, Eagle1) and network.embedding is None and network.hidden_layers == (CARD.layers + 1,)
-    wanted = plain_eagle1(tensors, ends().embedding, ends().head, layers)
+    wanted = plain_eagle1(tensors, embedding_and_head().embedding, embedding_and_head().head, layers)
     torch.testing.assert_close(guesses(network)[0], wanted)
 
 
@@ -120,7 +120,7 @@ def test_eagle1_of_vllm_and_an_embedding_of_its_own(tmp_path: Path) -> None:
     config |= {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": dict(LAYER)}
     network = load(put(tmp_path, config, {f"model.{n}": t for n, t in tensors.items()}), seed=50)
     assert network.embedding is not None
-    wanted = plain_eagle1(tensors, tensors["embed_tokens.weight"], ends(50).head, 1)
+    wanted = plain_eagle1(tensors, tensors["embed_tokens.weight"], embedding_and_head(50).head, 1)
     torch.testing.assert_close(guesses(network)[0], wanted)
 
 
@@ -134,7 +134,7 @@ def test_eagle3(tmp_path: Path, kept: int, layer: str, head_dim: int) -> None:
         isinstance(network, Eagle3) and network.hidden_layers == (2, 3, 3) and (network.token_of is None) == (kept == V)
     )
     torch.testing.assert_close(
-        guesses(network)[0], spread(plain_eagle3(tensors, layer, ends().embedding, {}, 3), tensors)
+        guesses(network)[0], spread(plain_eagle3(tensors, layer, embedding_and_head().embedding, {}, 3), tensors)
     )
 
 
@@ -162,9 +162,11 @@ def test_speculators(tmp_path: Path, flags: dict[str, Any]) -> None:
     network = load(put(tmp_path, config, tensors))
     hidden_layers = tuple(flags.get("eagle_aux_hidden_state_layer_ids", (2, 3, 3)))
     assert (
-        isinstance(network, Eagle3) and network.hidden_layers == hidden_layers and network.card.name == "Qwen/Qwen3-8B"
+        isinstance(network, Eagle3)
+        and network.hidden_layers == hidden_layers
+        and network.target_info.name == "Qwen/Qwen3-8B"
     )
-    wanted = plain_eagle3(tensors, "layers.0", ends().embedding, flags, len(hidden_layers))
+    wanted = plain_eagle3(tensors, "layers.0", embedding_and_head().embedding, flags, len(hidden_layers))
     torch.testing.assert_close(guesses(network)[0], spread(wanted, tensors))
 
 
@@ -189,7 +191,7 @@ def test_layers_of_qwen3_norm_queries_and_keys(tmp_path: Path) -> None:
 def test_a_head_that_is_not_there_is_the_targets(tmp_path: Path) -> None:
     config, tensors = speculators_eagle3()
     tokens = torch.arange(9) + tensors["d2t"]
-    tensors["lm_head.weight"] = ends().head[tokens]
+    tensors["lm_head.weight"] = embedding_and_head().head[tokens]
     with_head = guesses(load(put(tmp_path / "a", config, tensors)))[0]
     del tensors["lm_head.weight"]
     assert torch.equal(guesses(load(put(tmp_path / "b", config, tensors)))[0], with_head)
@@ -211,7 +213,7 @@ def test_what_does_not_fit(tmp_path: Path, make: Any) -> None:
     folder = put(tmp_path / "fine", config, tensors)
     for change in ({"hidden": D + 4}, {"vocab": V + 1}):
         with pytest.raises(ValueError, match=rf"another model \(.*: width {D}, {V} tokens\); the target has width"):
-            load_speculator(folder, CARD.model_copy(update=change), ends())
+            load_speculator(folder, CARD.model_copy(update=change), embedding_and_head())
 
 
 def test_reduced_vocabularies_are_checked(tmp_path: Path) -> None:

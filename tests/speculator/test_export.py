@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import CARD, LAYERS, D, V, ends, matrix
+from published import CARD, LAYERS, D, V, embedding_and_head, matrix
 from safetensors.torch import load_file
 
 from foretell.load import load
@@ -15,13 +15,13 @@ from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator import export as room
 from foretell.speculator.export import export
-from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
-from foretell.speculator.network.layer import Unrolled
+from foretell.speculator.network.layer import TrainingTimeTestAttention
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.testing import letter_codec
@@ -36,7 +36,7 @@ H = matrix(3, D, seed=9)
 def random(network: Speculator, tokens: torch.Tensor | None = KEPT) -> Speculator:
     """With weights as after training, biases of heads apart."""
     if network.token_of is not None and tokens is not None:
-        network.choose(tokens)
+        network.set_draft_vocab(tokens)
     for i, parameter in enumerate(network.parameters()):
         parameter.data = matrix(*parameter.shape, seed=200 + i)
     return network
@@ -52,7 +52,7 @@ def eagle3(**more: Any) -> Eagle3:
         "hidden_layers": (1, 3, 5),
     }
     config = EagleConfig(target=CARD, **(sizes | {"draft_vocab": len(KEPT)} | more))
-    network = random(Eagle3(config, ends()))
+    network = random(Eagle3(config, embedding_and_head()))
     assert isinstance(network, Eagle3)
     return network
 
@@ -60,10 +60,10 @@ def eagle3(**more: Any) -> Eagle3:
 def back(network: Speculator, format_name: str, out: Path, lent: EmbeddingAndHead | None = None) -> Speculator:
     export(network, VERIFIER, format_name, out)
     assert not [p for p in out.parent.iterdir() if p != out], "nothing is left beside it"
-    found = load_speculator(out, CARD, lent or ends())
+    found = load_speculator(out, CARD, lent or embedding_and_head())
     assert (
         found.kind == network.kind
-        and found.card.name == "owner/target"
+        and found.target_info.name == "owner/target"
         and found.hidden_layers == network.hidden_layers
     )
     return found
@@ -74,10 +74,10 @@ def eagle_logits(network: Speculator) -> torch.Tensor:
     assert isinstance(network, EagleNetwork)
     token = torch.tensor([[3, 1, 22, 0, 7]])
     features = torch.cat([matrix(1, 4, D, seed=30 + i) for i in range(len(network.hidden_layers))], -1)
-    g, sight, out = network.fuse(features), Unrolled(), []
+    g, sight, out = network.fuse(features), TrainingTimeTestAttention(), []
     for i, text in enumerate((token[:, 1:], torch.tensor([[2, 2, 2, 2]]))):
-        g = network.advance(text, g, torch.arange(4)[None] + i, sight)
-        out.append(network.spread(network.score(network.see(g))))
+        g = network.forward_layers(text, g, torch.arange(4)[None] + i, sight)
+        out.append(network.to_target_vocab(network.compute_logits(network.head_input(g))))
     return torch.stack(out)
 
 
@@ -105,7 +105,7 @@ def test_eagle3(tmp_path: Path, format_name: str, more: dict[str, Any]) -> None:
 
 
 def test_eagle3_of_a_target_that_scales_its_embedding_takes_it_along(tmp_path: Path) -> None:
-    lent = EmbeddingAndHead(ends().embedding, ends().head, embedding_scale=2.0)
+    lent = EmbeddingAndHead(embedding_and_head().embedding, embedding_and_head().head, embedding_scale=2.0)
     network = random(Eagle3(eagle3().config, lent))
     found = back(network, "speculators", tmp_path / "out", lent)
     assert "embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors")
@@ -167,7 +167,7 @@ def test_the_raw_layout_of_eagle3(tmp_path: Path) -> None:
 
 def test_eagle1(tmp_path: Path) -> None:
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "ffn": 12, "context": 64}
-    network = random(Eagle1(EagleConfig(kind="eagle", target=CARD, **sizes), ends()))
+    network = random(Eagle1(EagleConfig(kind="eagle", target=CARD, **sizes), embedding_and_head()))
     assert torch.equal(eagle_logits(back(network, "eagle", tmp_path / "out")), eagle_logits(network))
 
 
@@ -177,13 +177,15 @@ def test_eagle1(tmp_path: Path) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_medusa(tmp_path: Path, kept: int | None, own_head: bool, blocks: int, biased: bool) -> None:
     network = random(
-        Medusa(MedusaConfig(target=CARD, heads=3, blocks=blocks, draft_vocab=kept, own_head=own_head), ends())
+        Medusa(
+            MedusaConfig(target=CARD, heads=3, blocks=blocks, draft_vocab=kept, own_head=own_head), embedding_and_head()
+        )
     )
     for name, parameter in network.named_parameters():
         if name.endswith("bias") and not biased:
             parameter.data.zero_()
     found = back(network, "vllm-medusa", tmp_path / "out")
-    assert torch.equal(found.spread(found(H)), network.spread(network(H)))
+    assert torch.equal(found.to_target_vocab(found(H)), network.to_target_vocab(network(H)))
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["truncated_vocab_size"] == (kept or V) and said["medusa_fc_bias"] == biased
     assert said["original_lm_head"] != own_head
@@ -195,7 +197,7 @@ def test_medusa(tmp_path: Path, kept: int | None, own_head: bool, blocks: int, b
 @pytest.mark.parametrize("tied", [False, True])
 def test_mlp_speculator_with_whole_matrices(tmp_path: Path, kept: int | None, tied: bool) -> None:
     config = MLPSpeculatorConfig(target=CARD, stages=3, inner=6, tied=tied, scale_input=True, draft_vocab=kept)
-    network = random(MLPSpeculator(config, ends()))
+    network = random(MLPSpeculator(config, embedding_and_head()))
     found = back(network, "vllm-mlp", tmp_path / "out")
     tokens = torch.tensor([[3, 0, 22], [1, 2, 3], [5, 5, 5]])
     for mine, theirs in zip(mlp_logits(network, tokens), mlp_logits(found, tokens), strict=True):
@@ -207,7 +209,7 @@ def test_mlp_speculator_with_whole_matrices(tmp_path: Path, kept: int | None, ti
 
 def mlp_logits(network: Speculator, tokens: torch.Tensor) -> list[torch.Tensor]:
     assert isinstance(network, MLPSpeculator)
-    judge = network.judge
+    judge = network.head_logits
     out: list[torch.Tensor] = network([H], tokens, lambda readings: [judge(r, i) for i, r in enumerate(readings)])
     return out
 
@@ -216,15 +218,17 @@ def mlp_logits(network: Speculator, tokens: torch.Tensor) -> list[torch.Tensor]:
 def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None:
     rope = RopeConfig(theta=700.0, kind="llama3", factor=4.0, original_context=16)
     model = replace(TARGET, layers=2, rope=rope)
-    lent = EmbeddingAndHead(ends().embedding, ends().embedding if tied else ends().head)
+    lent = EmbeddingAndHead(
+        embedding_and_head().embedding, embedding_and_head().embedding if tied else embedding_and_head().head
+    )
     network = random(DraftNetwork(DraftModelConfig(target=CARD, model=model, draft_vocab=len(KEPT)), lent))
     assert isinstance(network, DraftNetwork)
     codec = letter_codec(V)
     export(network, replace(VERIFIER, codec=codec), "hf", tmp_path / "out")
 
     tokens = [3, 1, 22, 0, 7]
-    wanted = (network.states(torch.tensor([tokens])) @ lent.head.T)[0].detach()
-    drafted = network.score(network.states(torch.tensor([tokens])))[0].detach()
+    wanted = (network.hidden_states(torch.tensor([tokens])) @ lent.head.T)[0].detach()
+    drafted = network.compute_logits(network.hidden_states(torch.tensor([tokens])))[0].detach()
     torch.testing.assert_close(wanted[:, KEPT], drafted)
     mine = load(str(tmp_path / "out"), "float32")
     assert mine.config.tied == tied and mine.codec.encode("abc") == codec.encode("abc")
@@ -233,20 +237,20 @@ def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None
 
 def test_what_cannot_be_an_ordinary_model_says_so(tmp_path: Path) -> None:
     model = replace(TARGET, layers=2, window=8, window_layers=(0,))
-    network = DraftNetwork(DraftModelConfig(target=CARD, model=model), ends())
+    network = DraftNetwork(DraftModelConfig(target=CARD, model=model), embedding_and_head())
     with pytest.raises(ValueError, match=r"only networks of the Llama architecture .* a sliding window"):
         export(network, VERIFIER, "hf", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
-    medusa = Medusa(MedusaConfig(target=CARD), ends())
+    medusa = Medusa(MedusaConfig(target=CARD), embedding_and_head())
     with pytest.raises(
         ValueError, match=r"speculators is for speculators of kind eagle3, .* kind medusa; .* kind: vllm-medusa"
     ):
         export(medusa, VERIFIER, "speculators", tmp_path / "out")
     with pytest.raises(ValueError, match="formats for that kind: none"):
-        export(Blockwise(BlockwiseConfig(target=CARD), ends()), VERIFIER, "vllm-medusa", tmp_path / "out")
+        export(Blockwise(BlockwiseConfig(target=CARD), embedding_and_head()), VERIFIER, "vllm-medusa", tmp_path / "out")
     with pytest.raises(ValueError, match="unknown format 'speculator': did you mean 'speculators'"):
         export(medusa, VERIFIER, "speculator", tmp_path / "out")
     for more, what in (
@@ -258,7 +262,7 @@ def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
             export(eagle3(**more), VERIFIER, "speculators", tmp_path / "out")
     with pytest.raises(ValueError, match="one layer, and this speculator has 2"):
         export(eagle3(layers=2), VERIFIER, "eagle3", tmp_path / "out")
-    bounded = EmbeddingAndHead(ends().embedding, ends().head, softcap=30.0)
+    bounded = EmbeddingAndHead(embedding_and_head().embedding, embedding_and_head().head, softcap=30.0)
     with pytest.raises(ValueError, match="no place for a bound on the logits"):
         export(Medusa(MedusaConfig(target=CARD), bounded), VERIFIER, "vllm-medusa", tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -272,17 +276,17 @@ def test_an_interrupted_export_leaves_nothing(
         (folder / "model.safetensors").write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(room, "EXPORTS", (Export("broken", "medusa", write),))
+    monkeypatch.setattr(room, "EXPORTS", (ExportFormat("broken", "medusa", write),))
     empty = tmp_path / "empty"
     empty.mkdir()
     for out in (tmp_path / "new", empty):
         with pytest.raises(type(error)):
-            export(Medusa(MedusaConfig(target=CARD), ends()), VERIFIER, "broken", out)
+            export(Medusa(MedusaConfig(target=CARD), embedding_and_head()), VERIFIER, "broken", out)
     assert list(tmp_path.rglob("*")) == [empty]
 
 
 def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
-    medusa = Medusa(MedusaConfig(target=CARD), ends())
+    medusa = Medusa(MedusaConfig(target=CARD), embedding_and_head())
     (tmp_path / "notes.txt").write_text("mine")
     for out in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(ValueError, match="there is something already; name a directory that is new or empty"):

@@ -15,7 +15,7 @@ from published import (
     authors_medusa,
     eagle1,
     eagle3,
-    ends,
+    embedding_and_head,
     ibm_mlp,
     matrix,
     put,
@@ -34,7 +34,7 @@ H = matrix(4, D, seed=9)
 
 def load(folder: Path) -> Speculator:
     assert is_speculator(folder)
-    return load_speculator(folder, CARD, ends())
+    return load_speculator(folder, CARD, embedding_and_head())
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head.", "heads."])
@@ -42,7 +42,11 @@ def load(folder: Path) -> Speculator:
 def test_medusa_of_its_authors(tmp_path: Path, file: str, prefix: str) -> None:
     config, tensors = authors_medusa()
     network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}, file))
-    assert isinstance(network, Medusa) and network.card.name == "lmsys/vicuna-7b-v1.3" and network.hidden_layers == (7,)
+    assert (
+        isinstance(network, Medusa)
+        and network.target_info.name == "lmsys/vicuna-7b-v1.3"
+        and network.hidden_layers == (7,)
+    )
     logits = network(H)
     for h in range(3):
         x = H
@@ -58,7 +62,7 @@ def test_medusa_of_its_authors(tmp_path: Path, file: str, prefix: str) -> None:
 def test_medusa_of_vllm(tmp_path: Path, prefix: str, kept: int, biased: bool, shared: bool) -> None:
     config, tensors = vllm_medusa(kept=kept, biased=biased, shared=shared)
     network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}))
-    logits = network.spread(network(H))
+    logits = network.to_target_vocab(network(H))
     for h in range(2):
         bias = tensors.get(f"blocks.{h}.layers.0.bias")
         x = H + F.silu(F.linear(H, tensors[f"blocks.{h}.layers.0.weight"], bias))
@@ -79,7 +83,7 @@ def test_medusa_of_vllm_with_whole_matrices_a_scale_and_other_names_of_its_count
     x = H + F.silu(H @ tensors["blocks.1.layers.0.weight"].T)
     where = tensors["token_map"]
     torch.testing.assert_close(
-        found.spread(found(H))[:, 1][:, where], 0.5 * (x @ tensors["lm_heads.1.weight"].T)[:, where]
+        found.to_target_vocab(found(H))[:, 1][:, where], 0.5 * (x @ tensors["lm_heads.1.weight"].T)[:, where]
     )
 
 
@@ -95,7 +99,7 @@ def test_mlp_speculator(tmp_path: Path, architecture: str, tied: bool, inner: in
     network = load(put(tmp_path, config, {prefix + n: t for n, t in tensors.items()}))
     assert isinstance(network, MLPSpeculator)
     tokens = torch.tensor([[3, 0, 22], [1, 2, 3], [5, 5, 5], [7, 8, 9]])
-    found = network([H], tokens, lambda readings: [network.judge(r, i) for i, r in enumerate(readings)])
+    found = network([H], tokens, lambda readings: [network.head_logits(r, i) for i, r in enumerate(readings)])
     for mine, theirs in zip(found, released(tensors, H, tokens, inner or D, tied, scale_input), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -146,7 +150,7 @@ def test_another_target(tmp_path: Path, make: object) -> None:
     folder = put(tmp_path, *make())  # type: ignore[operator]
     for change in ({"hidden": D + 1}, {"vocab": V - 1}):
         with pytest.raises(ValueError, match=rf"another model \(.*: width {D}, {V} tokens\); the target has width"):
-            load_speculator(folder, CARD.model_copy(update=change), ends())
+            load_speculator(folder, CARD.model_copy(update=change), embedding_and_head())
 
 
 def test_a_configuration_that_makes_no_sense(tmp_path: Path) -> None:
@@ -175,10 +179,8 @@ def test_language_models_and_other_directories_are_no_speculators(tmp_path: Path
         {"model.norm.weight": torch.ones(4)},
     )
     assert not is_speculator(model) and not is_speculator(tmp_path) and not is_speculator(Path("smollm2-135m"))
-    with pytest.raises(
-        ValueError, match=r"neither a speculator of ours nor one in a format that is known here; docs/formats.md"
-    ):
-        load_speculator(model, CARD, ends())
+    with pytest.raises(ValueError, match=r"not a speculator in a known format; docs/formats.md"):
+        load_speculator(model, CARD, embedding_and_head())
 
 
 def test_damaged_weights_say_so(tmp_path: Path) -> None:
@@ -192,11 +194,11 @@ def test_a_quantised_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     config, tensors = eagle1()
     put(tmp_path / "a", config | {"quantization_config": {"quant_method": "gptq"}}, tensors)
     with pytest.raises(ValueError, match="quantised with gptq"):
-        load_speculator(tmp_path / "a", CARD, ends())
+        load_speculator(tmp_path / "a", CARD, embedding_and_head())
     name = "layers.0.mlp.up_proj.weight"
     put(tmp_path / "b", config, tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
     with pytest.raises(ValueError, match=rf"{name} \(F8_E4M3\) belongs to a quantised checkpoint"):
-        load_speculator(tmp_path / "b", CARD, ends())
+        load_speculator(tmp_path / "b", CARD, embedding_and_head())
 
 
 @pytest.mark.parametrize("make", [authors_medusa, vllm_medusa, ibm_mlp, eagle1, eagle3, speculators_eagle3])
@@ -209,6 +211,6 @@ def test_hostile_values_in_a_configuration_are_one_sentence(
         for value in ([], {}, "x", float("inf"), -1, 0, 10**30, [None], {"a": 1}):
             (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
             try:
-                load_speculator(tmp_path, CARD, ends())
+                load_speculator(tmp_path, CARD, embedding_and_head())
             except ValueError as error:
                 assert "\n" not in str(error), key

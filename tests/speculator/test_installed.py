@@ -17,10 +17,10 @@ from foretell.speculator.checkpoint import save
 from foretell.speculator.installed import (
     PACKAGE,
     PACKAGE_TARGET,
-    Installed,
+    InstalledSpeculators,
+    find_all_installed,
     find_installed,
-    how_to_get,
-    installed,
+    install_hint,
 )
 from foretell.testing import TINY
 
@@ -63,9 +63,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that Python takes installed packages from."""
     folder = tmp_path / "site"
     monkeypatch.syspath_prepend(folder)
-    installed.cache_clear()
+    find_all_installed.cache_clear()
     yield folder
-    installed.cache_clear()
+    find_all_installed.cache_clear()
 
 
 def install(site: Path, name: str, target: str, value: str = "") -> Path:
@@ -85,8 +85,8 @@ def test_an_installed_one_is_found_by_kind_and_fingerprint(site: Path) -> None:
     folder = write(install(site, "b_package", "tiny", "b_package.weights") / "weights" / "toy", source)
     assert find_installed("toy", source.fingerprint()) == folder
     assert find_installed("medusa", source.fingerprint()) is None
-    assert [s.target for s in installed().speculators if s.kind == "toy"] == ["other", "tiny"]
-    assert trained_speculator(parts(source), "toy").card.fingerprint == source.fingerprint()
+    assert [s.target for s in find_all_installed().speculators if s.kind == "toy"] == ["other", "tiny"]
+    assert trained_speculator(parts(source), "toy").target_info.fingerprint == source.fingerprint()
 
 
 def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None:
@@ -112,7 +112,7 @@ def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None
         "e_published cannot be used: .*: no `kind`, or no `fingerprint`",
         "f_anonymous cannot be used: .*: no `kind`, or no `fingerprint`",
     )
-    for problem, reason in zip(installed().problems, reasons, strict=True):
+    for problem, reason in zip(find_all_installed().problems, reasons, strict=True):
         assert re.fullmatch(f"the speculators of the package {reason}.*; upgrade or remove it", problem)
     with pytest.raises(ValueError, match=r"no medusa speculator is installed .* package a_missing cannot be used"):
         trained_speculator(parts(TinySource()), "medusa")
@@ -127,15 +127,17 @@ def test_without_any_the_sentence_says_how_to_get_one() -> None:
 
 
 def test_the_sentence_names_the_package_where_it_holds_such_a_speculator() -> None:
-    assert f"install the package {PACKAGE}, train one with `foretell train eagle3`" in how_to_get(
+    assert f"install the package {PACKAGE}, train one with `foretell train eagle3`" in install_hint(
         "eagle3", PACKAGE_TARGET
     )
-    assert "install" not in how_to_get("pass", PACKAGE_TARGET) + how_to_get("eagle3", "0" * 16)
+    assert "install" not in install_hint("pass", PACKAGE_TARGET) + install_hint("eagle3", "0" * 16)
 
 
 def test_methods_lists_what_is_installed_and_says_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "speculator (ships for smollm2-135m)" in foretell("methods", "--markdown").stdout
-    monkeypatch.setattr("foretell.speculator.installed.installed", lambda: Installed((), ("one is broken",)))
+    monkeypatch.setattr(
+        "foretell.speculator.installed.find_all_installed", lambda: InstalledSpeculators((), ("one is broken",))
+    )
     without = foretell("methods", "--markdown")
     assert "ships for" not in without.stdout and "speculator (train one)" in without.stdout
     assert without.stderr == "foretell: one is broken\n" and without.exit_code == 0

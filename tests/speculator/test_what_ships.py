@@ -10,7 +10,7 @@ import foretell
 from foretell.api import Model
 from foretell.load import EMBEDDED
 from foretell.speculator.checkpoint import WEIGHTS
-from foretell.speculator.installed import PACKAGE, PACKAGE_KINDS, PACKAGE_TARGET, installed
+from foretell.speculator.installed import PACKAGE, PACKAGE_KINDS, PACKAGE_TARGET, find_all_installed
 
 PROMPTS = ("List three fruits and say what colour each of them is.", "What is 12 times 12? Explain every step.")
 METHODS = {"draft_model": "dynamic_tree"}
@@ -29,7 +29,7 @@ def plain(model: Model) -> list[tuple[int, ...]]:
 
 
 def test_all_of_it_is_small_and_described() -> None:
-    ours = [s for s in installed().speculators if s.target == EMBEDDED]
+    ours = [s for s in find_all_installed().speculators if s.target == EMBEDDED]
     assert {s.kind for s in ours} == set(PACKAGE_KINDS) and {s.fingerprint for s in ours} == {PACKAGE_TARGET}
     assert sum(f.stat().st_size for f in FOLDER.rglob(WEIGHTS)) <= 40_000_000
     for kind in PACKAGE_KINDS:

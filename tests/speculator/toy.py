@@ -8,7 +8,7 @@ from torch import nn
 from foretell.model.config import ModelConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.testing import TINY, RandomWeights, tiny_decoder
 
 
@@ -19,9 +19,9 @@ class ToyConfig(SpeculatorConfig):
 class Toy(Speculator):
     kind = "toy"
 
-    def __init__(self, config: SpeculatorConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
-        self.layer = nn.Linear(ends.hidden, ends.hidden, bias=False)
+    def __init__(self, config: SpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.layer = nn.Linear(embedding_and_head.hidden, embedding_and_head.hidden, bias=False)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ class TinySource(Checkpoint):
         raise NotImplementedError
 
 
-def card_of(source: Checkpoint, name: str = "tiny", fingerprint: str | None = None) -> TargetCard:
+def card_of(source: Checkpoint, name: str = "tiny", fingerprint: str | None = None) -> TargetInfo:
     c = source.config
     mark = source.fingerprint() if fingerprint is None else fingerprint
-    return TargetCard(name=name, fingerprint=mark, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    return TargetInfo(name=name, fingerprint=mark, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
 
 
 TARGET = tiny_decoder()

@@ -11,14 +11,14 @@ def test_the_likeliest_and_the_certain_are_among_them_and_the_count_is_kept() ->
     certain = torch.tensor([31, 7])
     found = sample_candidates(distribution, 16, certain)
     assert found is not None
-    columns = found.column.tolist()
+    columns = found.columns.tolist()
     assert columns == sorted(set(columns)) and len(columns) == 16
     assert {31, 7} <= set(columns)
     mass = distribution.sum(0)
     mass[certain] = torch.inf
     assert set(mass.argsort(descending=True)[:12].tolist()) <= set(columns)
-    assert (found.raised > 0).sum() == 4
-    assert found.raised.max().exp().item() == pytest.approx(28 / 4)
+    assert (found.logit_offset > 0).sum() == 4
+    assert found.logit_offset.max().exp().item() == pytest.approx(28 / 4)
 
 
 @pytest.mark.parametrize("count", [0, 40, 50])
@@ -34,5 +34,5 @@ def test_the_sum_over_the_vocabulary_is_right_on_average() -> None:
     for _ in range(4000):
         some = sample_candidates(distribution, 20)
         assert some is not None
-        sums.append((logits[:, some.column] + some.raised).exp().sum(-1))
+        sums.append((logits[:, some.columns] + some.logit_offset).exp().sum(-1))
     torch.testing.assert_close(torch.stack(sums).mean(0), whole, rtol=0.02, atol=0)

@@ -17,7 +17,7 @@ from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.load import load_speculator
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
@@ -28,7 +28,7 @@ from helpers import all_logits, random_tokens, unchecked
 
 CONFIG = replace(TINY, vocab=24, hidden=32, layers=4, ffn=48)
 KEPT = torch.tensor([t for t in range(24) if t % 6 != 5])
-CARD = TargetCard(name="tiny", hidden=32, vocab=24, layers=4)
+CARD = TargetInfo(name="tiny", hidden=32, vocab=24, layers=4)
 
 
 class Untied(RandomWeights):
@@ -71,7 +71,7 @@ def test_the_first_and_the_last_block_are_always_kept() -> None:
 def test_a_draft_of_all_blocks_is_the_target() -> None:
     recipe = DraftModelRecipe.build(setup({"layers": "4"}, kept=None))
     text = random_tokens(9, 24)
-    ours, theirs = recipe.network.network(), SOURCE.decoder(torch.float32)
+    ours, theirs = recipe.network.to_network(), SOURCE.decoder(torch.float32)
     assert abs(all_logits(ours, text) - all_logits(theirs, text)).max() < 1e-5
 
 
@@ -80,8 +80,8 @@ def test_training_sees_what_decoding_computes(kept: torch.Tensor | None) -> None
     network = DraftModelRecipe.build(setup({"blocks": "0,3"}, kept)).network
     text = random_tokens(9, 24)
     states = network(torch.tensor([text]), torch.ones(1, 9, dtype=torch.bool))
-    trained = network.spread(network.score(states)).detach().numpy()
-    decoded = all_logits(network.network(), text)
+    trained = network.to_target_vocab(network.compute_logits(states)).detach().numpy()
+    decoded = all_logits(network.to_network(), text)
     assert abs(trained[:, KEPT] - decoded[:, KEPT]).max() < 1e-5
     assert (decoded[:, 5] == -float("inf")).all() == (kept is not None)
 
@@ -94,13 +94,15 @@ def test_a_grown_draft_begins_as_the_smaller_one() -> None:
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    given = grown.widened(small)
+    given = grown.adapt_state_dict(small)
     assert given.keys() == grown.state_dict().keys()
     grown.load_state_dict(given)
     token, everywhere = torch.tensor([random_tokens(9, 24)]), torch.ones(1, 9, dtype=torch.bool)
     assert torch.equal(grown(token, everywhere), small(token, everywhere))
     other = DraftModelRecipe.build(setup({"blocks": "1,2,3"})).network
-    assert other.widened(small).keys() == small.state_dict().keys(), "of other blocks nothing is taken for the same"
+    assert other.adapt_state_dict(small).keys() == small.state_dict().keys(), (
+        "of other blocks nothing is taken for the same"
+    )
     # What it has more than the smaller one can be learned.
     grown(token, everywhere).square().sum().backward()
     new = {name: p.grad for name, p in grown.blocks[1].named_parameters()}
@@ -112,7 +114,7 @@ def test_a_grown_draft_begins_as_the_smaller_one() -> None:
 def test_the_teacher_is_the_target_over_the_drafted_tokens() -> None:
     network, text = DraftModelRecipe.build(setup()).network, random_tokens(9, 24)
     batch = batch_of([text])
-    teacher = network.teach(batch.features[0][0, :9]).numpy()
+    teacher = network.teacher_logits(batch.features[0][0, :9]).numpy()
     assert abs(teacher - all_logits(SOURCE.decoder(torch.float32), text)[:, KEPT]).max() < 1e-4
 
 
@@ -181,7 +183,7 @@ def test_a_draft_learns_a_tiny_set_by_heart_and_is_accepted_almost_always(tmp_pa
     recipe.save(tmp_path)
     read_again = load_speculator(tmp_path, CARD, SOURCE.embedding_and_head(torch.float32))
     assert isinstance(read_again, DraftNetwork)
-    again = Method(DraftModel(read_again.runner()), Chain(5, draw=False), Match())
+    again = Method(DraftModel(read_again.to_runner()), Chain(5, draw=False), Match())
     assert tokens_per_pass(again, texts) > 5.2  # stored in bfloat16
 
 
@@ -225,7 +227,7 @@ def test_boosting_leaves_out_what_an_earlier_draft_finds(tmp_path: Path) -> None
     )
     assert isinstance(found, DraftNetwork)
     for i, text in enumerate(texts):
-        theirs, ours = all_logits(target, text), all_logits(found.network(), text)
+        theirs, ours = all_logits(target, text), all_logits(found.to_network(), text)
         best = KEPT[theirs[:, KEPT].argmax(-1)].numpy()
         wrong = [t for t in range(len(text)) if every[i, t] and best[t] != ours[t].argmax()]
         assert left[i].nonzero()[:, 0].tolist() == wrong

@@ -15,9 +15,9 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.checkpoint import load_own
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle1, Eagle3
-from foretell.speculator.network.layer import FusingLayer, Layer
+from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
@@ -28,7 +28,7 @@ from foretell.train.recipe.init_from_target import init_from_target
 from helpers import chain_tree, random_tokens, run, statistics_of, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64, layers=3)
-CARD = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+CARD = TargetInfo(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
 RECIPES: dict[str, type[EagleRecipe]] = {"eagle": Eagle1Recipe, "eagle3": Eagle3Recipe}
 every_kind = pytest.mark.parametrize("kind", RECIPES)
 
@@ -155,7 +155,7 @@ def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
     near = F.cosine_similarity(fused, batch.features[-1], dim=-1).min()
     assert near > 0.95
     layer, block = recipe.network.layers[0], network.blocks[-1]
-    assert isinstance(layer, Layer | FusingLayer)
+    assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
     assert isinstance(block, DecoderBlock)
     assert isinstance(block.mlp, FeedForward)
     assert torch.equal(layer.mlp.gate_up_proj.weight, block.mlp.gate_up.weight)

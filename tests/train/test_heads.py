@@ -18,7 +18,7 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
 from foretell.shape import FixedTree, PathCounts
 from foretell.speculator.checkpoint import load_own
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
@@ -142,7 +142,7 @@ def test_old_observations_fade() -> None:
 def setup_for(decoder: Decoder, kept: torch.Tensor | None, **options: str) -> RecipeSetup:
     ends = EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach())
     c = decoder.config
-    card = TargetCard(name="tiny", hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    card = TargetInfo(name="tiny", hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     return RecipeSetup(card, c, ends, None, kept, 0, options)
 
 

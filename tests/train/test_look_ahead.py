@@ -17,7 +17,7 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.runner import DecoderRunner
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import RootOnly
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
 from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_points
@@ -44,7 +44,7 @@ class Tiny(Checkpoint):
 
 
 def recipe_of(kept: int | None = None, source: Checkpoint | None = Tiny(), **options: str) -> LookAheadRecipe:  # noqa: B008
-    card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+    card = TargetInfo(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     decoder = Tiny().decoder(torch.float32)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
     ends = EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach())

@@ -17,7 +17,7 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.speculator.checkpoint import load_own
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.heads import HeadsNetwork
 from foretell.testing import TINY, RandomWeights, letter_codec
 from foretell.train.data.batch import Batch
@@ -43,7 +43,7 @@ class Toy(Checkpoint):
 
 def recipe_of(name: str, source: Checkpoint | None, config: ModelConfig = WIDE, **options: str) -> HeadsRecipe:
     ends = Toy(config).embedding_and_head(torch.float32)
-    card = TargetCard(name="toy", hidden=config.hidden, vocab=config.vocab, layers=config.layers)
+    card = TargetInfo(name="toy", hidden=config.hidden, vocab=config.vocab, layers=config.layers)
     recipe = RECIPES[name].build(RecipeSetup(card, config, ends, source, None, 0, options, letter_codec(config.vocab)))
     assert isinstance(recipe, HeadsRecipe)
     return recipe

@@ -14,7 +14,7 @@ from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
 from foretell.shape import RootOnly
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.stages import SoftLabels, cross_entropy, stage_labels, stage_losses
@@ -32,7 +32,7 @@ def made_target() -> Decoder:
 
 def recipe_of(network: Decoder, options: dict[str, str], kept: int | None = None) -> MLPSpeculatorRecipe:
     ends = EmbeddingAndHead(network.embedding.detach(), network.head.weight.detach())
-    card = TargetCard(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
+    card = TargetInfo(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
     return MLPSpeculatorRecipe.build(RecipeSetup(card, network.config, ends, draft_tokens=chosen, options=options))
 
@@ -69,15 +69,15 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
     counts, kept = [0] * 4, torch.arange(0, 40, 2)
     for row in range(3):
         for t in range(11):
-            s = net.start([state[row, t]])
+            s = net.initial_state([state[row, t]])
             for stage in range(4):
                 if t + stage + 2 >= 11:
                     break
-                s = net.step(s, batch.token[row, t + stage + 1], stage)
+                s = net.next_state(s, batch.token[row, t + stage + 1], stage)
                 after = int(batch.token[row, t + stage + 2])
                 if not batch.loss_mask[row, t + stage + 2] or after not in kept:
                     continue
-                log = F.log_softmax(net.score_stage(s, stage), -1)
+                log = F.log_softmax(net.stage_logits(s, stage), -1)
                 distribution = torch.softmax((network.head.weight[kept] @ state[row, t + stage + 1]) / 2, -1)
                 hard = -log[after // 2]
                 expected[stage] = expected[stage] + soft * -(distribution * log).sum() + (1 - soft) * hard
@@ -93,7 +93,7 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
         found = net(
             [state.flatten(0, 1)[learn.cell]],
             learn.input_token,
-            lambda r, frozen=frozen: stage_losses(net.judge, r, learn, teacher, frozen, chunk),
+            lambda r, frozen=frozen: stage_losses(net.head_logits, r, learn, teacher, frozen, chunk),
         )
         torch.testing.assert_close(torch.stack(found.loss), wanted.detach(), rtol=1e-4, atol=1e-5)
         found.total(0.5).backward()

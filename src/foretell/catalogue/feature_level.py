@@ -10,7 +10,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, DynamicTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.pack import pack_network
 
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -76,7 +76,7 @@ def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyM
     """A small recurrence on the target's last state, under the tree that was asked for."""
     network = trained_speculator(context, "mlp_speculator")
     assert isinstance(network, MLPSpeculator)
-    return stages_method(packed(network), options)
+    return stages_method(pack_network(network), options)
 
 
 def stages_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -127,7 +127,7 @@ def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
     network = trained_speculator(context, kind)
     assert isinstance(network, EagleNetwork)
     # Eight bits: a level of the tree costs half as long, and drafts may be rounded.
-    return packed(network, "int8")
+    return pack_network(network, "int8")
 
 
 ENTRIES = (

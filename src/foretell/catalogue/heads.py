@@ -9,7 +9,7 @@ from foretell.draft import HeadsDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, FixedTree, optimal_tree
 from foretell.speculator.network.heads import HeadsNetwork
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.pack import pack_network
 
 _RATES = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
 """Acceptance by depth and rank that is assumed of heads whose own was not measured in training."""
@@ -33,7 +33,7 @@ def trained_heads(context: BuildContext, kind: str) -> HeadsNetwork:
     """The trained heads of this kind, packed for the kernels."""
     network = trained_speculator(context, kind)
     assert isinstance(network, HeadsNetwork)
-    return packed(network)
+    return pack_network(network)
 
 
 def heads_method(network: HeadsNetwork, options: MedusaOptions) -> AnyMethod:

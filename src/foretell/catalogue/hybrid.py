@@ -32,7 +32,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, RetrievalOrModel, Shape
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.pack import pack_network
 
 _DRAFTERS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
     "eagle3": (eagle_method, EagleTreeOptions),
@@ -67,7 +67,9 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
     speculator = _speculator(context)
     if speculator is not None:
         make, reads = _DRAFTERS[speculator.kind]
-        method = make(packed(speculator), reads.read(f"hybrid_model, which drafts with {speculator.kind} here,", named))
+        method = make(
+            pack_network(speculator), reads.read(f"hybrid_model, which drafts with {speculator.kind} here,", named)
+        )
         # Successors of single tokens it knows better than a table of them.
         return _beside(SuffixRetriever(context.references), method.draft, method.tree, options)
     models = find_draft_models(context)

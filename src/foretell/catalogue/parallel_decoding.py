@@ -9,7 +9,7 @@ from foretell.draft import JacobiDrafter, LookaheadDrafter, ParallelDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, Trie
 from foretell.speculator.network.look_ahead import LookAheadEmbeddings
-from foretell.speculator.network.pack import packed
+from foretell.speculator.network.pack import pack_network
 
 
 def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
@@ -37,7 +37,7 @@ def look_ahead_embeddings(context: BuildContext, options: PassOptions) -> AnyMet
     """PaSS."""
     network = trained_speculator(context, "pass")
     assert isinstance(network, LookAheadEmbeddings)
-    return parallel_method(packed(network), options)
+    return parallel_method(pack_network(network), options)
 
 
 def parallel_method(network: LookAheadEmbeddings, options: PassOptions) -> AnyMethod:

@@ -23,7 +23,7 @@ from foretell.draft import (
     SuffixRetriever,
     TokenRecycling,
 )
-from foretell.draft.phrases import encode
+from foretell.draft.phrases import encode_documents
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
 from foretell.retrieval.datastore import Datastore, open_datastore
@@ -102,7 +102,9 @@ def phrases(context: BuildContext, options: PhraseOptions) -> AnyMethod:
     """Phrases by hidden state."""
     network = require_network(context, "reads hidden states of the target")
     hidden_layer = network.config.layers + 1
-    documents = encode(DecoderRunner(network), context.references, hidden_layer) if context.references else None
+    documents = (
+        encode_documents(DecoderRunner(network), context.references, hidden_layer) if context.references else None
+    )
     return Method(PhraseRetriever(hidden_layer, documents), trie(options), Match())
 
 

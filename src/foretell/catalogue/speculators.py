@@ -9,9 +9,9 @@ from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import Runner
 from foretell.speculator.checkpoint import read_config
-from foretell.speculator.installed import find_installed, how_to_get
+from foretell.speculator.installed import find_installed, install_hint
 from foretell.speculator.load import load_speculator
-from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.draft_model import DraftNetwork
 
 DRAFT_MODEL = DraftNetwork.kind
@@ -26,7 +26,7 @@ def trained_speculator(context: BuildContext, kind: str) -> Speculator:
     card = target_card(context)
     folder = context.speculator or find_installed(kind, card.fingerprint)
     if folder is None:
-        raise ValueError(f"no {kind} speculator is installed for this target; {how_to_get(kind, card.fingerprint)}")
+        raise ValueError(f"no {kind} speculator is installed for this target; {install_hint(kind, card.fingerprint)}")
     found = read_speculator(context, folder)
     if found.kind != kind:
         raise ValueError(f"{folder}: a speculator of kind {found.kind}, and this method drafts with one of kind {kind}")
@@ -42,7 +42,7 @@ def read_speculator(context: BuildContext, folder: Path) -> Speculator:
     return load_speculator(folder, target_card(context), embedding_and_head(context)).eval().requires_grad_(False)
 
 
-def target_card(context: BuildContext) -> TargetCard:
+def target_card(context: BuildContext) -> TargetInfo:
     """Which model speculators must have been trained for; without a fingerprint where its checkpoint is not at hand.
 
     Raises:
@@ -50,7 +50,7 @@ def target_card(context: BuildContext) -> TargetCard:
     """
     c = require_network(context).config
     fingerprint = context.source.fingerprint() if context.source else ""
-    return TargetCard(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    return TargetInfo(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
 
 
 def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
@@ -95,7 +95,7 @@ def draft_models(context: BuildContext) -> tuple[Runner, ...]:
     if not found:
         fingerprint = context.source.fingerprint() if context.source else ""
         raise ValueError(
-            f"this method needs a draft model: {how_to_get(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
+            f"this method needs a draft model: {install_hint(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
         )
     return found
 
@@ -114,11 +114,11 @@ def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
             )
     if context.drafts or context.speculators:
         trained = (_draft_network(context, read_speculator(context, folder)) for folder in context.speculators)
-        return (*context.drafts, *(network.runner() for network in trained))
+        return (*context.drafts, *(network.to_runner() for network in trained))
     if context.source is None:
         return ()
     installed = find_installed(DRAFT_MODEL, target_card(context).fingerprint)
-    return () if installed is None else (_draft_network(context, read_speculator(context, installed)).runner(),)
+    return () if installed is None else (_draft_network(context, read_speculator(context, installed)).to_runner(),)
 
 
 def only_draft_models_named(context: BuildContext) -> bool:

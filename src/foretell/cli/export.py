@@ -8,8 +8,8 @@ import typer
 from foretell.cli import options
 from foretell.cli.setup import waiting
 from foretell.load import EMBEDDED, load
-from foretell.speculator.export import check_free, find_export
 from foretell.speculator.export import export as write
+from foretell.speculator.export import find_export, require_empty
 from foretell.speculator.formats.base import Verifier
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -35,7 +35,7 @@ def export(
     speculators and eagle3 are for EAGLE-3, eagle for EAGLE-1 and 2, hf for draft models; see docs/formats.md.
     """
     find_export(format_name)
-    check_free(out)
+    require_empty(out)
     with waiting(f"loading {model}"):
         target = load(model, dtype)
         network = target.speculator(speculator)

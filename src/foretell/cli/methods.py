@@ -41,7 +41,7 @@ def methods(
 
     from foretell.catalogue import catalogue, find
     from foretell.cli.errors import say
-    from foretell.speculator.installed import installed
+    from foretell.speculator.installed import find_all_installed
 
     if as_json and markdown:
         raise ValueError("--json and --markdown are two formats; give one of them")
@@ -58,7 +58,7 @@ def methods(
             console.print(explanation(entry), width=min(_TEXT_WIDTH, console.width))
         else:
             console.print(table(entries) if console.width >= _WIDE else paragraphs(entries))
-    for problem in installed().problems:
+    for problem in find_all_installed().problems:
         say(problem)
 
 
@@ -111,9 +111,9 @@ def cells(entry: "Entry") -> tuple[str, ...]:
 
 def ships_for(entry: "Entry") -> list[str]:
     """The models for which a speculator of its kind is installed."""
-    from foretell.speculator.installed import installed
+    from foretell.speculator.installed import find_all_installed
 
-    return list(dict.fromkeys(s.target for s in installed().speculators if s.kind == entry.speculator))
+    return list(dict.fromkeys(s.target for s in find_all_installed().speculators if s.kind == entry.speculator))
 
 
 def _needs(entry: "Entry") -> str:

@@ -1,4 +1,4 @@
-"""Drafters: what guesses the next tokens. One file per guesser."""
+"""Drafters: they propose the next tokens. One file per drafter."""
 
 from foretell.draft.base import Continuation, Drafter, NoDrafter, Predictor, Retriever
 from foretell.draft.cascade import CascadeDrafter

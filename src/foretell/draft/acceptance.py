@@ -1,42 +1,42 @@
-"""How often guesses of a kind were right: the running estimate by which retrievers rank and bound what they offer."""
+"""Running estimates of acceptance rates, by which retrievers rank their continuations."""
 
 from collections.abc import Sequence
 
 
 class AcceptanceEstimator:
-    """Conditional acceptance rates of several kinds of guesses (match lengths, ranks), learned while decoding.
+    """Conditional acceptance rates of several kinds of drafts (match lengths, ranks), updated while decoding.
 
-    Starts from `prior` rates worth `weight` observations each; old observations fade by `fade` per new one of the same
-    kind.
+    The `prior` rates count as `weight` observations each; the weight of old observations is multiplied by `decay` per
+    new observation of the same kind.
     """
 
-    def __init__(self, prior: Sequence[float], weight: float = 8.0, fade: float = 0.97) -> None:
-        self._hits = [p * weight for p in prior]
-        self._seen = [weight] * len(prior)
-        self._fade = fade
+    def __init__(self, prior: Sequence[float], weight: float = 8.0, decay: float = 0.97) -> None:
+        self._accepted = [p * weight for p in prior]
+        self._observed = [weight] * len(prior)
+        self._decay = decay
 
     def rate(self, kind: int) -> float:
-        """Estimated probability that a guess of this kind is right, given that what it follows was."""
-        kind = min(kind, len(self._seen) - 1)
-        return self._hits[kind] / self._seen[kind]
+        """Estimated probability that a token of this kind is accepted if its predecessors are."""
+        kind = min(kind, len(self._observed) - 1)
+        return self._accepted[kind] / self._observed[kind]
 
-    def learn(self, kind: int, right: bool) -> None:
-        """Count one guess whose predecessors were right."""
-        kind = min(kind, len(self._seen) - 1)
-        self._hits[kind] = self._hits[kind] * self._fade + right
-        self._seen[kind] = self._seen[kind] * self._fade + 1.0
+    def update(self, kind: int, accepted: bool) -> None:
+        """Count one token whose predecessors were accepted."""
+        kind = min(kind, len(self._observed) - 1)
+        self._accepted[kind] = self._accepted[kind] * self._decay + accepted
+        self._observed[kind] = self._observed[kind] * self._decay + 1.0
 
-    def survival(self, kind: int, length: int) -> tuple[float, ...]:
-        """Probabilities that the first, first two, … of `length` guesses of one kind are right."""
+    def cumulative(self, kind: int, length: int) -> tuple[float, ...]:
+        """Probabilities that the first, the first two, … of `length` tokens of one kind are accepted."""
         rate, product, out = self.rate(kind), 1.0, []
         for _ in range(length):
             product *= rate
             out.append(product)
         return tuple(out)
 
-    def learn_run(self, kind: int, guessed: Sequence[int], decided: Sequence[int]) -> None:
-        """Count a run of guesses against what was decided: right ones up to the first wrong one."""
-        for guess, truth in zip(guessed, decided, strict=False):
-            self.learn(kind, guess == truth)
-            if guess != truth:
+    def update_run(self, kind: int, drafted: Sequence[int], new_tokens: Sequence[int]) -> None:
+        """Count drafted tokens against the new tokens, up to the first that differs."""
+        for draft, new in zip(drafted, new_tokens, strict=False):
+            self.update(kind, draft == new)
+            if draft != new:
                 return

@@ -1,4 +1,4 @@
-"""The contract of a drafter: it guesses, and it learns from what became of its guesses."""
+"""The interfaces of drafters: `Predictor` gives distributions, `Retriever` gives continuations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from foretell.distributions.topk import top_probabilities
 
 
 class Drafter(EngineBound, ABC):
-    """Guesses what the target will say. Memory is indexed by `context.rows`.
+    """Proposes tokens that the target may accept. Its state is indexed by `context.rows`.
 
-    A step may propose twice before it is kept: for each request alone, where proposing for all of them raised an
-    exception.
+    A step may call it twice before `observe`: when proposing for all requests raises an exception, the engine proposes
+    for each request separately.
     """
 
     label: ClassVar[str] = ""
@@ -30,41 +30,39 @@ class Drafter(EngineBound, ABC):
     hidden_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
     max_context: int = 1 << 31
-    """Longest text it can read, in tokens; longer ones are decoded without drafts."""
+    """Longest sequence it can read, in tokens; longer ones are decoded without drafts."""
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """Deepest drafts that it can make for the texts now, at most `context.room`; 0 where it does not know enough
-        yet.
-        """
+        """Maximum depth of the next draft per request, at most `context.max_depth`; 0 where it cannot draft yet."""
         lengths = np.array([t.length for t in context.sequences])
         return np.minimum(context.max_depth, np.maximum(0, self.max_context + 1 - lengths))
 
     def observe(self, step: StepResult) -> None:
-        """Learn what happened, after every pass of the target (the reading of a prompt included)."""
+        """Update its state after every pass of the target, prefill included."""
         return
 
     def release(self, row: int) -> None:
-        """Forget a row: its request is over."""
+        """Forget a row whose request has ended."""
         return
 
     def rewind(self, row: int, length: int) -> int:
-        """Prepare a row for a request that begins with the first `length` tokens of its last one, which the target will
-        not read again.
+        """Prepare a row for a request that shares its first `length` tokens with the row's last request; the target
+        keeps them in its cache.
 
-        How many of them (0 to `length`) the drafter can do without seeing once more; the target reads on from there.
-        What depends on how the last request went on is forgotten.
+        Returns how many of these tokens (0 to `length`) the drafter need not observe again; the target reads from
+        there. State that depends on the later tokens of the last request is forgotten.
         """
         self.release(row)
         return 0 if self.hidden_layers else length
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
-        """Add nodes that the target shall read for the drafter's own sake."""
+        """Add nodes that the target reads for the drafter and never accepts."""
         return tree
 
 
 def with_hidden_layers(step: StepResult, available_layers: Sequence[int], hidden_layers: Sequence[int]) -> StepResult:
-    """The step as one of several drafters sees it: of the features of `available_layers` layers, those of
-    `hidden_layers`, in that order; with none it looks at none.
+    """The step with the hidden states of `hidden_layers`, in this order, out of those of `available_layers`; unchanged
+    if `hidden_layers` is empty.
     """
     if not hidden_layers or tuple(available_layers) == tuple(hidden_layers):
         return step
@@ -73,19 +71,54 @@ def with_hidden_layers(step: StepResult, available_layers: Sequence[int], hidden
 
 
 class NoDrafter(Drafter):
-    """Guesses nothing: plain decoding."""
+    """Drafts nothing: plain decoding."""
 
     label = "nothing"
 
     def bind(self, engine: BindingEngine) -> bool:
-        """There is no state: any number of engines may share it."""
+        """Do nothing: without state, any number of engines may share it."""
         return False
+
+
+class CompositeDrafter(Drafter):
+    """A drafter made of several, all of which observe every step."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._all = tuple(drafters)
+        self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
+
+    def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
+        """The probes of all drafters."""
+        for d in self._all:
+            tree = d.add_probes(tree, context)
+        return tree
+
+    def observe(self, step: StepResult) -> None:
+        """Update all drafters, each with the hidden states it needs."""
+        for d in self._all:
+            d.observe(with_hidden_layers(step, self.hidden_layers, d.hidden_layers))
+
+    def release(self, row: int) -> None:
+        """Release a row in all drafters."""
+        for d in self._all:
+            d.release(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """The least of what all drafters keep."""
+        for d in self._all:
+            length = d.rewind(row, length)
+        # The first ones may have kept more than the last ones.
+        return min(d.rewind(row, length) for d in self._all)
+
+    def bind(self, engine: BindingEngine) -> bool:
+        """Claim all drafters."""
+        return any([super().bind(engine), *(d.bind(engine) for d in self._all)])
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The likeliest tokens after some nodes, best first: `token[at[i, j]]` after node `j` of text `i`, with their
-    probabilities.
+    """The most probable tokens after some nodes, best first: `token[logit_index[i, j]]` after node `j` of batch row
+    `i`, with their probabilities.
     """
 
     probability: Float[np.ndarray, "k c"]
@@ -95,44 +128,44 @@ class TopTokens:
 
     @staticmethod
     def of(
-        chances: Float[torch.Tensor, "k c"],
+        probability: Float[torch.Tensor, "k c"],
         columns: Int[torch.Tensor, "k c"],
-        at: Int[np.ndarray, "b n"],
+        logit_index: Int[np.ndarray, "b n"],
         token_of: Int[np.ndarray, " w"] | None = None,
     ) -> "TopTokens":
-        """From what was drafted best; `token_of` gives the token of every column."""
-        places = columns.cpu().numpy()
-        return TopTokens(chances.double().cpu().numpy(), places if token_of is None else token_of[places], at)
+        """From probabilities and indices into the draft vocabulary, whose tokens are `token_of`."""
+        token = columns.cpu().numpy()
+        token = token if token_of is None else token_of[token]
+        return TopTokens(probability.double().cpu().numpy(), token, logit_index)
 
 
 def top_tokens(
     logits: Float[torch.Tensor, "k w"],
-    at: Int[np.ndarray, "b n"],
+    logit_index: Int[np.ndarray, "b n"],
     count: int,
     token_of: Int[np.ndarray, " w"] | None = None,
 ) -> TopTokens:
-    """The `count` best tokens of every row of scores, or as many as there are."""
+    """The `count` most probable tokens of every row of logits, or as many as there are."""
     if not len(logits):
-        return TopTokens(np.zeros((0, 0)), np.zeros((0, 0), np.int64), at)
-    return TopTokens.of(*top_probabilities(logits, min(count, logits.shape[1])), at, token_of)
+        return TopTokens(np.zeros((0, 0)), np.zeros((0, 0), np.int64), logit_index)
+    return TopTokens.of(*top_probabilities(logits, min(count, logits.shape[1])), logit_index, token_of)
 
 
 class Predictor(Drafter):
     """Gives distributions for the children of tree nodes, level by level."""
 
     def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
-        """The `count` likeliest tokens after the live nodes of `frontier`: all that a shape needs which picks.
-
-        Called instead of `expand`.
+        """The `count` most probable tokens after the valid nodes of `frontier`. Shapes that do not sample call it
+        instead of `expand`.
         """
         return top_tokens(*self.expand(tree, frontier, context), count)
 
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
-        """The tree that `shape.Beam` would grow from this drafter, in one go; None: let it be grown level by level.
+        """The tree that `shape.DynamicTree` would grow from this drafter, in one call; None: it is grown by levels.
 
-        `sizes`: depth, width and budget. `bounds`: the least score of a node, and that of one to be gone on from.
+        `sizes`: depth, width and budget. `bounds`: the minimum score of a node, and of a node that is expanded.
         """
         return None
 
@@ -140,17 +173,53 @@ class Predictor(Drafter):
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores of what follows the live nodes of `frontier`, and where each node's are (as `ModelOutput.at`).
+        """Logits after the valid nodes of `frontier`, and the row of every node (as `ModelOutput.logit_index`).
 
-        `tree` grows from call to call within a step, starting with roots only (trunk 1); nodes never change once handed
-        over.
+        `tree` grows from call to call within a step, starting with the roots; its nodes do not change.
         """
+
+
+class RootStatePredictor(Predictor):
+    """A predictor that drafts from the target's hidden state at the root only; it needs no earlier states."""
+
+    def __init__(self) -> None:
+        self._root_states: dict[int, tuple[int, torch.Tensor]] = {}
+        """Per row the length of the sequence whose last token a state produced, and that state."""
+
+    def _ready(self, context: Context) -> list[bool]:
+        """Whether the state at the root is known, per request."""
+        known = [self._root_states.get(row, (-1,))[0] for row in context.rows]
+        return [length == t.length for length, t in zip(known, context.sequences, strict=True)]
+
+    def _prepare_states(self, hidden_states: Sequence[Float[torch.Tensor, "b d"]]) -> Float[torch.Tensor, "b e"]:
+        """What is kept of the target's hidden states, one tensor per layer."""
+        return hidden_states[0]
+
+    def observe(self, step: StepResult) -> None:
+        """Keep the state that produced the newest token of every request."""
+        rows = np.arange(len(step.context.rows))
+        last = torch.from_numpy(step.output.hidden_index[rows, [path[-1] for path in step.paths]])
+        states = self._prepare_states([h[last.to(h.device)] for h in step.output.hidden_states])
+        for i, row in enumerate(step.context.rows):
+            if step.new_tokens[i]:
+                self._root_states[row] = step.context.sequences[i].length, states[i]
+            else:
+                self.release(row)
+
+    def release(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self._root_states.pop(row, None)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep everything: every step brings the state that the next draft needs."""
+        self.release(row)
+        return length
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens that may follow a text, and for each the estimated probability that it is accepted (falling along the
-    way).
+    """Tokens that may follow a sequence, and for each the estimated probability that it and its predecessors are
+    accepted.
     """
 
     tokens: tuple[int, ...]
@@ -158,11 +227,11 @@ class Continuation:
 
 
 class Retriever(Drafter):
-    """Finds whole continuations."""
+    """Proposes whole continuations."""
 
     single: ClassVar[bool] = False
-    """Whether it offers one continuation at most, of which a trie is a chain."""
+    """Whether it proposes at most one continuation, so that its trie is a chain."""
 
     @abstractmethod
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """Continuations per text, best first, of about `budget` tokens in all."""
+        """Continuations per request, best first, of about `budget` tokens in all."""

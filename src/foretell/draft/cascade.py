@@ -1,6 +1,4 @@
-"""Speculation within the drafter: a small model drafts for the target, and another method drafts for the small
-model.
-"""
+"""Speculative decoding of the draft model: another method drafts for the small model, which drafts for the target."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +12,14 @@ from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
-from foretell.draft.draft_model import read_backlog
+from foretell.draft.draft_model import read_backlog, unread_tokens
 from foretell.model.runner import Runner
 
 
 @runtime_checkable
-class Proposer(Protocol):
-    """What drafts for the small model: a method, whose acceptor has no say because the small model's guesses are
-    matched with its tree.
+class DraftProposer(Protocol):
+    """A method that drafts for the small model; its acceptor is not used, as the small model's drafts are matched with
+    its tree.
     """
 
     @property
@@ -29,55 +27,54 @@ class Proposer(Protocol):
         """Target layers whose hidden states it needs."""
 
     def propose(self, context: Context) -> TokenTree:
-        """Trees below the last tokens."""
+        """Draft trees below the last tokens."""
 
     def observe(self, step: StepResult) -> None:
-        """Learn what happened."""
+        """Update its state after a step."""
 
     def release(self, row: int) -> None:
         """Forget a row."""
 
     def rewind(self, row: int, length: int) -> int:
-        """Prepare a row for a request that begins as its last one did."""
+        """Prepare a row for a request that shares a prefix with its last one."""
 
     def bind(self, engine: BindingEngine) -> bool:
         """Serve this engine from now on."""
 
 
 class CascadeDrafter(Predictor):
-    """A draft model that reads ahead what `ahead` proposes (Cascade Speculative Drafting, arXiv 2312.11462; staged
-    speculation, arXiv 2308.04623).
+    """A draft model that reads the trees of `proposer` in advance (Cascade Speculative Drafting, arXiv 2312.11462;
+    staged speculation, arXiv 2308.04623).
 
-    The tree that `ahead` proposes below a text is read with the text's last token, in one pass. As long as the guesses
-    that the shape then makes are in it, their scores are there already; a guess that is not costs a pass, as with
-    `DraftModel`. Guesses and the laws they come from are those of the draft model alone, so every acceptor keeps its
-    law and every seed its text: only the number of passes changes. Cascades nest.
+    One pass reads the proposed tree together with the last token. Logits of drafts in that tree are known; another
+    draft costs a pass, as with `DraftModel`. Drafts and their distributions are those of the draft model alone, so
+    acceptors stay exact and a seed gives the same answer: only the number of passes changes. Cascades can be nested.
     """
 
     label = "draft model, itself drafted for by n-gram copies or smaller models"
 
-    def __init__(self, runner: Runner, ahead: Proposer, chunk: int = 512) -> None:
+    def __init__(self, runner: Runner, proposer: DraftProposer, chunk: int = 512) -> None:
         self.runner, self.max_context = runner, runner.context
-        self.ahead, self.hidden_layers = ahead, ahead.hidden_layers
+        self.proposer, self.hidden_layers = proposer, proposer.hidden_layers
         self.passes = 0
-        """Passes of the draft model so far, catching up apart."""
+        """Passes of the draft model so far, without those of `read_backlog`."""
         self._chunk = chunk
         self._rows: tuple[int, ...] = ()
         self._tree: TokenTree | None = None
-        """What the model has read below each text's kept tokens; `valid` marks just that."""
+        """The nodes that the model has read below each request's committed tokens (`valid`)."""
         self._logits: list[Float[torch.Tensor, "k v"]] = []
-        self._at: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
+        self._logit_index: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores after the frontier, read now or ahead.
+        """Logits after the frontier, from this or an earlier pass.
 
-        Texts without room for children of the frontier are not read.
+        Requests whose frontier is at their maximum depth are not read.
         """
         if tree.nodes == 1:
             self._begin(context)
-        at = np.full(tree.token.shape, -1, np.int64)
+        logit_index = np.full(tree.token.shape, -1, np.int64)
         wanted = [
             (i, node, tree.token[i, tree.ancestors(i, node)[1:]].tolist())
             for i in range(tree.rows)
@@ -91,46 +88,42 @@ class CascadeDrafter(Predictor):
         if any(missing):
             self._extend(missing)
         for i, node, path in wanted:
-            at[i, node] = self._at[i, self._place(i, path)]
-        return torch.cat(self._logits), at
+            logit_index[i, node] = self._logit_index[i, self._place(i, path)]
+        return torch.cat(self._logits), logit_index
 
     def _begin(self, context: Context) -> None:
-        """Read everything unread and the tree that the other method proposes."""
+        """Read all unread tokens and the tree of the proposer."""
         self._rows = context.rows
         read_backlog(self.runner, context, self._chunk)
-        guess = self.ahead.propose(replace(context, max_depth=np.maximum(context.max_depth - 1, 0)))
-        unread = [
-            t.tokens[self.runner.length(row) if max_depth else -1 :].tolist()
-            for row, t, max_depth in zip(context.rows, context.sequences, context.max_depth, strict=True)
-        ]
-        full = guess.with_prefix(unread)
+        tree = self.proposer.propose(replace(context, max_depth=np.maximum(context.max_depth - 1, 0)))
+        full = tree.with_prefix(unread_tokens(self.runner, context))
         read = full.valid & (context.max_depth > 0)[:, None]
         self._tree = replace(full, valid=read, probe=np.zeros_like(read))
-        self._logits, self._at = [], np.full(full.token.shape, -1, np.int64)
+        self._logits, self._logit_index = [], np.full(full.token.shape, -1, np.int64)
         self._read(read, read & (np.arange(full.nodes) >= full.prefix_length[:, None] - 1))
 
     def _extend(self, missing: Sequence[Sequence[tuple[int, ...]]]) -> None:
-        """Read guesses that were not read ahead; all but the last token of each path has been."""
+        """Read nodes that were not read in advance; all but the last token of each path has been read."""
         assert self._tree is not None
         first, most = self._tree.nodes, max(len(m) for m in missing)
         parents = [[self._place(i, path[:-1]) for path in paths] for i, paths in enumerate(missing)]
         tree = self._tree.with_probes([[path[-1] for path in paths] for paths in missing], parents)
         new = tree.probe & (np.arange(first + most) >= first)
         self._tree = replace(tree, valid=tree.valid | new, probe=np.zeros_like(new))
-        self._at = np.pad(self._at, ((0, 0), (0, most)), constant_values=-1)
+        self._logit_index = np.pad(self._logit_index, ((0, 0), (0, most)), constant_values=-1)
         self._read(new, new)
 
     def _read(self, read: np.ndarray, scored: np.ndarray) -> None:
-        """One pass over nodes of the tree, whose scores join those that are there."""
+        """One pass over nodes of the tree, whose logits are appended."""
         assert self._tree is not None
         output = self.runner.forward(self._rows, self._tree, active=read, scored=scored)
         self.passes += 1
         before = sum(len(x) for x in self._logits)
-        self._at = np.where(output.logit_index >= 0, output.logit_index + before, self._at)
+        self._logit_index = np.where(output.logit_index >= 0, output.logit_index + before, self._logit_index)
         self._logits.append(output.logits)
 
     def _place(self, i: int, path: Sequence[int]) -> int:
-        """Where the model read this path below the root of text `i`."""
+        """The node at the end of this path below the root of batch row `i`."""
         assert self._tree is not None
         nodes = self._tree.find_path(i, path)
         return nodes[-1] if nodes else int(self._tree.prefix_length[i]) - 1
@@ -140,26 +133,26 @@ class CascadeDrafter(Predictor):
         return len(self._tree.find_path(i, path)) == len(path)
 
     def observe(self, step: StepResult) -> None:
-        """Keep what was read of the decided tokens, and tell the other method."""
+        """Keep the read nodes on the path of the new tokens, and update the proposer."""
         if self._tree is not None:
             for i, row in enumerate(step.context.rows):
                 if row in self._rows and self._tree.valid[(mine := self._rows.index(row)), 0]:
                     prefix_length = range(int(self._tree.prefix_length[mine]))
                     self.runner.commit(row, [*prefix_length, *self._tree.find_path(mine, step.new_tokens[i][:-1])])
         self._tree, self._rows = None, ()
-        self.ahead.observe(step)
+        self.proposer.observe(step)
 
     def release(self, row: int) -> None:
-        """Forget a row: its request is over."""
+        """Forget a row whose request has ended."""
         self.runner.truncate(row, 0)
-        self.ahead.release(row)
+        self.proposer.release(row)
 
     def rewind(self, row: int, length: int) -> int:
-        """Keep what was read of the common tokens."""
-        length = self.ahead.rewind(row, length)
+        """Keep the shared tokens, as far as the proposer does."""
+        length = self.proposer.rewind(row, length)
         self.runner.truncate(row, length)
         return length
 
     def bind(self, engine: BindingEngine) -> bool:
-        """With the other method."""
-        return any([super().bind(engine), self.ahead.bind(engine)])
+        """Claim the proposer, too."""
+        return any([super().bind(engine), self.proposer.bind(engine)])

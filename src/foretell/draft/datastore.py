@@ -1,4 +1,4 @@
-"""Retrieval from a corpus: what followed the longest ending of the text, wherever the datastore holds it."""
+"""Retrieval from a datastore: continuations of the longest suffix of the sequence."""
 
 import heapq
 from itertools import count
@@ -11,8 +11,10 @@ from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 from foretell.retrieval.datastore import Datastore
 
-_KINDS = 8
-"""Kinds of matches by how often they occur (1, 2..3, 4..7, …), for each of three spans of match length."""
+_COUNT_LEVELS = 8
+"""Kinds of matches by their number of occurrences (1, 2..3, 4..7, …), for each of three ranges of match length."""
+_LENGTH_BOUNDS = (3, 6)
+"""Longest matches of the first and the second range of match length."""
 _PRIOR = (
     0.45,
     0.55,
@@ -40,16 +42,18 @@ _PRIOR = (
     0.95,
 )
 
-Counts = dict[tuple[int, ...], int]
+"""Prior acceptance rates, by range of match length and number of occurrences."""
+
+PrefixCounts = dict[tuple[int, ...], int]
 
 
 class DatastoreRetriever(Retriever):
     """Trie of the most frequent continuations in a datastore (He et al., REST, arXiv 2311.08252).
 
-    The ending of the text is matched with `longest` down to `shortest` tokens; the first size that occurs `least_hits`
-    times or more gives up to `hits` occurrences, and the next `copy` tokens of each are counted. A prefix's chance is
-    its share of the occurrences, times the measured rate at which the text goes on as any of them did. Counts are no
-    distribution that tokens were drawn from: drafts are picked, so that every acceptor stays exact.
+    Suffixes of `longest` down to `shortest` tokens are searched; the first length with at least `least_hits`
+    occurrences gives up to `hits` of them, and the prefixes of their next `copy` tokens are counted. The probability of
+    a prefix is its share of the occurrences times the measured rate at which any of them is right. Drafts are
+    deterministic, so that every acceptor stays exact.
 
     Raises:
         ValueError: a size out of range, or longer than the datastore is sorted for.
@@ -75,28 +79,30 @@ class DatastoreRetriever(Retriever):
             raise ValueError(f"copy, hits and least_hits must be at least 1, found {copy}, {hits} and {least_hits}")
         self.store, self.longest, self.shortest = store, longest, shortest
         self.copy, self.hits, self.least_hits = copy, hits, least_hits
-        self._odds: dict[int, AcceptanceEstimator] = {}
-        self._offered: dict[int, tuple[int, Counts]] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
+        self._offered: dict[int, tuple[int, PrefixCounts]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """The `budget` most frequent prefixes of what followed, as the paths to their ends."""
+        """The `budget` most frequent prefixes of the continuations, as paths."""
         out = []
-        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
+        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             copy = min(self.copy, budget, max_depth)
-            ending = text.tokens[-self.longest :].tolist()
+            ending = sequence.tokens[-self.longest :].tolist()
             size, first, last = (
                 self.store.longest(ending, self.longest, self.shortest, self.least_hits) if copy > 0 else (0, 0, 0)
             )
             found = self.store.following(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
-            counts = frequent(found, budget)
-            kind = _KINDS * (0 if size <= 3 else 1 if size <= 6 else 2) + min(len(found).bit_length() - 1, _KINDS - 1)
-            odds = self._odds.setdefault(row, AcceptanceEstimator(_PRIOR))
+            counts = most_frequent_prefixes(found, budget)
+            kind = _COUNT_LEVELS * sum(size > bound for bound in _LENGTH_BOUNDS) + min(
+                len(found).bit_length() - 1, _COUNT_LEVELS - 1
+            )
+            estimator = self._estimators.setdefault(row, AcceptanceEstimator(_PRIOR))
             self._offered[row] = kind, counts
-            out.append(_paths(counts, len(found), odds.rate(kind) if counts else 0.0))
+            out.append(_paths(counts, len(found), estimator.rate(kind) if counts else 0.0))
         return out
 
     def observe(self, step: StepResult) -> None:
-        """Learn how often the text went on as an occurrence did."""
+        """Update the acceptance rates."""
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             kind, counts = self._offered.pop(row, (0, {}))
             inner, prefix = {p[:-1] for p in counts}, tuple[int, ...]()
@@ -104,35 +110,35 @@ class DatastoreRetriever(Retriever):
                 if prefix not in inner:
                     break
                 prefix = (*prefix, token)
-                self._odds[row].learn(kind, prefix in counts)
+                self._estimators[row].update(kind, prefix in counts)
 
     def release(self, row: int) -> None:
-        """Forget a row."""
-        self._odds.pop(row, None)
+        """Forget a row whose request has ended."""
+        self._estimators.pop(row, None)
         self._offered.pop(row, None)
 
 
-def frequent(found: Int[np.ndarray, "h c"], most: int) -> Counts:
-    """The `most` prefixes that the rows begin with most often, with their counts; rows end at -1.
+def most_frequent_prefixes(found: Int[np.ndarray, "h c"], most: int) -> PrefixCounts:
+    """The `most` most frequent prefixes of the rows, with their counts; rows end at -1.
 
-    Ties go to the shorter prefix, so that a prefix never stands without its own beginnings.
+    Of equally frequent prefixes the shorter one comes first, so that every prefix comes after its own prefixes.
     """
-    out, order = Counts(), count()
+    out, order = PrefixCounts(), count()
     heap: list[tuple[int, int, int, tuple[int, ...], Int[np.ndarray, " g"]]] = [(0, 0, 0, (), np.arange(len(found)))]
     while heap and len(out) < most:
         times, depth, _, prefix, rows = heapq.heappop(heap)
         if prefix:
             out[prefix] = -times
         if depth < found.shape[1]:
-            for token, group in _split(found[rows, depth], rows, most):
+            for token, group in _group_by_token(found[rows, depth], rows, most):
                 heapq.heappush(heap, (-len(group), depth + 1, next(order), (*prefix, token), group))
     return out
 
 
-def _split(
+def _group_by_token(
     column: Int[np.ndarray, " g"], rows: Int[np.ndarray, " g"], most: int
 ) -> list[tuple[int, Int[np.ndarray, " _"]]]:
-    """Rows by their token, the `most` largest groups; rows that have ended are left out."""
+    """Rows grouped by token, the `most` largest groups; rows that have ended are left out."""
     if len(rows) == 1:
         return [(int(column[0]), rows)] if column[0] >= 0 else []
     by = np.argsort(column, kind="stable")
@@ -141,8 +147,8 @@ def _split(
     return [(int(tokens[g]), rows[by[starts[g] : starts[g] + sizes[g]]]) for g in largest if tokens[g] >= 0]
 
 
-def _paths(counts: Counts, hits: int, rate: float) -> list[Continuation]:
-    """The longest of the prefixes, each with the chances of all its beginnings."""
+def _paths(counts: PrefixCounts, hits: int, rate: float) -> list[Continuation]:
+    """The prefixes that are not part of a longer one, with the probabilities of all their prefixes."""
     inner = {p[:-1] for p in counts}
     return [
         Continuation(p, tuple(counts[p[: i + 1]] / hits * rate ** (i + 1) for i in range(len(p))))

@@ -1,4 +1,4 @@
-"""A smaller model as drafter: a second checkpoint, or the target itself cut after some layers."""
+"""Drafting with a smaller model: a second checkpoint, or the target's first layers."""
 
 from itertools import takewhile
 
@@ -13,11 +13,11 @@ from foretell.model.runner import Runner
 
 
 class DraftModel(Predictor):
-    """Reads the same text as the target, with a cache of its own (Leviathan et al., arXiv 2211.17192; LayerSkip, arXiv
+    """Reads the same sequence as the target, with its own cache (Leviathan et al., arXiv 2211.17192; LayerSkip, arXiv
     2404.16710).
 
-    It catches up by itself: whatever was decided without it (a prompt, the steps of another drafter) is read before its
-    next guess. `chunk` is the most tokens it reads at once for that.
+    It reads all tokens that it has not read (a prompt, the steps of another drafter) before its next draft, at most
+    `chunk` at once.
     """
 
     label = "draft model"
@@ -26,21 +26,21 @@ class DraftModel(Predictor):
         self.runner, self.max_context = runner, runner.context
         self._chunk = chunk
         self._tree: TokenTree | None = None
-        """The tree under construction below everything unread, as this model's cache holds it."""
+        """The draft tree below all unread tokens, as in this model's cache."""
         self._read: Bool[np.ndarray, "b n"] = np.zeros((0, 0), bool)
         self._rows: tuple[int, ...] = ()
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores after the frontier, in one pass of the draft model over it (the first pass reads the backlog too).
+        """Logits after the frontier, in one pass of the draft model (the first pass reads the unread tokens too).
 
-        Texts without room for children of the frontier are not read.
+        Requests whose frontier is at their maximum depth are not read.
         """
         if tree.nodes == 1:
             self._rows = context.rows
             read_backlog(self.runner, context, self._chunk)
-        full = tree.with_prefix(self._unread(context))
+        full = tree.with_prefix(unread_tokens(self.runner, context))
         shift = full.prefix_length - 1
         place = np.minimum(np.arange(tree.nodes) + shift[:, None], full.nodes - 1)
         wanted = np.zeros(full.token.shape, bool)
@@ -61,34 +61,27 @@ class DraftModel(Predictor):
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
-        """Whole trees in one call, where the network can."""
-        able = np.flatnonzero(context.max_depth)
-        if not len(able):
+        """Trees in one call, where the network supports it."""
+        active = np.flatnonzero(context.max_depth)
+        if not len(active):
             return None
         read_backlog(self.runner, context, self._chunk)
-        unread, part = self._unread(context), context.select(able.tolist())
-        prefixes = root_tree(part.last_tokens).with_prefix([unread[i] for i in able])
+        unread, part = unread_tokens(self.runner, context), context.select(active.tolist())
+        prefixes = root_tree(part.last_tokens).with_prefix([unread[i] for i in active])
         trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds)
         if trees is None:
             return None
-        whole = tree_from_parents(context.last_tokens, able, trees.token, trees.parent, trees.count)
-        self._tree, self._rows = whole.with_prefix(unread), context.rows
+        tree = tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
+        self._tree, self._rows = tree.with_prefix(unread), context.rows
         self._read = np.arange(self._tree.nodes) < self._tree.prefix_length[:, None]
         if sizes[1] == 1:
-            # The last token of a chain is not read; those of wider trees do not lie in the order of their nodes.
+            # The last token of a chain is not read; the cache slots of wider trees are not in the order of their nodes.
             self._read[:, :-1] |= self._tree.valid[:, 1:]
         self._read &= (context.max_depth > 0)[:, None]
-        return whole
-
-    def _unread(self, context: Context) -> list[list[int]]:
-        """Decided tokens that are not in this model's cache, of texts without room for drafts the last alone."""
-        return [
-            t.tokens[self.runner.length(row) if max_depth else -1 :].tolist()
-            for row, t, max_depth in zip(context.rows, context.sequences, context.max_depth, strict=True)
-        ]
+        return tree
 
     def observe(self, step: StepResult) -> None:
-        """Keep what was read of the decided tokens; the last of these is the next root and stays unread."""
+        """Keep the read nodes on the path of the new tokens; the last of these is the next root and stays unread."""
         if self._tree is None:
             return
         for i, row in enumerate(step.context.rows):
@@ -104,17 +97,25 @@ class DraftModel(Predictor):
         self._tree, self._rows = None, ()
 
     def release(self, row: int) -> None:
-        """Forget a row: its request is over."""
+        """Forget a row whose request has ended."""
         self.runner.truncate(row, 0)
 
     def rewind(self, row: int, length: int) -> int:
-        """Keep what was read of the common tokens."""
+        """Keep the shared tokens."""
         self.runner.truncate(row, length)
         return length
 
 
+def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:
+    """The tokens that are not in the runner's cache, per request; for requests without a draft the last one only."""
+    return [
+        t.tokens[runner.length(row) if max_depth else -1 :].tolist()
+        for row, t, max_depth in zip(context.rows, context.sequences, context.max_depth, strict=True)
+    ]
+
+
 def read_backlog(runner: Runner, context: Context, chunk: int) -> None:
-    """Read backlogs longer than a chunk, up to their last chunk, of texts that have room for drafts."""
+    """Read unread tokens in chunks until at most one chunk is left, for requests with a draft."""
     while True:
         behind = [
             (row, t.tokens[(have := runner.length(row)) : have + chunk].tolist())

@@ -1,6 +1,4 @@
-"""Lookahead decoding: n-grams read off the target's own Jacobi trajectories, which run beside the text in every
-pass.
-"""
+"""Lookahead decoding: n-grams from Jacobi trajectories that every pass of the target computes beside the drafts."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -8,21 +6,23 @@ import numpy as np
 import torch
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
+_STREAM = (1 << 30) + 1
+"""Stream of the random numbers for the window's initial guesses."""
 
-class Pool:
-    """n-grams by their first token: at most `capacity` continuations each, the least recently seen evicted."""
+
+class NgramPool:
+    """n-grams by their first token: at most `capacity` each, with eviction of the least recently added one."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._after: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Store an n-gram; one that is known becomes the most recent of its first token."""
+        """Add an n-gram as the most recent one of its first token."""
         kept, rest = self._after.setdefault(ngram[0], {}), tuple(ngram[1:])
         kept.pop(rest, None)
         kept[rest] = None
@@ -30,17 +30,17 @@ class Pool:
             del kept[next(iter(kept))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What has followed a token, most recent first."""
+        """The n-grams of a first token, without it, most recent first."""
         return list(self._after.get(token, ()))[::-1]
 
 
-class Window:
+class LookaheadWindow:
     """The last `height` iterates of Jacobi's method on `width` future positions.
 
-    Column `i` of row `r` guesses the token `i + r` places after the last decided one, for which cell (0, 0) stands.
-    Cell (r, i) sees row 0 up to column i and its own column from row 1 down to itself: as a tree, its parent is the
-    cell above it, and row 0 is a chain. Worked example, width 3, height 3, with the places after the last decided token
-    `a`::
+    Cell (0, 0) is the last decided token; cell (r, i) of row `r` and column `i` guesses the token `i + r` positions
+    after it. Cell (r, i) attends to row 0 up to column i and to its own column down to itself: in the tree its parent
+    is the cell above it, and row 0 is a chain. Worked example, width 3, height 3, with the positions after the last
+    decided token `a`::
 
         row 0    a ─ . ─ .         0  1  2
                  │   │   │
@@ -48,8 +48,8 @@ class Window:
                  │   │   │
         row 2    .   .   .         2  3  4      and its predictions, the next iterate:  3  4  5
 
-    Rows come into being one per pass, each a column narrower than the row it was predicted from; the first one is wide
-    enough for `width` to be left.
+    Every pass adds a row, one column narrower than the row that predicted it; the first row has `width + height - 1`
+    columns.
     """
 
     def __init__(self, width: int, height: int, guess: Callable[[], int]) -> None:
@@ -57,10 +57,10 @@ class Window:
         self.rows: list[list[int]] = [[guess() for _ in range(width + height - 1)]]
 
     def cells(self, last: int, first: int, max_depth: int) -> tuple[list[int], list[int], list[int]]:
-        """The cells no deeper than `max_depth` as nodes `first, first + 1, …` of a tree whose node 0 holds the `last`
-        decided token.
+        """The cells of at most `max_depth` as nodes `first, first + 1, …` of a tree whose node 0 is the `last` decided
+        token.
 
-        Gives their tokens and parents, and the nodes of the last row, node 0 for cell (0, 0) included.
+        Returns their tokens and parents, and the nodes of the last row, node 0 for cell (0, 0) included.
         """
         self.rows[0][0] = last
         tokens, parents, above = list[int](), list[int](), list[int]()
@@ -93,27 +93,27 @@ class Window:
         return ngrams if full else []
 
 
-class _Row:
-    """What is known about one text."""
+class _RequestState:
+    """State of one request."""
 
-    def __init__(self, window: Window, pool: Pool, ranks: int) -> None:
+    def __init__(self, window: LookaheadWindow, pool: NgramPool, ranks: int) -> None:
         self.window, self.pool = window, pool
-        self.odds = AcceptanceEstimator([max(0.35 - 0.03 * r, 0.1) for r in range(max(ranks, 1))])
+        self.estimator = AcceptanceEstimator([max(0.35 - 0.03 * r, 0.1) for r in range(max(ranks, 1))])
         self.pooled = 0
-        """Where the first n-gram of the text begins that is not in the pool."""
+        """Start of the sequence's first n-gram that is not in the pool."""
         self.offered: list[tuple[int, ...]] = []
-        self.asked: list[int] = []
-        """Nodes of the window's last row in the tree of this step, as it was before the trunk grew."""
+        self.probes: list[int] = []
+        """Nodes of the window's last row in this step's tree, before the prefix was added."""
 
 
 class LookaheadDrafter(Retriever):
     """A window of `width` positions, n-grams of `ngram` tokens, at most `candidates` of them verified per pass (Fu et
     al., arXiv 2402.02057).
 
-    Every pass reads the window beside the drafts, in nodes that are never accepted; the target's argmax below its last
-    row completes one n-gram per column. `from_text` pools the n-grams of prompt and answer too. `follow` moves the
-    window by as many places as tokens were decided, not by one as published. `eos`: tokens after which predictions are
-    worthless. Per text; sampled decoding is exact because the n-grams are picked, not drawn.
+    Every pass reads the window as probe nodes; the target's argmax after its last row completes one n-gram per column.
+    `from_text` adds the n-grams of prompt and answer to the pool. `follow` moves the window by the number of new
+    tokens, not by one as published. `eos`: tokens after which predictions are not used. Sampling is exact because
+    drafts are deterministic.
 
     Raises:
         ValueError: a width below 1, n-grams below 2 tokens, a negative number of candidates.
@@ -137,64 +137,68 @@ class LookaheadDrafter(Retriever):
             )
         self.width, self.ngram, self.candidates = width, ngram, candidates
         self.from_text, self.follow, self.eos = from_text, follow, frozenset(eos)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _RequestState] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """The pooled n-grams that begin with the last decided token, most recent first."""
+        """The pool's n-grams that begin with the last token, most recent first."""
         out = []
         for i, (row, last) in enumerate(zip(context.rows, context.last_tokens, strict=True)):
             if row not in self._rows:
                 self._rows[row] = self._start(context, i)
-            mine = self._rows[row]
+            state = self._rows[row]
             if self.from_text:
-                self._pool_text(mine, context.sequences[i])
-            mine.offered = mine.pool.after(last)[: self.candidates]
-            out.append([Continuation(t, mine.odds.survival(rank, len(t))) for rank, t in enumerate(mine.offered)])
+                self._pool_text(state, context.sequences[i])
+            state.offered = state.pool.after(last)[: self.candidates]
+            out.append(
+                [Continuation(t, state.estimator.cumulative(rank, len(t))) for rank, t in enumerate(state.offered)]
+            )
         return out
 
-    def _start(self, context: Context, i: int) -> _Row:
-        text, noise, drawn = context.sequences[i], context.rngs[i], iter(range(1 << 62))
-        start = text.length
+    def _start(self, context: Context, i: int) -> _RequestState:
+        sequence, rng, draws = context.sequences[i], context.rngs[i], iter(range(1 << 62))
+        start = sequence.length
 
         def guess() -> int:
-            return int(text.tokens[int(noise.uniform(start + next(drawn), Stream.LOOKAHEAD) * start)])
+            return int(sequence.tokens[int(rng.uniform(start + next(draws), _STREAM) * start)])
 
-        return _Row(Window(self.width, self.ngram - 1, guess), Pool(self.candidates), self.candidates)
+        return _RequestState(
+            LookaheadWindow(self.width, self.ngram - 1, guess), NgramPool(self.candidates), self.candidates
+        )
 
-    def _pool_text(self, mine: _Row, text: TokenBuffer) -> None:
-        tokens = text.tokens[mine.pooled :].tolist()
+    def _pool_text(self, state: _RequestState, sequence: TokenBuffer) -> None:
+        tokens = sequence.tokens[state.pooled :].tolist()
         for at in range(len(tokens) - self.ngram + 1):
-            mine.pool.add(tokens[at : at + self.ngram])
-        mine.pooled += max(len(tokens) - self.ngram + 1, 0)
+            state.pool.add(tokens[at : at + self.ngram])
+        state.pooled += max(len(tokens) - self.ngram + 1, 0)
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
-        """Add the windows to be read in this pass; nothing but what stands below their last rows is scored."""
+        """Add the windows as probes; only their last rows are scored."""
         tokens, parents = [], []
         for row, last, max_depth in zip(context.rows, context.last_tokens, context.max_depth.tolist(), strict=True):
-            token, parent, self._rows[row].asked = self._rows[row].window.cells(last, tree.nodes, max_depth)
+            token, parent, self._rows[row].probes = self._rows[row].window.cells(last, tree.nodes, max_depth)
             tokens.append(token)
             parents.append(parent)
-        return tree.with_probes(tokens, parents, scored=[set(self._rows[row].asked) for row in context.rows])
+        return tree.with_probes(tokens, parents, scored=[set(self._rows[row].probes) for row in context.rows])
 
     def observe(self, step: StepResult) -> None:
-        """Move the windows on, pool the n-grams they completed, and learn how good candidates were."""
+        """Advance the windows, add the completed n-grams to the pools, and update the acceptance rates."""
         rows = [(i, self._rows[r]) for i, r in enumerate(step.context.rows) if step.new_tokens[i] and r in self._rows]
         if not rows:
             return
         at = np.concatenate(
             [
-                step.output.logit_index[i, np.array(mine.asked, np.int64) + step.tree.prefix_length[i] - 1]
-                for i, mine in rows
+                step.output.logit_index[i, np.array(state.probes, np.int64) + step.tree.prefix_length[i] - 1]
+                for i, state in rows
             ]
         )
         best = step.output.logits[torch.from_numpy(at)].argmax(-1).tolist()
-        for i, mine in rows:
-            predicted, best = best[: len(mine.asked)], best[len(mine.asked) :]
-            for rank, tokens in enumerate(mine.offered):
-                mine.odds.learn_run(rank, tokens, step.new_tokens[i])
-            for ngram in mine.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
-                mine.pool.add(ngram)
+        for i, state in rows:
+            predicted, best = best[: len(state.probes)], best[len(state.probes) :]
+            for rank, tokens in enumerate(state.offered):
+                state.estimator.update_run(rank, tokens, step.new_tokens[i])
+            for ngram in state.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
+                state.pool.add(ngram)
 
     def release(self, row: int) -> None:
-        """Forget a row."""
+        """Forget a row whose request has ended."""
         self._rows.pop(row, None)

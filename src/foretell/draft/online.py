@@ -1,4 +1,4 @@
-"""A draft model that keeps learning while it serves: from every token that the target had to supply itself."""
+"""Online speculative decoding: a draft model that is distilled while it serves."""
 
 import random
 import time
@@ -20,74 +20,75 @@ from foretell.speculator.network.draft_model import DraftNetwork
 
 @dataclass(frozen=True)
 class Correction:
-    """The target's distribution of one token that no draft supplied, in the numbers of the drafted tokens."""
+    """The target's distribution of one token that it supplied itself, over the draft vocabulary."""
 
     position: int
-    """Of that token in its text: everything before it is the context."""
-    likely: Int[np.ndarray, " k"]
-    """The target's best drafted tokens, best first."""
+    """Position of the token in its sequence."""
+    top_tokens: Int[np.ndarray, " k"]
+    """The target's most probable tokens, best first, as indices into the draft vocabulary."""
     log_p: Float[np.ndarray, " k1"]
-    """Their log-probabilities among the drafted tokens, and at the end that of all others together."""
+    """Their log-probabilities within the draft vocabulary, and last that of all other tokens together."""
     weight: float
-    """The target's mass on drafted tokens: what there is to win here."""
+    """The target's probability mass on the draft vocabulary."""
 
 
 @dataclass(frozen=True)
 class ReplayExample:
-    """A request that is over: its text up to the last correction, and all its corrections."""
+    """A request that has ended: its tokens up to the last correction, and its corrections."""
 
     tokens: Int[np.ndarray, " t"]
     corrections: tuple[Correction, ...]
 
 
 class ReplayBuffer:
-    """The last corrections, at most `most` of them; whole lessons leave first in, first out."""
+    """At most `capacity` corrections; the oldest examples are removed first."""
 
-    def __init__(self, most: int) -> None:
-        if most < 1:
-            raise ValueError(f"a buffer of corrections holds at least one, found {most}")
-        self._most = most
-        self._kept = deque[ReplayExample]()
-        self._fresh = 0
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a buffer of corrections holds at least one, found {capacity}")
+        self._capacity = capacity
+        self._examples = deque[ReplayExample]()
+        self._unseen = 0
 
     def __len__(self) -> int:
         """Corrections kept."""
-        return sum(len(lesson.corrections) for lesson in self._kept)
+        return sum(len(example.corrections) for example in self._examples)
 
-    def add(self, lesson: ReplayExample) -> None:
-        """Keep a lesson, of a very long one the end."""
-        last = lesson.corrections[-self._most :]
+    def add(self, example: ReplayExample) -> None:
+        """Add an example; only its last `capacity` corrections are kept."""
+        last = example.corrections[-self._capacity :]
         if not last:
             return
-        self._kept.append(ReplayExample(lesson.tokens, last))
-        self._fresh += 1
-        while len(self) > self._most:
-            self._kept.popleft()
+        self._examples.append(ReplayExample(example.tokens, last))
+        self._unseen += 1
+        while len(self) > self._capacity:
+            self._examples.popleft()
 
-    def take(self, chance: random.Random) -> list[ReplayExample]:
-        """The lessons since the last call, and as many older ones drawn at random, against forgetting."""
-        new = min(self._fresh, len(self._kept))
-        older = list(self._kept)[: len(self._kept) - new]
-        self._fresh = 0
-        return list(self._kept)[len(older) :] + chance.sample(older, min(new, len(older)))
+    def sample(self, rng: random.Random) -> list[ReplayExample]:
+        """The examples since the last call, and as many older ones at random, against forgetting."""
+        new = min(self._unseen, len(self._examples))
+        older = list(self._examples)[: len(self._examples) - new]
+        self._unseen = 0
+        return list(self._examples)[len(older) :] + rng.sample(older, min(new, len(older)))
 
 
 @dataclass
-class _Row:
-    """A request that runs: its text, which grows in place, and its corrections so far."""
+class _RequestState:
+    """State of a running request: its sequence, which grows in place, and its corrections so far."""
 
-    text: TokenBuffer
+    sequence: TokenBuffer
     corrections: list[Correction] = field(default_factory=list)
 
 
 class OnlineDrafter(Predictor):
-    """Distils the target into its draft model on the positions that it failed at (Liu et al., arXiv 2310.07177).
+    """Distils the target into its draft model on the positions where drafts were rejected (Liu et al., arXiv
+    2310.07177).
 
-    Every pass ends with one token that the target supplied; its distribution is kept (the `best` most probable tokens
-    and the mass of the rest). After every `interval` requests (0: never) one step is made on the lessons since the last
-    one and as many older ones, after the next pass; the new weights are packed, and the draft's cache starts anew,
-    because keys of old weights belong to another model. After full acceptance the token that the target adds counts as
-    a correction too, as it does in the published code. `longest`: tokens of context that a step reads.
+    Every pass of the target supplies one token itself; its distribution is kept (the `top_k` most probable tokens and
+    the mass of the rest). After every `interval` requests (0: never) one optimizer step is made on the examples since
+    the last step and as many older ones; then the new weights are packed, and the draft model's cache is emptied. The
+    token that the target adds after full acceptance counts as a correction too, as in the published code. `max_tokens`:
+    tokens of context per example.
     """
 
     label = "draft model that learns from every correction"
@@ -98,41 +99,40 @@ class OnlineDrafter(Predictor):
         network: DraftNetwork,
         interval: int = 8,
         buffer: int = 2048,
-        rate: float = 1e-4,
+        learning_rate: float = 1e-4,
         divergence: Divergence = forward_kl,
-        best: int = 64,
-        longest: int = 512,
+        top_k: int = 64,
+        max_tokens: int = 512,
     ) -> None:
         self.network = _trainable(network)
-        self.interval, self.lessons = interval, ReplayBuffer(buffer)
-        self._divergence, self._best, self._longest = divergence, best, longest
-        self._optimizer = torch.optim.AdamW(network.parameters(), rate, weight_decay=0.0)
-        self._chance = random.Random(0)
-        self._rows: dict[int, _Row] = {}
+        self.interval, self.replay = interval, ReplayBuffer(buffer)
+        self._divergence, self._top_k, self._max_tokens = divergence, top_k, max_tokens
+        self._optimizer = torch.optim.AdamW(network.parameters(), learning_rate, weight_decay=0.0)
+        self._rng = random.Random(0)
+        self._rows: dict[int, _RequestState] = {}
         self._requests = self.updates = 0
-        """Requests that have ended since the last update, and updates so far."""
-        self.seconds = 0.0
-        """Spent on learning so far, packing included."""
-        self._model = DraftModel(network.runner())
+        """Requests since the last update, and updates so far."""
+        self.training_seconds = 0.0
+        """Seconds spent on training so far, packing included."""
+        self._model = DraftModel(network.to_runner())
         self.max_context = self._model.max_context
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Scores of the draft model as it is now."""
+        """Logits of the current draft model."""
         return self._model.expand(tree, frontier, context)
 
     def observe(self, step: StepResult) -> None:
-        """Note the distribution of the last token of every text that got one, and learn if enough requests are over."""
+        """Keep the distribution of every request's last new token, and train after `interval` requests."""
         self._model.observe(step)
         for i, row in enumerate(step.context.rows):
-            text, count = step.context.sequences[i], len(step.new_tokens[i])
+            sequence, count = step.context.sequences[i], len(step.new_tokens[i])
             if count:
-                # A limit or an end of sequence may cut a path short: then the last token that counts was drafted, and
-                # is noted all the same.
+                # A length limit or an end of sequence may cut the path; then the last new token is a drafted one.
                 node = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][count - 1]
-                mine = self._rows.setdefault(row, _Row(text))
-                mine.corrections.append(self._correction(text.length - 1, step.output, i, node))
+                state = self._rows.setdefault(row, _RequestState(sequence))
+                state.corrections.append(self._correction(sequence.length - 1, step.output, i, node))
         if self.interval and self._requests >= self.interval:
             self._requests = 0
             self.learn()
@@ -144,70 +144,73 @@ class OnlineDrafter(Predictor):
             kept = kept.to(logits.device)
             weight = float(torch.softmax(logits, -1)[kept].sum())
             logits = logits[kept]
-        likely = logits.topk(min(self._best, len(logits))).indices
+        likely = logits.topk(min(self._top_k, len(logits))).indices
         return Correction(position, likely.cpu().numpy(), merge_tail(logits, likely).cpu().numpy(), weight)
 
     def release(self, row: int) -> None:
-        """A request is over: keep what it taught."""
+        """Forget a row whose request has ended, and keep its corrections."""
         self._model.release(row)
-        self._close(row)
+        self._end_request(row)
 
     def rewind(self, row: int, length: int) -> int:
-        """Keep what was read of the common tokens."""
-        self._close(row)
+        """Keep the shared tokens."""
+        self._end_request(row)
         return self._model.rewind(row, length)
 
-    def _close(self, row: int) -> None:
-        mine = self._rows.pop(row, None)
-        if mine is not None:
-            last = mine.corrections[-1].position
-            self.lessons.add(ReplayExample(mine.text.tokens[:last].copy(), tuple(mine.corrections)))
+    def _end_request(self, row: int) -> None:
+        state = self._rows.pop(row, None)
+        if state is not None:
+            last = state.corrections[-1].position
+            self.replay.add(ReplayExample(state.sequence.tokens[:last].copy(), tuple(state.corrections)))
             self._requests += 1
 
     def learn(self) -> None:
-        """One step of the optimizer, then the new weights draft."""
+        """Make one optimizer step, and draft with the new weights."""
         started = time.perf_counter()
-        lessons = self.lessons.take(self._chance)
-        if not lessons:
+        examples = self.replay.sample(self._rng)
+        if not examples:
             return
         with torch.inference_mode(False), torch.enable_grad():
             self._optimizer.zero_grad(set_to_none=True)
-            loss = distillation(self.network, lessons, self._divergence, self._longest)
+            loss = distillation_loss(self.network, examples, self._divergence, self._max_tokens)
             loss.backward()
             if all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.network.parameters()):
                 self._optimizer.step()
-            self._model = DraftModel(self.network.runner())
+            self._model = DraftModel(self.network.to_runner())
         self.updates += 1
-        self.seconds += time.perf_counter() - started
+        self.training_seconds += time.perf_counter() - started
 
 
-def distillation(
-    network: DraftNetwork, lessons: Sequence[ReplayExample], divergence: Divergence, longest: int
+def distillation_loss(
+    network: DraftNetwork, examples: Sequence[ReplayExample], divergence: Divergence, max_tokens: int
 ) -> Float[torch.Tensor, ""]:
-    """The mean divergence over all corrections of some lessons, of which the last `longest` tokens are read.
+    """The weighted mean divergence over all corrections of the examples, whose last `max_tokens` tokens are read.
 
-    The state before a token scores it: the correction at position `j` is compared with what the draft says at `j - 1`.
+    The correction at position `j` is compared with the draft model's distribution after token `j - 1`.
     """
-    starts = [max(0, len(lesson.tokens) - longest) for lesson in lessons]
-    device, wide = network.get_buffer("_embedding").device, max(min(len(x.tokens), longest) for x in lessons)
-    token, where = torch.zeros(len(lessons), wide, dtype=torch.int64), torch.zeros(len(lessons), wide, dtype=torch.bool)
-    used = list[Correction]()
-    for i, (lesson, start) in enumerate(zip(lessons, starts, strict=True)):
-        part = lesson.tokens[start:]
+    starts = [max(0, len(example.tokens) - max_tokens) for example in examples]
+    device, wide = network.get_buffer("_embedding").device, max(min(len(x.tokens), max_tokens) for x in examples)
+    token, mask = (
+        torch.zeros(len(examples), wide, dtype=torch.int64),
+        torch.zeros(len(examples), wide, dtype=torch.bool),
+    )
+    corrections = list[Correction]()
+    for i, (example, start) in enumerate(zip(examples, starts, strict=True)):
+        part = example.tokens[start:]
         token[i, : len(part)] = torch.from_numpy(part)
-        for c in lesson.corrections:
+        for c in example.corrections:
             if c.position > start:
-                where[i, c.position - 1 - start] = True
-                used.append(c)
-    draft = network.score(network(token.to(device), where.to(device)))
-    likely = torch.from_numpy(np.stack([c.likely for c in used])).to(device)
-    log_p = torch.from_numpy(np.stack([c.log_p for c in used])).to(device)
-    weight = torch.tensor([c.weight for c in used], device=device)
+                mask[i, c.position - 1 - start] = True
+                corrections.append(c)
+    draft = network.compute_logits(network(token.to(device), mask.to(device)))
+    likely = torch.from_numpy(np.stack([c.top_tokens for c in corrections])).to(device)
+    log_p = torch.from_numpy(np.stack([c.log_p for c in corrections])).to(device)
+    weight = torch.tensor([c.weight for c in corrections], device=device)
     return (divergence(log_p, merge_tail(draft, likely)) * weight).sum() / weight.sum().clamp_min(1e-9)
 
 
 def _trainable(network: DraftNetwork) -> DraftNetwork:
-    """With weights wide enough for small steps to add up; the target's ends stay as they are."""
+    """The network with float32 weights, so that small updates are not rounded away; the target's are unchanged."""
     for parameter in network.parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()

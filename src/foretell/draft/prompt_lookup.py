@@ -1,4 +1,4 @@
-"""Copying: find where the last few tokens stood before, and propose what followed there."""
+"""Prompt lookup: propose the continuation of an earlier occurrence of the last tokens."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -18,9 +18,9 @@ class PromptLookup(Retriever):
     """Prompt lookup (Saxena 2023) and LLMA (Yang et al., arXiv 2304.04487): the longest n-gram match of `longest ..
     shortest` tokens.
 
-    `scope`: search only the `references`, these and the prompt, or everything written so far. `copy`: most tokens
-    copied. `choice` among matches of equal length: the latest, or the first as in the published prompt lookup. Copies
-    end at the end of their document. References are searched after the text itself at each match length.
+    `scope`: search only the `references`, also the prompt, or also the answer so far. `copy`: maximum tokens of a
+    continuation, which ends with its document. `choice` among matches of equal length: the latest, or the first as in
+    the published prompt lookup. References are searched after the sequence itself at each match length.
     """
 
     label = "n-gram match in text and references"
@@ -44,57 +44,59 @@ class PromptLookup(Retriever):
         self.longest, self.shortest, self.copy = longest, shortest, copy
         self.scope, self.choice = scope, choice
         self.references = [np.asarray(r, np.int64) for r in references if len(r)]
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
         self._offered: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """The copy per text, if its last tokens occurred before."""
+        """The continuation per request, if its last tokens occurred before."""
         out = []
-        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
-            own = {"references": 0, "prompt": text.prompt_length, "text": text.length}[self.scope]
-            size, tokens = self.find(text.tokens, own, min(self.copy, budget, max_depth))
-            odds = self._odds.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.75, 0.85, 0.9]))
+        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
+            searched = {"references": 0, "prompt": sequence.prompt_length, "text": sequence.length}[self.scope]
+            size, tokens = self.find(sequence.tokens, searched, min(self.copy, budget, max_depth))
+            estimator = self._estimators.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.75, 0.85, 0.9]))
             self._offered[row] = (size, tokens)
-            out.append([Continuation(tokens, odds.survival(size - 1, len(tokens)))] if tokens else [])
+            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens)))] if tokens else [])
         return out
 
-    def find(self, text: Int[np.ndarray, " t"], own: int, most: int) -> tuple[int, tuple[int, ...]]:
-        """Length of the longest match of the end of `text` in its first `own` tokens or a reference, and what followed
-        it there.
+    def find(self, sequence: Int[np.ndarray, " t"], searched: int, max_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """Length of the longest match of the last tokens of `sequence` in its first `searched` tokens or a reference,
+        and the tokens after the match.
         """
-        if most < 1:
+        if max_tokens < 1:
             return 0, ()
-        levels = [_matches(text[:own], text, self.longest)] if own else []
-        levels += [_matches(r, text, self.longest) for r in self.references]
-        documents = ([text[:own]] if own else []) + self.references
-        for size in range(min(self.longest, len(text)), self.shortest - 1, -1):
+        levels = [_matches(sequence[:searched], sequence, self.longest)] if searched else []
+        levels += [_matches(r, sequence, self.longest) for r in self.references]
+        documents = ([sequence[:searched]] if searched else []) + self.references
+        for size in range(min(self.longest, len(sequence)), self.shortest - 1, -1):
             for document, ends in zip(documents, levels, strict=True):
                 if len(ends) >= size and len(ends[size - 1]):
                     end = int(ends[size - 1][-1 if self.choice == "latest" else 0])
-                    return size, tuple(document[end + 1 : end + 1 + most].tolist())
+                    return size, tuple(document[end + 1 : end + 1 + max_tokens].tolist())
         return 0, ()
 
     def observe(self, step: StepResult) -> None:
-        """Learn how good matches of that length were."""
+        """Update the acceptance rates."""
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             size, tokens = self._offered.pop(row, (0, ()))
             if tokens and decided:
-                self._odds[row].learn_run(size - 1, tokens, decided)
+                self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
-        """Forget a row."""
-        self._odds.pop(row, None)
+        """Forget a row whose request has ended."""
+        self._estimators.pop(row, None)
         self._offered.pop(row, None)
 
 
-def _matches(document: Int[np.ndarray, " s"], text: Int[np.ndarray, " t"], longest: int) -> list[Int[np.ndarray, " m"]]:
-    """For n = 1, 2, …: ends of the occurrences in `document` of the last n tokens of `text` that something follows."""
-    ends = np.flatnonzero(document[:-1] == text[-1])
+def _matches(
+    document: Int[np.ndarray, " s"], sequence: Int[np.ndarray, " t"], longest: int
+) -> list[Int[np.ndarray, " m"]]:
+    """For n = 1, 2, …: ends of the occurrences in `document` of the last n tokens of `sequence`, except at its end."""
+    ends = np.flatnonzero(document[:-1] == sequence[-1])
     out = []
     for n in range(1, longest + 1):
         if n > 1:
             ends = ends[ends >= n - 1]
-            ends = ends[document[ends - n + 1] == text[-n]] if n <= len(text) else ends[:0]
+            ends = ends[document[ends - n + 1] == sequence[-n]] if n <= len(sequence) else ends[:0]
         if not len(ends):
             break
         out.append(ends)

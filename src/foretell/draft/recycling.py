@@ -1,4 +1,4 @@
-"""Token recycling: the target's own runners-up of earlier passes, kept per token and strung together."""
+"""Token recycling: drafts from the target's top tokens of earlier passes, kept per token."""
 
 import heapq
 
@@ -11,15 +11,17 @@ from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
 _RANKS = (0.42, 0.14, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
-"""Prior chance that the successor of each rank is the one accepted."""
+"""Prior acceptance rate of the successor of each rank."""
+_MAX_NODES = 64
+"""Nodes of the largest tree."""
 
 
 class TokenRecycling(Retriever):
-    """An adjacency matrix from each token to the `width` tokens that scored best after it when the target last read it.
+    """An adjacency matrix from each token to the `width` most probable tokens when the target last read it.
 
-    Luo et al., "Turning Trash into Treasure" (arXiv 2408.08696). The published static tree is replaced by the likeliest
-    nodes under running acceptance rates per rank. The matrix is shared by all texts and outlives them; that changes
-    speed, never an answer of a matching acceptor.
+    Luo et al., "Turning Trash into Treasure" (arXiv 2408.08696). The published static tree is replaced by the most
+    probable nodes under running acceptance rates per rank. All requests share the matrix, which changes the speed but
+    never an answer of the acceptor `Match`.
     """
 
     label = "successors from earlier passes"
@@ -29,17 +31,17 @@ class TokenRecycling(Retriever):
             raise ValueError(f"token recycling keeps 1 to {len(_RANKS)} successors per token, found {width}")
         self.width = min(width, vocab)
         self.successors: Int[np.ndarray, "v w"] = np.full((vocab, self.width), -1, np.int32)
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """The `budget` likeliest nodes of the successor tree below each text's last token, as paths."""
+        """The `budget` most probable nodes of the successor tree below each request's last token, as paths."""
         return [
-            self._paths(root, min(budget, 64), max_depth, self._known_odds(row))
+            self._paths(root, min(budget, _MAX_NODES), max_depth, self._known_odds(row))
             for row, root, max_depth in zip(context.rows, context.last_tokens, context.max_depth.tolist(), strict=True)
         ]
 
-    def _paths(self, root: int, budget: int, max_depth: int, odds: AcceptanceEstimator) -> list[Continuation]:
-        rates = [odds.rate(r) for r in range(self.width)]
+    def _paths(self, root: int, budget: int, max_depth: int, estimator: AcceptanceEstimator) -> list[Continuation]:
+        rates = [estimator.rate(r) for r in range(self.width)]
         out = list[Continuation]()
         heap: list[tuple[float, int, tuple[int, ...], tuple[float, ...]]] = [(-1.0, root, (), ())]
         while heap and len(out) <= budget:
@@ -54,7 +56,7 @@ class TokenRecycling(Retriever):
         return out
 
     def observe(self, step: StepResult) -> None:
-        """Store the best successors of every token that was scored, and learn which ranks came true."""
+        """Store the top successors of every scored token, and update the acceptance rates of the ranks."""
         for i, (row, decided) in enumerate(zip(step.context.rows, step.new_tokens, strict=True)):
             if decided:
                 before = [int(step.context.sequences[i].tokens[-len(decided) - 1]), *decided[:-1]]
@@ -63,16 +65,16 @@ class TokenRecycling(Retriever):
                     if known[0] >= 0:
                         right = known.index(following) if following in known else self.width
                         for rank in range(self.width):
-                            self._known_odds(row).learn(rank, rank == right)
-        # Ids beyond the vocabulary stand for vectors, not for tokens.
+                            self._known_odds(row).update(rank, rank == right)
+        # Ids beyond the vocabulary are look-ahead embeddings.
         scored = (step.output.logit_index >= 0) & (step.tree.token < len(self.successors))
         if scored.any():
             following = top_k(step.output.logits, self.width)[1].cpu().numpy()
             self.successors[step.tree.token[scored]] = following[step.output.logit_index[scored]]
 
     def _known_odds(self, row: int) -> AcceptanceEstimator:
-        return self._odds.setdefault(row, AcceptanceEstimator(_RANKS, weight=16.0))
+        return self._estimators.setdefault(row, AcceptanceEstimator(_RANKS, weight=16.0))
 
     def release(self, row: int) -> None:
-        """Forget a row's acceptance rates; the matrix stays."""
-        self._odds.pop(row, None)
+        """Forget a row whose request has ended; the matrix stays."""
+        self._estimators.pop(row, None)

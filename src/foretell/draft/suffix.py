@@ -1,5 +1,5 @@
-"""The longest match of any length, found in constant time: a suffix automaton over the text and over reference
-documents.
+"""Longest-suffix retrieval with suffix automata over the sequence and over reference documents, in amortised constant
+time per token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,13 @@ from foretell.draft.base import Continuation, Retriever
 class SuffixAutomaton:
     """All substrings of a growing sequence as a minimal automaton (Blumer et al. 1985), at most two states per token.
 
-    `length[s]`: longest substring of state `s`; `first_end[s]`: where the first occurrence of its substrings ends.
+    `length[s]`: length of the longest substring of state `s`; `first_end[s]`: end of the first occurrence of its
+    substrings.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self.next: list[dict[int, int]] = [{}]
+        self.transitions: list[dict[int, int]] = [{}]
         self.link, self.length, self.first_end = [-1], [0], [-1]
         self._last = 0
         for token in tokens:
@@ -28,53 +29,53 @@ class SuffixAutomaton:
         self.tokens.append(token)
         new = self._state({}, 0, self.length[self._last] + 1, len(self.tokens) - 1)
         at = self._last
-        while at >= 0 and token not in self.next[at]:
-            self.next[at][token] = new
+        while at >= 0 and token not in self.transitions[at]:
+            self.transitions[at][token] = new
             at = self.link[at]
         if at >= 0:
-            to = self.next[at][token]
+            to = self.transitions[at][token]
             if self.length[to] == self.length[at] + 1:
                 self.link[new] = to
             else:
-                copy = self._state(dict(self.next[to]), self.link[to], self.length[at] + 1, self.first_end[to])
-                while at >= 0 and self.next[at].get(token) == to:
-                    self.next[at][token] = copy
+                copy = self._state(dict(self.transitions[to]), self.link[to], self.length[at] + 1, self.first_end[to])
+                while at >= 0 and self.transitions[at].get(token) == to:
+                    self.transitions[at][token] = copy
                     at = self.link[at]
                 self.link[to] = self.link[new] = copy
         self._last = new
 
     def _state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
-        self.next.append(following)
+        self.transitions.append(following)
         self.link.append(link)
         self.length.append(length)
         self.first_end.append(end)
-        return len(self.next) - 1
+        return len(self.transitions) - 1
 
     def advance(self, state: int, size: int, token: int) -> tuple[int, int]:
         """The state and length of the longest suffix of (match + `token`) that occurs, from the match (`state`,
         `size`).
         """
-        while state >= 0 and token not in self.next[state]:
+        while state >= 0 and token not in self.transitions[state]:
             state = self.link[state]
             size = self.length[state] if state >= 0 else 0
         if state < 0:
             return 0, 0
-        return self.next[state][token], size + 1
+        return self.transitions[state][token], size + 1
 
 
 class _Match:
-    """Follows one text through an automaton."""
+    """The longest suffix of a sequence that occurs in an automaton: its state and its length."""
 
     def __init__(self) -> None:
         self.state, self.size = 0, 0
 
 
 class SuffixRetriever(Retriever):
-    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): what followed the first earlier occurrence of the
-    longest repeated ending.
+    """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): the continuation of the first earlier occurrence of
+    the longest suffix.
 
-    Searches the text itself and `references`; a reference match counts `bias` tokens less, since the own text is the
-    better predictor. At least `shortest` tokens must match; at most `copy` are proposed.
+    Searches the sequence itself and `references`; the length of a reference match counts `bias` tokens less, since the
+    sequence itself is the better predictor. At least `shortest` tokens must match; at most `copy` are proposed.
     """
 
     label = "longest suffix match (automaton)"
@@ -90,30 +91,32 @@ class SuffixRetriever(Retriever):
         if shortest < 1 or copy < 1:
             raise ValueError(f"suffix matching needs shortest and copy of at least 1, found {shortest} and {copy}")
         self.shortest, self.copy, self.bias = shortest, copy, bias
-        # Negative ids never occur in a text: no match runs across a border, and copies stop there.
+        # Negative ids occur in no sequence: no match or continuation crosses a document's end.
         self._static = SuffixAutomaton(t for r in references for t in (*r, separator))
         self._own: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[_Match, _Match]] = {}
-        self._odds: dict[int, AcceptanceEstimator] = {}
+        self._estimators: dict[int, AcceptanceEstimator] = {}
         self._offered: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """Continuations per text: the longest match and the next shorter one, in the text and in the references."""
+        """Continuations of the longest match and the next shorter one, in the sequence and in the references."""
         out = []
-        for row, text, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
-            self._follow(row, text)
+        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
+            self._follow(row, sequence)
             most = min(self.copy, budget, max_depth)
             found = self._found(row, most) if most > 0 else []
-            odds = self._odds.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9]))
+            estimator = self._estimators.setdefault(
+                row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9])
+            )
             self._offered[row] = found
-            out.append([Continuation(tokens, odds.survival(size - 1, len(tokens))) for size, tokens in found])
+            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in found])
         return out
 
-    def _follow(self, row: int, text: TokenBuffer) -> None:
-        """Catch up with the tokens decided since: match first, then extend, so that a match always lies before."""
+    def _follow(self, row: int, sequence: TokenBuffer) -> None:
+        """Read the new tokens: match first, then extend, so that a match is always an earlier occurrence."""
         own = self._own.setdefault(row, SuffixAutomaton())
         mine, static = self._matches.setdefault(row, (_Match(), _Match()))
-        for token in text.tokens[len(own.tokens) :].tolist():
+        for token in sequence.tokens[len(own.tokens) :].tolist():
             mine.state, mine.size = own.advance(mine.state, mine.size, token)
             own.extend(token)
             static.state, static.size = self._static.advance(static.state, static.size, token)
@@ -137,13 +140,13 @@ class SuffixRetriever(Retriever):
         return found
 
     def observe(self, step: StepResult) -> None:
-        """Learn how good matches of that length were."""
+        """Update the acceptance rates."""
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
             for size, tokens in self._offered.pop(row, []):
                 if decided:
-                    self._odds[row].learn_run(size - 1, tokens, decided)
+                    self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
-        """Forget a row."""
-        for memory in (self._own, self._matches, self._odds, self._offered):
+        """Forget a row whose request has ended."""
+        for memory in (self._own, self._matches, self._estimators, self._offered):
             memory.pop(row, None)

@@ -1,6 +1,4 @@
-"""Our own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a card, written whole or
-not at all.
-"""
+"""Foretell's own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a model card."""
 
 import os
 import stat
@@ -19,36 +17,35 @@ from foretell.utils.validation import read_json, validate
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SCALE = "::scale"
-"""Suffix of the scales of a matrix that is stored in eight or four bits."""
-_GROUP = 32
-"""Neighbours in a row that share a scale in four bits."""
-_CUTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
-"""Shares of a group's largest number that the largest of four bits may stand for; the best is taken."""
+"""Suffix of the scales of a matrix that is stored in 8 or 4 bits."""
+_GROUP_SIZE = 32
+"""Neighbours in a row that share a scale in 4 bits."""
+_CLIP_RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+"""Clipping thresholds that 4-bit quantisation tries, relative to a group's absolute maximum."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Bits = Literal[16, 8, 4]
 
 
 def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits = 16) -> None:
-    """Write a speculator; what was in `folder` under the same names is replaced file by file, each atomically.
+    """Write a speculator; files of the same names in `folder` are replaced, each atomically.
 
-    `bits` of a matrix's numbers: 16, bfloat16; 8, int8 with a scale per row; 4, two numbers a byte with a scale per 32
-    of a row (matrices whose rows do not divide so stay at 8).
+    `bits` per number of a matrix: 16, bfloat16; 8, int8 with a scale per row; 4, two numbers a byte with a scale per 32
+    numbers of a row (8 bits for matrices whose width 32 does not divide).
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict[str, torch.Tensor]()
     for name, tensor in network.state_dict().items():
-        tensors.update(_packed(name, tensor.detach().cpu(), bits))
-    put_weights(folder, tensors)
+        tensors.update(_quantize(name, tensor.detach().cpu(), bits))
+    write_weights(folder, tensors)
     temporary = folder / (CONFIG + ".part")
     temporary.write_text(config.model_dump_json(indent=2) + "\n")
     os.replace(temporary, folder / CONFIG)
 
 
-def put_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write `model.safetensors`, or replace it, atomically.
-
-    Whom the umask lets read may read it; safetensors alone would let its owner only.
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write or replace `model.safetensors` atomically, with the permissions of the umask (safetensors alone would let
+    only the owner read it).
     """
     part = folder / (WEIGHTS + ".part")
     part.touch()
@@ -59,7 +56,7 @@ def put_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration as written.
+    """The contents of `config.json`.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -69,8 +66,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
-def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
-    """Read what `save` wrote, for a target with these ends, in bfloat16 (float32 where it was stored so).
+def load_own(folder: Path, embedding_and_head: EmbeddingAndHead) -> Speculator:
+    """Read what `save` wrote, for the target with this embedding and head; quantised matrices become float32.
 
     Raises:
         ValueError: a damaged or incomplete checkpoint, or one for a target of other sizes.
@@ -80,10 +77,10 @@ def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
     if kind not in NETWORKS:
         raise ValueError(f"{folder}: speculators of kind {kind!r} are not known here; known: {', '.join(NETWORKS)}")
     config_type, network_type = NETWORKS[kind]
-    network = network_type(validate(config_type, values, str(folder / CONFIG)), ends)
-    tensors = _tensors(folder / WEIGHTS)
+    network = network_type(validate(config_type, values, str(folder / CONFIG)), embedding_and_head)
+    tensors = _read_tensors(folder / WEIGHTS)
     if network.token_of is not None and "token_of" in tensors:
-        network.choose(_drafted(tensors["token_of"], network, folder))
+        network.set_draft_vocab(_check_draft_vocab(tensors["token_of"], network, folder))
     wanted = network.state_dict()
     if set(wanted) != set(tensors):
         missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
@@ -99,43 +96,42 @@ def load_own(folder: Path, ends: EmbeddingAndHead) -> Speculator:
     return network
 
 
-def _drafted(tokens: torch.Tensor, network: Speculator, folder: Path) -> torch.Tensor:
-    """The drafted tokens of a checkpoint, which are ascending tokens of the target."""
-    count, vocab = network.config.draft_vocab, network.card.vocab
-    whole = tokens.dtype == torch.int64 and tokens.shape == (count,) and len(tokens) > 0
-    if not whole or bool((tokens.diff() <= 0).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
+def _check_draft_vocab(tokens: torch.Tensor, network: Speculator, folder: Path) -> torch.Tensor:
+    """The draft vocabulary of a checkpoint, which must be ascending tokens of the target."""
+    count, vocab = network.config.draft_vocab, network.target_info.vocab
+    complete = tokens.dtype == torch.int64 and tokens.shape == (count,) and len(tokens) > 0
+    if not complete or bool((tokens.diff() <= 0).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
         raise ValueError(
             f"{folder / WEIGHTS}: damaged: token_of is no ascending list of {count} of the target's {vocab} tokens"
         )
     return tokens
 
 
-def _packed(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tensor]:
+def _quantize(name: str, tensor: torch.Tensor, bits: Bits) -> dict[str, torch.Tensor]:
+    """The tensors that store a tensor: itself, or the numbers and scales of a matrix."""
     if not tensor.is_floating_point():
         return {name: tensor.contiguous()}
     if bits == 16 or tensor.ndim != 2:
         return {name: tensor.to(torch.bfloat16).contiguous()}
-    if bits == 4 and tensor.shape[1] % _GROUP == 0:
-        return dict(zip((name, name + _SCALE), _four_bits(tensor.float()), strict=True))
+    if bits == 4 and tensor.shape[1] % _GROUP_SIZE == 0:
+        return dict(zip((name, name + _SCALE), _quantize_4bit(tensor.float()), strict=True))
     scale = (tensor.float().abs().amax(-1) / 127).clamp_min(1e-12)
     return {name: (tensor.float() / scale[:, None]).round().to(torch.int8), name + _SCALE: scale}
 
 
-def _four_bits(tensor: Float[torch.Tensor, "r c"]) -> tuple[UInt8[torch.Tensor, "r h"], Float[torch.Tensor, "r g"]]:
-    """Numbers from -7 to 7, seven added, the even columns in the low halves of the bytes; and the scales that lose
-    least.
-    """
-    groups = tensor.reshape(len(tensor), -1, _GROUP)
+def _quantize_4bit(tensor: Float[torch.Tensor, "r c"]) -> tuple[UInt8[torch.Tensor, "r h"], Float[torch.Tensor, "r g"]]:
+    """Numbers from -7 to 7, offset by 7, even columns in the low nibbles; and the scales of the least squared error."""
+    groups = tensor.reshape(len(tensor), -1, _GROUP_SIZE)
     largest = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
-    scales = torch.stack([largest * share for share in _CUTS]).bfloat16()
+    scales = torch.stack([largest * ratio for ratio in _CLIP_RATIOS]).bfloat16()
     numbers = (groups / scales).round().clamp(-7, 7)
     best = (numbers * scales - groups).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
-    scale, number = scales.gather(0, best)[0, :, :, 0], numbers.gather(0, best.expand(-1, -1, -1, _GROUP))[0]
-    halves = (number + 7).to(torch.uint8).flatten(1)
-    return halves[:, ::2] | halves[:, 1::2] << 4, scale
+    scale, number = scales.gather(0, best)[0, :, :, 0], numbers.gather(0, best.expand(-1, -1, -1, _GROUP_SIZE))[0]
+    nibbles = (number + 7).to(torch.uint8).flatten(1)
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(file, framework="pt") as handle:
             raw = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
@@ -143,13 +139,13 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{file}: missing or damaged safetensors file ({error})") from error
     scales = {k.removesuffix(_SCALE): raw.pop(k) for k in [k for k in raw if k.endswith(_SCALE)]}
     try:
-        return {k: _unpacked(t, scales[k]) if k in scales else t for k, t in raw.items()}
+        return {k: _dequantize(t, scales[k]) if k in scales else t for k, t in raw.items()}
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"{file}: scales that do not fit their matrix ({str(error).splitlines()[0]})") from error
 
 
-def _unpacked(tensor: torch.Tensor, scale: torch.Tensor) -> Float[torch.Tensor, "r c"]:
+def _dequantize(tensor: torch.Tensor, scale: torch.Tensor) -> Float[torch.Tensor, "r c"]:
     if tensor.dtype == torch.int8:
         return tensor.float() * scale[:, None]
     numbers = torch.stack([tensor & 15, tensor >> 4], -1).flatten(1).float() - 7
-    return (numbers.view(*scale.shape, _GROUP) * scale[:, :, None]).flatten(1)
+    return (numbers.view(*scale.shape, _GROUP_SIZE) * scale[:, :, None]).flatten(1)

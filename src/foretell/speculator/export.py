@@ -1,16 +1,16 @@
-"""A speculator written for other engines: whole, or not at all."""
+"""Writes speculators in the formats of other engines."""
 
 import os
 import shutil
 from pathlib import Path
 
 from foretell.speculator.formats import EXPORTS
-from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.network.base import Speculator
 from foretell.utils.names import unknown
 
 
-def find_export(name: str) -> Export:
+def find_export(name: str) -> ExportFormat:
     """The format of this name.
 
     Raises:
@@ -23,23 +23,20 @@ def find_export(name: str) -> Export:
 
 
 def export(network: Speculator, verifier: Verifier, format_name: str, out: Path) -> None:
-    """Write a speculator in a format into a directory that is new or empty.
-
-    It is written beside that directory and takes its place when it is whole, so that an interruption leaves nothing
-    half-written there.
+    """Write a speculator into a directory that is new or empty, atomically: the directory is written under another name
+    and renamed when it is complete.
 
     Raises:
-        ValueError: an unknown format, one that the speculator does not fit, or a directory with something in it.
+        ValueError: an unknown format, one that does not support the speculator, or a directory that is not empty.
     """
     format_ = find_export(format_name)
     if network.kind != format_.kind:
-        fitting = ", ".join(e.name for e in EXPORTS if e.kind == network.kind) or "none"
+        supported = ", ".join(e.name for e in EXPORTS if e.kind == network.kind) or "none"
         raise ValueError(
             f"the format {format_name} is for speculators of kind {format_.kind}, and this one is of kind "
-            f"{network.kind}; "
-            f"formats for that kind: {fitting}"
+            f"{network.kind}; formats for that kind: {supported}"
         )
-    check_free(out)
+    require_empty(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.parent / f".{out.name}.{os.getpid()}.part"
     try:
@@ -50,11 +47,11 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
         shutil.rmtree(part, ignore_errors=True)
 
 
-def check_free(out: Path) -> None:
-    """Refuse a place that is taken.
+def require_empty(out: Path) -> None:
+    """Refuse a path that is not a new or empty directory.
 
     Raises:
-        ValueError: there is a file, or a directory with something in it.
+        ValueError: there is a file, or a directory that is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: there is something already; name a directory that is new or empty with --out")

@@ -1,4 +1,4 @@
-"""A decoder written as an ordinary Hugging Face directory: a tuned target, or a draft model for other engines."""
+"""Writes a decoder as a Hugging Face model directory: a fine-tuned target, or a draft model for other engines."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 from foretell.model.config import Activation, ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
-from foretell.speculator.checkpoint import put_weights
+from foretell.speculator.checkpoint import write_weights
 from foretell.tokenizer.codec import TextCodec
 
 _ACTIVATIONS: dict[Activation, str] = {
@@ -28,12 +28,12 @@ def write_hf(
     each atomically.
 
     Raises:
-        ValueError: the network is not of the Llama architecture, whose form this is.
+        ValueError: the network is not of the Llama architecture.
     """
     config = llama_config(decoder.config, dtype)
     tensors = {name: t.detach().to("cpu", dtype).clone() for name, t in llama_tensors(decoder).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    put_weights(folder, tensors)
+    write_weights(folder, tensors)
     _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if codec is not None:
         _write_codec(folder, codec)
@@ -43,9 +43,9 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
     """The configuration of a Llama model as transformers writes it.
 
     Raises:
-        ValueError: the network has a part that this form cannot say.
+        ValueError: the network has a part that a Llama model has not.
     """
-    odd = {
+    unsupported = {
         "experts": c.experts is not None,
         "norms of queries and keys": c.qk_norm,
         "norms after its sub-layers": c.post_norms or c.norm_offset != 0,
@@ -56,7 +56,7 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
         "an attention scale of its own": c.scale != c.head_dim**-0.5,
         "no gate in its feed-forward": not c.gated,
     }
-    found = next((what for what, yes in odd.items() if yes), None)
+    found = next((part for part, present in unsupported.items() if present), None)
     if found is not None:
         raise ValueError(
             f"only networks of the Llama architecture can be written as a Hugging Face directory, and this "
@@ -110,7 +110,7 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """The weights under the names of Hugging Face, fused matrices taken apart."""
+    """The weights under the names of Hugging Face, with fused matrices split."""
     c = decoder.config
     out: dict[str, torch.Tensor] = {
         "model.embed_tokens.weight": decoder.embedding,
@@ -130,12 +130,12 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
             ("mlp.{}_proj", block.mlp.gate_up, {"gate": c.ffn, "up": c.ffn}),
             ("mlp.{}_proj", block.mlp.down, {"down": c.hidden}),
         ):
-            out.update(_apart(at + name, linear, sizes))
+            out.update(_split_fused(at + name, linear, sizes))
     return out
 
 
-def _apart(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The matrices, and biases if there are any, that a fused layer was made of."""
+def _split_fused(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """The matrices, and biases if there are any, of a fused layer."""
     parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
     return {
         f"{name.format(letter)}.{kind}": rows
@@ -146,9 +146,9 @@ def _apart(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, torch.
 
 def _write_codec(folder: Path, codec: TextCodec) -> None:
     _write(folder / "tokenizer.json", codec.tokenizer.to_str())
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": codec.bos, "eos_token": codec.eos}
-    said["chat_template"] = codec.chat_template
-    _write(folder / "tokenizer_config.json", json.dumps({k: v for k, v in said.items() if v}, indent=2) + "\n")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": codec.bos, "eos_token": codec.eos}
+    config["chat_template"] = codec.chat_template
+    _write(folder / "tokenizer_config.json", json.dumps({k: v for k, v in config.items() if v}, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

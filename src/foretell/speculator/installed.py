@@ -1,4 +1,4 @@
-"""Trained speculators in installed packages, found by the packages' entry points; no code of a package is run."""
+"""Finds trained speculators in installed packages by the packages' entry points, without running their code."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from foretell.speculator.checkpoint import CONFIG, read_config
 ENTRY_POINTS = "foretell.speculators"
 """Group of the entry points `TARGET = "PACKAGE"`; the package holds `<any folder>/config.json` and weights."""
 PACKAGE, PACKAGE_TARGET = "foretell-smollm2-135m", "4e58793650753582"
-"""The package that is built from this repository, and the fingerprint of its target."""
+"""The package that is built from this repository, and the fingerprint of its target's weights."""
 PACKAGE_KINDS = ("blockwise", "draft_model", "eagle3", "medusa", "mlp_speculator")
 
 
@@ -21,25 +21,24 @@ class InstalledSpeculator:
     """A speculator in an installed package."""
 
     target: str
-    """Name of its target: that of the entry point."""
+    """Name of its target, which is the name of the entry point."""
     kind: str
     fingerprint: str
-    """Of the target's weights, as `Checkpoint.fingerprint` computes it."""
+    """Fingerprint of the target's weights; see `Checkpoint.fingerprint`."""
     folder: Path
 
 
 @dataclass(frozen=True)
-class Installed:
-    """What all packages hold, in the order of the entry points' names; a package that cannot be read becomes a
-    sentence.
-    """
+class InstalledSpeculators:
+    """The speculators of all packages, in the order of the entry points' names."""
 
     speculators: tuple[InstalledSpeculator, ...]
     problems: tuple[str, ...]
+    """A sentence per package that cannot be read."""
 
 
 @cache
-def installed() -> Installed:
+def find_all_installed() -> InstalledSpeculators:
     """Read the entry points and configurations of all packages, once per process."""
     speculators, problems = list[InstalledSpeculator](), list[str]()
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
@@ -48,20 +47,20 @@ def installed() -> Installed:
         except (ValueError, OSError) as error:
             package = point.dist.name if point.dist else point.value
             problems.append(f"the speculators of the package {package} cannot be used: {error}; upgrade or remove it")
-    return Installed(tuple(speculators), tuple(problems))
+    return InstalledSpeculators(tuple(speculators), tuple(problems))
 
 
 def find_installed(kind: str, fingerprint: str) -> Path | None:
     """The folder of the first installed speculator of this kind for the target of this fingerprint."""
-    found = installed().speculators
+    found = find_all_installed().speculators
     return next((s.folder for s in found if (s.kind, s.fingerprint) == (kind, fingerprint)), None)
 
 
-def how_to_get(kind: str, fingerprint: str) -> str:
-    """What a user can do where `find_installed` finds nothing; the end of an error message."""
+def install_hint(kind: str, fingerprint: str) -> str:
+    """What to do when `find_installed` finds nothing, as the end of an error message."""
     ours = fingerprint == PACKAGE_TARGET and kind in PACKAGE_KINDS
     install = f"install the package {PACKAGE}, " if ours else ""
-    problems = "".join(f" ({p})" for p in installed().problems)
+    problems = "".join(f" ({p})" for p in find_all_installed().problems)
     return f"{install}train one with `foretell train {kind}`, or name one with --draft-model DIR{problems}"
 
 
@@ -69,9 +68,9 @@ def _speculators(point: EntryPoint) -> Iterator[InstalledSpeculator]:
     """The speculators of one package.
 
     Raises:
-        ValueError: its folder, a configuration, or what must stand in one is missing.
+        ValueError: its folder, a configuration or a required key is missing.
     """
-    folder = _folder(point.value)
+    folder = _package_folder(point.value)
     files = sorted(folder.glob(f"*/{CONFIG}"))
     if not files:
         raise ValueError(f"{folder}: no folder with {CONFIG} in it")
@@ -84,8 +83,8 @@ def _speculators(point: EntryPoint) -> Iterator[InstalledSpeculator]:
         yield InstalledSpeculator(point.name, kind, fingerprint, file.parent)
 
 
-def _folder(name: str) -> Path:
-    """The folder of a package, dots for folders inside; nothing is imported, so a broken package can do no harm."""
+def _package_folder(name: str) -> Path:
+    """The folder of a package or subpackage, found without importing it."""
     top, *inside = name.split(".")
     spec = find_spec(top) if top else None
     places = [Path(p, *inside) for p in spec.submodule_search_locations or ()] if spec else []

@@ -1,4 +1,4 @@
-"""From a directory to a speculator that fits a target, whoever wrote it."""
+"""Loads a speculator for a target from a directory in any known format."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from pydantic import ValidationError
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG, load_own, read_config
-from foretell.speculator.formats import recognised
-from foretell.speculator.formats.base import Reading
-from foretell.speculator.formats.files import absent
+from foretell.speculator.formats import find_format
+from foretell.speculator.formats.base import ConvertedCheckpoint
+from foretell.speculator.formats.files import missing_weights
 from foretell.speculator.network import NETWORKS
-from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.utils.validation import explain, validate
 
 
-def load_speculator(folder: Path, target: TargetCard, ends: EmbeddingAndHead) -> Speculator:
-    """Read a speculator for a target; its weights are in the dtype and on the device of `ends`.
+def load_speculator(folder: Path, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> Speculator:
+    """Load a speculator for a target, in the dtype and on the device of `embedding_and_head`.
 
     Raises:
         ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
@@ -23,37 +23,37 @@ def load_speculator(folder: Path, target: TargetCard, ends: EmbeddingAndHead) ->
     values = read_config(folder)
     if "kind" in values:
         check_target(folder, values.get("target"), target)
-        return _like(load_own(folder, ends), ends)
-    return _like(_build(folder, read_published(folder, target, ends), ends), ends)
+        return _match_target(load_own(folder, embedding_and_head), embedding_and_head)
+    return _match_target(
+        _build(folder, read_published(folder, target, embedding_and_head), embedding_and_head), embedding_and_head
+    )
 
 
-def read_published(folder: Path, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
-    """A checkpoint of another project in our words.
+def read_published(folder: Path, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
+    """A checkpoint of another project, converted.
 
     Raises:
         ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
     """
-    known = recognised(folder)
+    known = find_format(folder)
     if known is None:
-        raise ValueError(
-            f"{folder}: neither a speculator of ours nor one in a format that is known here; docs/formats.md lists them"
-        )
+        raise ValueError(f"{folder}: not a speculator in a known format; docs/formats.md lists the formats")
     format_, found = known
     if not found.names:
-        raise ValueError(absent(folder))
+        raise ValueError(missing_weights(folder))
     try:
-        return format_.read(found, target, ends)
+        return format_.read(found, target, embedding_and_head)
     except ValidationError as error:
         raise ValueError(f"{folder / CONFIG}: {explain(error)}") from error
 
 
-def _build(folder: Path, reading: Reading, ends: EmbeddingAndHead) -> Speculator:
+def _build(folder: Path, reading: ConvertedCheckpoint, embedding_and_head: EmbeddingAndHead) -> Speculator:
     config_type, network_type = NETWORKS[reading.config.kind]
     assert isinstance(reading.config, config_type)
-    network = network_type(reading.config, ends)
+    network = network_type(reading.config, embedding_and_head)
     if "token_of" in reading.tensors:
-        network.choose(reading.tensors["token_of"])
-    # What else a network keeps beside its weights, such as a calibrated tree, others do not publish.
+        network.set_draft_vocab(reading.tensors["token_of"])
+    # Published checkpoints lack the other buffers of a network, such as a calibrated tree.
     weights = {name for name, _ in network.named_parameters()}
     fresh = {name: tensor for name, tensor in network.state_dict().items() if name not in weights}
     try:
@@ -63,33 +63,32 @@ def _build(folder: Path, reading: Reading, ends: EmbeddingAndHead) -> Speculator
     return network
 
 
-def _like(network: Speculator, ends: EmbeddingAndHead) -> Speculator:
-    """On the device and in the dtype of the ends; buffers, such as rotary tables, keep their precision."""
-    network.to(device=ends.head.device)
+def _match_target(network: Speculator, embedding_and_head: EmbeddingAndHead) -> Speculator:
+    """Move a network to the target's device and its parameters to the target's dtype; buffers keep their precision."""
+    network.to(device=embedding_and_head.head.device)
     for parameter in network.parameters():
-        parameter.data = parameter.data.to(ends.head.dtype)
+        parameter.data = parameter.data.to(embedding_and_head.head.dtype)
     return network
 
 
-def check_target(folder: Path, trained_for: object, target: TargetCard) -> None:
-    """Refuse a speculator that was trained for another model; sizes decide where it has no fingerprint.
+def check_target(folder: Path, trained_for: object, target: TargetInfo) -> None:
+    """Refuse a speculator that was trained for another model; without a fingerprint the sizes are compared only.
 
     Raises:
-        ValueError: with what it was trained for and what was given.
+        ValueError: its target is another model.
     """
     if not isinstance(trained_for, dict):
         raise ValueError(f"{folder}: its config.json does not say which target it was trained for")
-    card = validate(TargetCard, trained_for, f"{folder / CONFIG}: target")
-    sizes = (card.hidden, card.vocab, card.layers) == (target.hidden, target.vocab, target.layers)
-    prints = not card.fingerprint or not target.fingerprint or card.fingerprint == target.fingerprint
-    if not (sizes and prints):
+    info = validate(TargetInfo, trained_for, f"{folder / CONFIG}: target")
+    same_sizes = (info.hidden, info.vocab, info.layers) == (target.hidden, target.vocab, target.layers)
+    same_weights = not info.fingerprint or not target.fingerprint or info.fingerprint == target.fingerprint
+    if not (same_sizes and same_weights):
         raise ValueError(
-            f"{folder}: this speculator was trained for another model ({card.name}: {_described(card)}); the target "
-            f"has "
-            f"{_described(target)}; take one for this target, or train it with `foretell train`"
+            f"{folder}: this speculator was trained for another model ({info.name}: {_describe(info)}); the target "
+            f"has {_describe(target)}; use one for this target, or train it with `foretell train`"
         )
 
 
-def _described(card: TargetCard) -> str:
-    mark = f", fingerprint {card.fingerprint}" if card.fingerprint else ""
-    return f"{card.layers} layers, width {card.hidden}, {card.vocab} tokens{mark}"
+def _describe(info: TargetInfo) -> str:
+    fingerprint = f", fingerprint {info.fingerprint}" if info.fingerprint else ""
+    return f"{info.layers} layers, width {info.hidden}, {info.vocab} tokens{fingerprint}"

@@ -1,13 +1,13 @@
-"""Checkpoints of other projects: one file per family, and the table of what is recognised."""
+"""Checkpoint formats of other projects: one file per family, and the tables of all formats."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from foretell.speculator.formats import draft_model, eagle, eagle_export, medusa, mlp
-from foretell.speculator.formats.base import Export, Format
-from foretell.speculator.formats.files import Published, published
+from foretell.speculator.formats.base import CheckpointFormat, ExportFormat
+from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint
 
-FORMATS: Sequence[Format] = (
+FORMATS: Sequence[CheckpointFormat] = (
     medusa.AUTHORS,
     medusa.VLLM,
     mlp.IBM,
@@ -15,9 +15,9 @@ FORMATS: Sequence[Format] = (
     eagle.EAGLE3,
     eagle.EAGLE1,
 )
-"""Every format that is read, the more particular ones first."""
+"""Formats that are read, the more specific ones first."""
 
-EXPORTS: Sequence[Export] = (
+EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_SPECULATORS,
     eagle_export.TO_EAGLE3,
     eagle_export.TO_EAGLE1,
@@ -25,15 +25,15 @@ EXPORTS: Sequence[Export] = (
     mlp.TO_VLLM,
     draft_model.HF,
 )
-"""Every format that is written."""
+"""Formats that are written."""
 
 
-def recognised(folder: Path) -> tuple[Format, Published] | None:
-    """The format of what lies in a directory, with what was found in it; None: none that is known.
+def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | None:
+    """The format of the checkpoint in a directory, and the checkpoint; None: no known format.
 
     Raises:
         ValueError: there is no configuration, or a file is damaged.
     """
-    found = published(folder)
-    format_ = next((f for f in FORMATS if f.fits(found)), None)
+    found = open_checkpoint(folder)
+    format_ = next((f for f in FORMATS if f.matches(found)), None)
     return None if format_ is None else (format_, found)

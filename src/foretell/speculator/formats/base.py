@@ -1,4 +1,4 @@
-"""What a format of checkpoints is: how it is recognised, how its names become ours, and how ours become its."""
+"""The base of checkpoint formats: how a format is detected, converted from, and converted to."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,62 +10,60 @@ import torch
 
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.checkpoint import CONFIG, put_weights
-from foretell.speculator.formats.files import Published
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.speculator.checkpoint import CONFIG, write_weights
+from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A published checkpoint in our words."""
+class ConvertedCheckpoint:
+    """A published checkpoint, converted to Foretell's configuration and tensor names."""
 
     config: SpeculatorConfig
     tensors: Mapping[str, torch.Tensor]
-    """What `state_dict` of the network of this kind holds."""
+    """The state dict of the network of this kind."""
 
 
 @dataclass(frozen=True)
-class Format:
-    """A line of the table of formats."""
+class CheckpointFormat:
+    """A format that is read."""
 
     name: str
-    fits: Callable[[Published], bool]
-    """Whether a checkpoint is in this format, by its configuration and, where that does not tell, by the names of its
-    tensors.
-    """
-    read: Callable[[Published, TargetCard, EmbeddingAndHead], Reading]
+    matches: Callable[[PublishedCheckpoint], bool]
+    """Whether a checkpoint is in this format, by its configuration or else by its tensor names."""
+    read: Callable[[PublishedCheckpoint, TargetInfo, EmbeddingAndHead], ConvertedCheckpoint]
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target, for those who read what is exported."""
+    """The target model, as exported configurations name it."""
 
     name: str
-    """On the Hugging Face hub, or a path."""
+    """Name on the Hugging Face hub, or a path."""
     config: ModelConfig
     codec: TextCodec | None = None
-    """Its tokenizer, which a whole model goes with."""
+    """Its tokenizer, which is exported with draft models."""
 
     @property
     def architectures(self) -> list[str]:
-        """Its class in transformers."""
+        """Its class in transformers, as `config.json` lists it."""
         known = ARCHITECTURES.get(self.config.architecture)
         return [] if known is None else [known]
 
 
 @dataclass(frozen=True)
-class Export:
-    """A line of the table of what is written."""
+class ExportFormat:
+    """A format that is written."""
 
     name: str
     kind: str
-    """Of the speculators it is for."""
+    """Kind of the speculators that it supports."""
     write: Callable[[Speculator, Verifier, Path], None]
-    """Write into a directory that is empty.
+    """Write into an empty directory.
 
     Raises:
-        ValueError: the format has no place for something that the network has.
+        ValueError: the format does not support a part of the network.
     """
 
 
@@ -83,29 +81,29 @@ ARCHITECTURES: Mapping[str, str] = {
 """Classes of transformers by `model_type`."""
 
 
-def put(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write `config.json` and `model.safetensors`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # Tensors that share memory are refused by safetensors.
-    put_weights(folder, {name: t.clone() for name, t in weights.items()})
+    # safetensors refuses tensors that share memory.
+    write_weights(folder, {name: t.clone() for name, t in weights.items()})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def refuse_softcap(network: Speculator, format_name: str) -> None:
-    """Refuse what none of the published forms can say.
+    """Refuse a soft cap on the logits, which no published format supports.
 
     Raises:
-        ValueError: the target bounds its logits, and the network with it.
+        ValueError: the target, and so the network, has one.
     """
     if network.softcap:
         raise ValueError(f"the format {format_name} has no place for a bound on the logits, which this target has")
 
 
-def rope_keys(rope: RopeConfig) -> dict[str, Any]:
-    """Rotary embedding as configurations of transformers write it.
+def rope_config(rope: RopeConfig) -> dict[str, Any]:
+    """The rotary embedding as keys of a transformers configuration.
 
     Raises:
-        ValueError: they have no place for it.
+        ValueError: transformers has no keys for it.
     """
     if rope.divisors or rope.fraction != 1:
         what = "divisors of the rotary frequencies" if rope.divisors else "rotary embedding of a part of the head"
@@ -117,33 +115,39 @@ def rope_keys(rope: RopeConfig) -> dict[str, Any]:
 
 
 def dtype_name(network: Speculator) -> str:
-    """As configurations write it."""
+    """The network's dtype as configurations write it."""
     return str(network.dtype).removeprefix("torch.")
 
 
-def card(found: Published, target: TargetCard, hidden: int, vocab: int, name: str = "") -> TargetCard:
-    """Which target a checkpoint says it is for; what it does not say is taken to fit.
+def target_info(found: PublishedCheckpoint, target: TargetInfo, hidden: int, vocab: int, name: str = "") -> TargetInfo:
+    """The target that a checkpoint names; what it does not state is taken from the given target.
 
     Raises:
         ValueError: its sizes are not those of the target.
     """
-    said = name or str(found.config.get("base_model_name_or_path") or found.folder.name)
+    trained_for = name or str(found.config.get("base_model_name_or_path") or found.folder.name)
     if (hidden, vocab) != (target.hidden, target.vocab):
         raise ValueError(
-            f"{found.folder}: this speculator was trained for another model ({said}: width {hidden}, {vocab} tokens); "
-            f"the target has width {target.hidden} and {target.vocab} tokens"
+            f"{found.folder}: this speculator was trained for another model ({trained_for}: width {hidden}, {vocab} "
+            f"tokens); the target has width {target.hidden} and {target.vocab} tokens"
         )
-    return target.model_copy(update={"name": said, "fingerprint": ""})
+    return target.model_copy(update={"name": trained_for, "fingerprint": ""})
 
 
-def same(own: torch.Tensor, lent: torch.Tensor) -> bool:
-    """Whether a tensor that a checkpoint brings is a copy of one of the target's, which need not be held twice."""
-    if own.shape != lent.shape:
+def is_copy(own: torch.Tensor, shared: torch.Tensor) -> bool:
+    """Whether a checkpoint's tensor is a copy of one of the target's, so that it need not be stored twice."""
+    if own.shape != shared.shape:
         return False
-    return torch.equal(own.to(torch.bfloat16), lent.to("cpu", torch.bfloat16))
+    return torch.equal(own.to(torch.bfloat16), shared.to("cpu", torch.bfloat16))
 
 
-def ascending(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of a reduced vocabulary in ascending order, and the order that sorts the rows of its output matrices."""
+def target_rows(embedding_and_head: EmbeddingAndHead, tokens: torch.Tensor | None) -> torch.Tensor:
+    """The rows of the target's head for a draft vocabulary; None: all rows."""
+    head: torch.Tensor = embedding_and_head.head
+    return head if tokens is None else head[tokens.to(head.device)]
+
+
+def sort_draft_vocab(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of a draft vocabulary in ascending order, and the permutation that sorts them."""
     order = torch.argsort(tokens)
     return tokens[order].long(), order

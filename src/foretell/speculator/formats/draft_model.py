@@ -7,7 +7,7 @@ import torch
 
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
-from foretell.speculator.formats.base import Export, Verifier
+from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import DraftNetwork
@@ -15,12 +15,12 @@ from foretell.speculator.network.draft_model import DraftNetwork
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, DraftNetwork)
-    drafts = network.decoder(network.dtype)
-    # Engines want a score for every token: those that a reduced vocabulary lacks get the target's.
-    head = network.whole_matrix.detach().to(network.dtype)
-    config = replace(drafts.config, tied=torch.equal(head, drafts.embedding))
-    whole = Decoder(config, drafts.embedding, list(drafts.blocks), drafts.norm, Linear(head))  # type: ignore[arg-type]
+    decoder = network.to_decoder(network.dtype)
+    # Other engines need a logit for every token: those outside the draft vocabulary use the target's rows.
+    head = network.full_lm_head.detach().to(network.dtype)
+    config = replace(decoder.config, tied=torch.equal(head, decoder.embedding))
+    whole = Decoder(config, decoder.embedding, list(decoder.blocks), decoder.norm, Linear(head))  # type: ignore[arg-type]
     write_hf(folder, whole, verifier.codec, network.dtype)
 
 
-HF = Export("hf", "draft_model", _write)
+HF = ExportFormat("hf", "draft_model", _write)

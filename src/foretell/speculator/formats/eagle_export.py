@@ -1,22 +1,29 @@
-"""EAGLE's layers written as SafeAILab, SGLang and the `speculators` library (and so vLLM) read them."""
+"""Writes EAGLE checkpoints for SafeAILab's code, SGLang, the `speculators` library and vLLM."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foretell.speculator.formats.base import Export, Verifier, dtype_name, put, refuse_softcap, rope_keys
-from foretell.speculator.formats.eagle import FLAGS, parts
+from foretell.speculator.formats.base import (
+    ExportFormat,
+    Verifier,
+    dtype_name,
+    refuse_softcap,
+    rope_config,
+    write_checkpoint,
+)
+from foretell.speculator.formats.eagle import FLAGS, tensor_sources
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 
 
 def _weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
-    """Its tensors under the names of published layers, `layers.0` the first."""
+    """The tensors under their published names, the first layer as `layers.0`."""
     state, out = network.state_dict(), dict[str, torch.Tensor]()
-    for ours, part in parts(network.config).items():
+    for ours, part in tensor_sources(network.config).items():
         out |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
-    every = torch.arange(network.card.vocab, device=out["fc.weight"].device)
+    every = torch.arange(network.target_info.vocab, device=out["fc.weight"].device)
     embedding = network.embed(every)
     if always_embedding or network.embedding is not None or not _is_a_copy(network, embedding):
         out["embed_tokens.weight"] = embedding
@@ -24,22 +31,22 @@ def _weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str,
 
 
 def _is_a_copy(network: EagleNetwork, embedding: torch.Tensor) -> bool:
-    """Whether readers would take the same from the target itself, which they do not scale."""
+    """Whether the embedding is the target's, unscaled, which other engines use if there is none."""
     return torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
 
 
 def _vocabulary(network: EagleNetwork, always_maps: bool) -> dict[str, torch.Tensor]:
-    """The output matrix, and offsets and mask of a reduced vocabulary."""
-    out = {"lm_head.weight": network.output_matrix.to(network.dtype)}
+    """The output matrix, and offsets (`d2t`) and mask (`t2d`) of a draft vocabulary."""
+    out = {"lm_head.weight": network.lm_head.to(network.dtype)}
     if network.token_of is not None or always_maps:
-        tokens = torch.arange(network.card.vocab) if network.token_of is None else network.token_of.cpu()
+        tokens = torch.arange(network.target_info.vocab) if network.token_of is None else network.token_of.cpu()
         out["d2t"] = tokens - torch.arange(len(tokens))
-        out["t2d"] = torch.zeros(network.card.vocab, dtype=torch.bool).index_fill(0, tokens, True)
+        out["t2d"] = torch.zeros(network.target_info.vocab, dtype=torch.bool).index_fill(0, tokens, True)
     return out
 
 
 def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
-    """The layer as transformers describes one."""
+    """The layer as a transformers configuration."""
     out: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "hidden_size": c.target.hidden,
@@ -51,7 +58,7 @@ def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": c.target.vocab,
         "max_position_embeddings": c.context,
         "rms_norm_eps": c.norm_eps,
-        **rope_keys(c.rope),
+        **rope_config(c.rope),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -62,30 +69,32 @@ def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
 
 
 def _norms(c: EagleConfig) -> dict[str, bool]:
-    """Flags of EAGLE-3. Always all: an absent `norm_before_residual` is true to vLLM and false to `speculators`."""
+    """Options of EAGLE-3, all of them: the default of `norm_before_residual` is true in vLLM and false in
+    `speculators`.
+    """
     return {name: c.model_dump()[name] for name in FLAGS}
 
 
 def _check(network: EagleNetwork, format_name: str) -> None:
-    """Refuse what the format has no place for.
+    """Refuse a network with a part that the format does not support.
 
     Raises:
-        ValueError: it has such a thing.
+        ValueError: it has one.
     """
     refuse_softcap(network, format_name)
     c = network.config
     eagle3 = c.kind == "eagle3"
     recorded, most = [t for t in c.recorded_layers if t <= c.target.layers], c.target.layers + 1
     hidden_layers = f" (--set hidden_layers={','.join(map(str, recorded))})"
-    cannot = (
+    unsupported = (
         ("biases of queries, keys and values", eagle3 and c.qkv_bias, ""),
         ("a bias of the fused features", eagle3 and c.fc_bias is True, ""),
         ("the target's state after its final norm", eagle3 and most in c.recorded_layers, hidden_layers),
         ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
     )
-    for what, found, how in cannot:
-        if found:
+    for what, present, how in unsupported:
+        if present:
             raise ValueError(
                 f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} "
                 f"to export it"
@@ -98,7 +107,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
     c = network.config
     layer = _layer_config(c, dtype_name(network))
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    said = {
+    layout = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.7.0",
@@ -116,7 +125,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
         "embed_requires_grad": False,
         "torch_dtype": dtype_name(network),
     }
-    put(folder, said, _weights(network) | _vocabulary(network, always_maps=False))
+    write_checkpoint(folder, layout, _weights(network) | _vocabulary(network, always_maps=False))
 
 
 def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -127,13 +136,13 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         raise ValueError(
             f"the format eagle3 has one layer, and this speculator has {c.layers}; use --format speculators"
         )
-    said = {
+    layout = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
         **_norms(c),
-        # vLLM counts the input of a block, SGLang and SpecForge the output of the one before.
+        # vLLM counts the input of a block, SGLang and SpecForge the output of the previous block.
         "eagle_aux_hidden_state_layer_ids": list(c.recorded_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
@@ -141,23 +150,23 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         },
     }
     weights = {n.replace("layers.0.", "midlayer."): t for n, t in _weights(network).items()}
-    put(folder, said, weights | _vocabulary(network, always_maps=True))
+    write_checkpoint(folder, layout, weights | _vocabulary(network, always_maps=True))
 
 
 def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Eagle1)
     _check(network, "eagle")
     c = network.config
-    said = {
+    layout = {
         "architectures": verifier.architectures or ["LlamaForCausalLM"],
         **_layer_config(c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "bias": network.fc.bias is not None,
         "qkv_bias": c.qkv_bias,
     }
-    put(folder, said, _weights(network, always_embedding=True))
+    write_checkpoint(folder, layout, _weights(network, always_embedding=True))
 
 
-TO_SPECULATORS = Export("speculators", "eagle3", _write_speculators)
-TO_EAGLE3 = Export("eagle3", "eagle3", _write_eagle3)
-TO_EAGLE1 = Export("eagle", "eagle", _write_eagle1)
+TO_SPECULATORS = ExportFormat("speculators", "eagle3", _write_speculators)
+TO_EAGLE3 = ExportFormat("eagle3", "eagle3", _write_eagle3)
+TO_EAGLE1 = ExportFormat("eagle", "eagle", _write_eagle1)

@@ -1,4 +1,4 @@
-"""A published checkpoint as its files say it: the configuration, and tensors that are asked for by name and shape."""
+"""The files of a published checkpoint: its configuration, and its tensors by name and shape."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,22 +17,19 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 @dataclass(frozen=True)
-class Published:
-    """What lies in a directory.
-
-    Tensors are looked up under one name here, whatever prefix a publisher put before it.
-    """
+class PublishedCheckpoint:
+    """The configuration and the tensors of a directory."""
 
     folder: Path
     config: Mapping[str, Any]
     names: Mapping[str, tuple[Path, str]] = field(repr=False)
-    """File and name in it of every tensor."""
+    """File of every tensor, and its name in that file, by the name used here (see `strip_prefixes`)."""
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Whether there is a tensor of this name."""
         return name in self.names
 
-    def need(self, name: str, *shape: int) -> torch.Tensor:
+    def require(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor of this name.
 
         Raises:
@@ -47,7 +44,7 @@ class Published:
         return tensor
 
     def find(self, name: str) -> torch.Tensor | None:
-        """The tensor of this name, None where there is none."""
+        """The tensor of this name; None: there is none."""
         if name not in self.names:
             return None
         file, inside = self.names[name]
@@ -55,34 +52,10 @@ class Published:
             tensor: torch.Tensor = handle.get_tensor(inside)
         return tensor
 
-    def without(self, *prefixes: str) -> "Published":
-        """The same under names without these prefixes."""
-        short = {_cut(name, prefixes): place for name, place in self.names.items()}
+    def strip_prefixes(self, *prefixes: str) -> "PublishedCheckpoint":
+        """The checkpoint with these prefixes removed from its tensor names."""
+        short = {_strip(name, prefixes): place for name, place in self.names.items()}
         return replace(self, names=short)
-
-    def number(self, key: str, default: int | None = None) -> int:
-        """An integer of the configuration.
-
-        Raises:
-            ValueError: it is missing, or something else.
-        """
-        return self.fields.integer(key, default=default)
-
-    def real(self, key: str, default: float) -> float:
-        """A number of the configuration.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        return self.fields.number(key, default=default)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A truth value of the configuration.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        return self.fields.flag(key, default=default)
 
     @property
     def fields(self) -> Fields:
@@ -91,13 +64,13 @@ class Published:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Names of network classes, which some publishers write as a string and most as a list."""
-        said = self.config.get("architectures")
-        return (said,) if isinstance(said, str) else self.fields.texts("architectures")
+        """Class names of the network; the configuration holds a list, in some checkpoints a string."""
+        names = self.config.get("architectures")
+        return (names,) if isinstance(names, str) else self.fields.texts("architectures")
 
 
-def published(folder: Path) -> Published:
-    """Look into a directory, reading the headers of its tensors only; a directory of pickles has none.
+def open_checkpoint(folder: Path) -> PublishedCheckpoint:
+    """Open the checkpoint in a directory, reading the tensor headers only; a directory of pickles has no tensors.
 
     Raises:
         ValueError: there is no configuration, a file is damaged, or the checkpoint is quantised.
@@ -106,14 +79,14 @@ def published(folder: Path) -> Published:
     kind = quantization_method(config)
     if kind is not None:
         raise ValueError(f"{folder}: a checkpoint quantised with {kind}, which is not supported; {QUANTIZED_ADVICE}")
-    return Published(folder, config, {name: (file, name) for file in files for name in _names(file)})
+    return PublishedCheckpoint(folder, config, {name: (file, name) for file in files for name in _names(file)})
 
 
-def check_shape(found: Published, name: str, tensor: torch.Tensor, *shape: int) -> None:
+def check_shape(found: PublishedCheckpoint, name: str, tensor: torch.Tensor, *shape: int) -> None:
     """Refuse a tensor of another shape.
 
     Raises:
-        ValueError: with both shapes.
+        ValueError: the shape is another.
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(
@@ -121,8 +94,8 @@ def check_shape(found: Published, name: str, tensor: torch.Tensor, *shape: int) 
         )
 
 
-def absent(folder: Path) -> str:
-    """The sentence about a directory without safetensors: how to convert the pickle in it, if there is one."""
+def missing_weights(folder: Path) -> str:
+    """Error message for a directory without safetensors: how to convert the pickle in it, if there is one."""
     pickles = [f.name for f in sorted(folder.iterdir()) if f.suffix in _PICKLES]
     if not pickles:
         return f"{folder}: no weights here (*.safetensors); is the download complete?"
@@ -144,7 +117,7 @@ def _names(file: Path) -> Iterator[str]:
         raise ValueError(f"{file}: damaged safetensors file ({error}); download it again") from error
 
 
-def _cut(name: str, prefixes: tuple[str, ...]) -> str:
+def _strip(name: str, prefixes: tuple[str, ...]) -> str:
     for prefix in prefixes:
         name = name.removeprefix(prefix)
     return name

@@ -1,4 +1,4 @@
-"""Medusa's heads as FasterDecoding and as vLLM lay them out."""
+"""The formats of Medusa heads: FasterDecoding's and vLLM's."""
 
 from pathlib import Path
 
@@ -6,37 +6,38 @@ import torch
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
-    Export,
-    Format,
-    Reading,
+    CheckpointFormat,
+    ConvertedCheckpoint,
+    ExportFormat,
     Verifier,
-    ascending,
-    card,
     dtype_name,
-    put,
+    is_copy,
     refuse_softcap,
-    same,
+    sort_draft_vocab,
+    target_info,
+    target_rows,
+    write_checkpoint,
 )
-from foretell.speculator.formats.files import Published, check_shape
-from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.formats.files import PublishedCheckpoint, check_shape
+from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 
 Names = dict[str, str]
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
 
 
-def names_of_authors(heads: int, blocks: int) -> Names:
-    """Our names to those of FasterDecoding: a head is a sequence of residual blocks that ends with its matrix."""
+def author_names(heads: int, blocks: int) -> Names:
+    """Foretell's tensor names to FasterDecoding's: a head is a sequence of residual blocks and an output matrix."""
     return _names(heads, blocks, "{head}.{block}.linear.{part}", f"{{head}}.{blocks}.weight")
 
 
-def names_of_vllm(heads: int, blocks: int) -> Names:
-    """Our names to those of vLLM, which keeps blocks and matrices apart."""
+def vllm_names(heads: int, blocks: int) -> Names:
+    """Foretell's tensor names to vLLM's, which stores blocks and output matrices separately."""
     return _names(heads, blocks, "blocks.{head}.layers.{block}.{part}", "lm_heads.{head}.weight")
 
 
 def _names(heads: int, blocks: int, residual: str, matrix: str) -> Names:
-    """Our names to those that two patterns give."""
+    """Foretell's tensor names to those of two patterns."""
     out = {}
     for h in range(heads):
         for i in range(blocks):
@@ -46,42 +47,48 @@ def _names(heads: int, blocks: int, residual: str, matrix: str) -> Names:
     return out
 
 
-def _fits_authors(found: Published) -> bool:
+def _fits_authors(found: PublishedCheckpoint) -> bool:
     return "medusa_num_heads" in found.config and not _fits_vllm(found)
 
 
-def _fits_vllm(found: Published) -> bool:
-    short = found.without(*_PREFIXES)
-    says = found.config.get("model_type") == "medusa" or "MedusaModel" in found.architectures
-    return (says and not short.has("0.0.linear.weight")) or short.has("blocks.0.layers.0.weight")
+def _fits_vllm(found: PublishedCheckpoint) -> bool:
+    short = found.strip_prefixes(*_PREFIXES)
+    named = found.config.get("model_type") == "medusa" or "MedusaModel" in found.architectures
+    return (named and not short.has("0.0.linear.weight")) or short.has("blocks.0.layers.0.weight")
 
 
-def _read_authors(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
-    found = found.without(*_PREFIXES)
-    heads, blocks = found.number("medusa_num_heads"), found.number("medusa_num_layers", 1)
-    first = found.need(f"0.{blocks}.weight")
+def _read_authors(
+    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+) -> ConvertedCheckpoint:
+    found = found.strip_prefixes(*_PREFIXES)
+    heads, blocks = found.fields.integer("medusa_num_heads"), found.fields.integer("medusa_num_layers", default=1)
+    first = found.require(f"0.{blocks}.weight")
     vocab, hidden = first.shape if first.ndim == 2 else (target.vocab, target.hidden)
-    config = MedusaConfig(target=card(found, target, hidden, vocab), heads=heads, blocks=blocks, own_head=True)
-    names = names_of_authors(heads, blocks)
-    return Reading(config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()})
+    config = MedusaConfig(target=target_info(found, target, hidden, vocab), heads=heads, blocks=blocks, own_head=True)
+    names = author_names(heads, blocks)
+    return ConvertedCheckpoint(
+        config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()}
+    )
 
 
-def _read_vllm(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
-    found = found.without(*_PREFIXES)
+def _read_vllm(
+    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+) -> ConvertedCheckpoint:
+    found = found.strip_prefixes(*_PREFIXES)
     heads = _count(found, "heads", 5)
     blocks = _count(found, "layers", 1, "num_hidden_layers")
-    hidden, vocab = found.number("hidden_size"), found.number("vocab_size", target.vocab)
-    trained_for = card(found, target, hidden, vocab)
-    kept = found.number("truncated_vocab_size", vocab)
-    token_map = found.need("token_map", kept) if kept < vocab else None
-    names = names_of_vllm(heads, blocks)
+    hidden, vocab = found.fields.integer("hidden_size"), found.fields.integer("vocab_size", default=target.vocab)
+    trained_for = target_info(found, target, hidden, vocab)
+    kept = found.fields.integer("truncated_vocab_size", default=vocab)
+    token_map = found.require("token_map", kept) if kept < vocab else None
+    names = vllm_names(heads, blocks)
     tensors = {o: _tensor(found, o, t, hidden, vocab) for o, t in names.items() if not o.startswith("own_heads")}
     matrices = {o: _matrix(found, t, token_map, vocab, hidden) for o, t in names.items() if o.startswith("own_heads")}
-    tokens = None if token_map is None else ascending(token_map)[0]
+    tokens = None if token_map is None else sort_draft_vocab(token_map)[0]
     if tokens is not None:
         tensors["token_of"] = tokens
-    lent = ends.head if tokens is None else ends.head[tokens.to(ends.head.device)]
-    own = not all(same(m, lent) for m in matrices.values())
+    shared = target_rows(embedding_and_head, tokens)
+    own = not all(is_copy(m, shared) for m in matrices.values())
     config = MedusaConfig(
         target=trained_for,
         heads=heads,
@@ -89,41 +96,44 @@ def _read_vllm(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> 
         own_head=own,
         draft_vocab=None if tokens is None else kept,
     )
-    return Reading(config, tensors | (matrices if own else {}))
+    return ConvertedCheckpoint(config, tensors | (matrices if own else {}))
 
 
-def _matrix(found: Published, name: str, token_map: torch.Tensor | None, vocab: int, hidden: int) -> torch.Tensor:
-    """A head's output matrix over the drafted tokens in ascending order; one may serve all heads, and have rows for all
-    tokens.
+def _matrix(
+    found: PublishedCheckpoint, name: str, token_map: torch.Tensor | None, vocab: int, hidden: int
+) -> torch.Tensor:
+    """A head's output matrix over the draft vocabulary in ascending order.
+
+    A checkpoint may store one matrix for all heads, and rows for the whole vocabulary.
     """
-    if found.flag("original_lm_head"):
+    if found.fields.flag("original_lm_head", default=False):
         name = "lm_head.weight" if found.has("lm_head.weight") else "lm_heads.0.weight"
-    matrix = found.need(name)
+    matrix = found.require(name)
     if token_map is not None:
         if len(matrix) == vocab:
             matrix = matrix[token_map]
         vocab = len(token_map)
     check_shape(found, name, matrix, vocab, hidden)
-    matrix = matrix if token_map is None else matrix[ascending(token_map)[1]]
-    scale = found.real("logit_scale", 1.0)
+    matrix = matrix if token_map is None else matrix[sort_draft_vocab(token_map)[1]]
+    scale = found.fields.number("logit_scale", default=1.0)
     return matrix if scale == 1 else matrix * scale
 
 
-def _count(found: Published, what: str, default: int, *first: str) -> int:
-    """vLLM takes any key that begins with `num` (perhaps after `medusa_`) and ends in what is counted."""
+def _count(found: PublishedCheckpoint, what: str, default: int, *first: str) -> int:
+    """A count under any of the key names that vLLM accepts."""
     for key in (*first, f"num_{what}", f"medusa_num_{what}", f"num_medusa_{what}"):
         if key in found.config:
-            return found.number(key)
+            return found.fields.integer(key)
     return default
 
 
-def _tensor(found: Published, ours: str, theirs: str, hidden: int, vocab: int) -> torch.Tensor:
-    """A tensor by our name; biases may be missing, which is zero."""
+def _tensor(found: PublishedCheckpoint, ours: str, theirs: str, hidden: int, vocab: int) -> torch.Tensor:
+    """A tensor of the residual blocks or an output matrix; missing biases are zero."""
     if ours.startswith("own_heads"):
-        return found.need(theirs, vocab, hidden)
+        return found.require(theirs, vocab, hidden)
     if ours.endswith("bias"):
-        return found.need(theirs, hidden) if found.has(theirs) else torch.zeros(hidden)
-    return found.need(theirs, hidden, hidden)
+        return found.require(theirs, hidden) if found.has(theirs) else torch.zeros(hidden)
+    return found.require(theirs, hidden, hidden)
 
 
 def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -134,22 +144,22 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
     own = bool(len(network.own_heads))
     biased = any(bool(t.any()) for n, t in state.items() if n.startswith("residual.") and n.endswith(".bias"))
     tensors = {}
-    for ours, theirs in names_of_vllm(config.heads, config.blocks).items():
+    for ours, theirs in vllm_names(config.heads, config.blocks).items():
         if not ours.startswith("own_heads"):
             if biased or not ours.endswith("bias"):
                 tensors[theirs] = state[ours]
         elif own or ours == "own_heads.0":
-            tensors[theirs] = state[ours] if own else network.output_matrix.to(network.dtype)
+            tensors[theirs] = state[ours] if own else network.lm_head.to(network.dtype)
     if network.token_of is not None:
         tensors["token_map"] = network.token_of
-    card = network.card
-    said = {
+    target = network.target_info
+    layout = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "base_model_name_or_path": verifier.name,
-        "hidden_size": card.hidden,
-        "vocab_size": card.vocab,
-        "truncated_vocab_size": card.vocab if network.token_of is None else len(network.token_of),
+        "hidden_size": target.hidden,
+        "vocab_size": target.vocab,
+        "truncated_vocab_size": target.vocab if network.token_of is None else len(network.token_of),
         "num_heads": config.heads,
         "num_hidden_layers": config.blocks,
         "medusa_fc_bias": biased,
@@ -158,9 +168,9 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "topk": 10,
         "torch_dtype": dtype_name(network),
     }
-    put(folder, said, tensors)
+    write_checkpoint(folder, layout, tensors)
 
 
-AUTHORS = Format("medusa", _fits_authors, _read_authors)
-VLLM = Format("vllm-medusa", _fits_vllm, _read_vllm)
-TO_VLLM = Export("vllm-medusa", "medusa", _write_vllm)
+AUTHORS = CheckpointFormat("medusa", _fits_authors, _read_authors)
+VLLM = CheckpointFormat("vllm-medusa", _fits_vllm, _read_vllm)
+TO_VLLM = ExportFormat("vllm-medusa", "medusa", _write_vllm)

@@ -1,58 +1,70 @@
-"""IBM's multi-stage MLP speculators (`mlp_speculator`), as fms-extras publishes them and vLLM and TGI read them."""
+"""The format of IBM's multi-stage MLP speculators (`mlp_speculator`): fms-extras, vLLM and TGI."""
 
 from pathlib import Path
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.formats.base import Export, Format, Reading, Verifier, card, dtype_name, put
-from foretell.speculator.formats.files import Published
-from foretell.speculator.network.base import Speculator, TargetCard
+from foretell.speculator.formats.base import (
+    CheckpointFormat,
+    ConvertedCheckpoint,
+    ExportFormat,
+    Verifier,
+    dtype_name,
+    target_info,
+    write_checkpoint,
+)
+from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
 ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "MLPSpeculatorModel", "MLPSpeculator")
 _OURS = {"emb": "token", "proj": "project", "head": "output", "ln": "norm"}
 
 
-def names(stages: int, tied: bool) -> dict[str, str]:
-    """Our names to the published ones; tied stages are stored once, apart from the first projection."""
+def published_names(stages: int, tied: bool) -> dict[str, str]:
+    """Foretell's tensor names to the published ones; tied stages are stored once, except the first projection."""
     counts = {"emb": 1, "proj": min(stages, 2), "head": 1, "ln": 1} if tied else dict.fromkeys(_OURS, stages)
     out = {f"{_OURS[t]}.{i}.weight": f"{t}.{i}.weight" for t, count in counts.items() for i in range(count)}
     return out | {f"norm.{i}.bias": f"ln.{i}.bias" for i in range(counts["ln"])}
 
 
-def _fits(found: Published) -> bool:
+def _fits(found: PublishedCheckpoint) -> bool:
     return found.config.get("model_type") == "mlp_speculator" or any(a in ARCHITECTURES for a in found.architectures)
 
 
-def _read(found: Published, target: TargetCard, ends: EmbeddingAndHead) -> Reading:
-    found = found.without("speculator.")
-    hidden, vocab, stages = found.number("emb_dim"), found.number("vocab_size"), found.number("n_predict")
-    inner = found.number("inner_dim", 0) or hidden
-    # `tie_wts`: the spelling of older fms-extras.
-    tied = found.flag("tie_weights", found.flag("tie_wts"))
+def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
+    found = found.strip_prefixes("speculator.")
+    hidden, vocab, stages = (
+        found.fields.integer("emb_dim"),
+        found.fields.integer("vocab_size"),
+        found.fields.integer("n_predict"),
+    )
+    inner = found.fields.integer("inner_dim", default=0) or hidden
+    # Older versions of fms-extras write `tie_wts`.
+    tied = found.fields.flag("tie_weights", "tie_wts", default=False)
     config = MLPSpeculatorConfig(
-        target=card(found, target, hidden, vocab),
+        target=target_info(found, target, hidden, vocab),
         stages=stages,
         inner=inner,
         tied=tied,
-        scale_input=found.flag("scale_input"),
+        scale_input=found.fields.flag("scale_input", default=False),
         own_embedding=True,
     )
     tensors = {}
-    for ours, theirs in names(stages, tied).items():
+    for ours, theirs in published_names(stages, tied).items():
         shape = {"emb": (vocab, inner), "head": (vocab, inner), "ln": (inner,)}.get(theirs.split(".")[0])
-        tensors[ours] = found.need(theirs, *(shape or (inner, hidden if theirs == "proj.0.weight" else inner)))
-    return Reading(config, tensors)
+        tensors[ours] = found.require(theirs, *(shape or (inner, hidden if theirs == "proj.0.weight" else inner)))
+    return ConvertedCheckpoint(config, tensors)
 
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, MLPSpeculator)
     c = network.config
-    said = {
+    layout = {
         "model_type": "mlp_speculator",
         "architectures": [ARCHITECTURES[0]],
         "base_model_name_or_path": verifier.name,
-        "vocab_size": network.card.vocab,
-        "emb_dim": network.card.hidden,
+        "vocab_size": network.target_info.vocab,
+        "emb_dim": network.target_info.hidden,
         "inner_dim": c.inner,
         "n_predict": c.stages,
         "top_k_tokens_per_head": [max(2, 5 - i) for i in range(c.stages)],
@@ -61,8 +73,8 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "scale_input": c.scale_input,
         "torch_dtype": dtype_name(network),
     }
-    put(folder, said, network.published())
+    write_checkpoint(folder, layout, network.published_tensors())
 
 
-IBM = Format("mlp_speculator", _fits, _read)
-TO_VLLM = Export("vllm-mlp", "mlp_speculator", _write)
+IBM = CheckpointFormat("mlp_speculator", _fits, _read)
+TO_VLLM = ExportFormat("vllm-mlp", "mlp_speculator", _write)

@@ -1,4 +1,4 @@
-"""Networks of trained speculators, one file each: the same code drafts and is trained."""
+"""Networks of trained speculators, one file per family, for training and drafting."""
 
 from collections.abc import Mapping
 
@@ -19,4 +19,4 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
     "pass": (LookAheadConfig, LookAheadEmbeddings),
 }
-"""Configuration and network of every kind, by the name that checkpoints carry."""
+"""Configuration and network of every kind, by the `kind` in `config.json`."""

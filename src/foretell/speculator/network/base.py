@@ -1,15 +1,13 @@
-"""What all trained speculators are: small networks on the target's hidden states that borrow its embedding and its
-head.
-"""
+"""The base class of trained speculators: small networks that use the target's embedding and output head."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
 from foretell.distributions.topk import top_probabilities
@@ -17,174 +15,174 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeLinear
 
 
-class TargetCard(BaseModel):
+class TargetInfo(BaseModel):
     """Which model a speculator was trained for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     fingerprint: str = ""
-    """Of the target's norms, which quantisation leaves alone; empty in published checkpoints, which have none."""
+    """Hash of the target's norm weights, which quantisation does not change; empty in checkpoints of other projects."""
     hidden: int
     vocab: int
     layers: int
 
 
-class SpeculatorConfig(BaseModel):
-    """What is needed, beside weights and target, to build a speculator.
+_FORMER_KEYS = {"taps": "hidden_layers", "more_taps": "more_hidden_layers"}
+"""Keys of `config.json` under their former names."""
 
-    Subclasses add their own sizes and fix `kind`.
-    """
+
+class SpeculatorConfig(BaseModel):
+    """Configuration of a speculator, stored as `config.json`. Subclasses add sizes and fix `kind`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
-    target: TargetCard
+    target: TargetInfo
     draft_vocab: int | None = None
-    """Tokens that it can guess, the most frequent ones of its training data; None: all."""
+    """Size of the draft vocabulary, the most frequent tokens of the training data; None: the target's vocabulary."""
     own_head: bool = False
-    """It has an output matrix of its own; otherwise it uses the target's (the rows of its tokens)."""
+    """Whether it has an output matrix of its own; otherwise it uses the target's (the rows of its draft vocabulary)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_keys(cls, values: Any) -> Any:
+        """Accept configurations that were written before the keys got their present names."""
+        return {_FORMER_KEYS.get(k, k): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """Some of the drafted tokens, for a loss that looks at no others."""
+class TokenSubset:
+    """A subset of the draft vocabulary, for losses with a sampled softmax."""
 
-    column: Int[torch.Tensor, " c"]
-    """Their numbers among the drafted ones, ascending."""
-    raised: Float[torch.Tensor, " c"]
-    """What is added to their logits, for those that stand for others too."""
+    columns: Int[torch.Tensor, " c"]
+    """Indices into the draft vocabulary, ascending."""
+    logit_offset: Float[torch.Tensor, " c"]
+    """Added to the logits: the log of the number of tokens that a sampled token represents, 0 for the others."""
 
-    def of(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t c"]:
-        """Logits of these alone, from those of all drafted tokens."""
-        return logits[..., self.column] + self.raised
+    def select(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t c"]:
+        """Logits of the subset, from those of the whole draft vocabulary."""
+        return logits[..., self.columns] + self.logit_offset
 
 
 class Speculator(nn.Module, ABC):
-    """A network that drafts for one target. `forward` is what training calls; drafters call the parts it is made of.
+    """A network that drafts for one target. Training calls `forward`; drafters call the other methods.
 
-    Parameters and persistent buffers are what a checkpoint holds; the target's ends are neither.
+    A checkpoint holds the parameters and the persistent buffers; the target's embedding and head are neither.
 
     Raises:
-        ValueError: the target's ends do not have the sizes that the configuration names.
+        ValueError: the target's embedding and head do not have the sizes of the configuration.
     """
 
     kind: ClassVar[str]
     config: SpeculatorConfig
 
-    def __init__(self, config: SpeculatorConfig, ends: EmbeddingAndHead) -> None:
+    def __init__(self, config: SpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
-        card = config.target
-        if (card.hidden, card.vocab) != (ends.hidden, ends.vocab):
+        target = config.target
+        if (target.hidden, target.vocab) != (embedding_and_head.hidden, embedding_and_head.vocab):
             raise ValueError(
-                f"this {config.kind} speculator is for a target of width {card.hidden} and {card.vocab} tokens; "
-                f"the target given has width {ends.hidden} and {ends.vocab} tokens"
+                f"this {config.kind} speculator is for a target of width {target.hidden} and {target.vocab} tokens; "
+                f"the target given has width {embedding_and_head.hidden} and {embedding_and_head.vocab} tokens"
             )
-        self.config, self.card = config, card
-        self._scale, self._softcap = ends.embedding_scale, ends.softcap
-        self.register_buffer("_embedding", ends.embedding, persistent=False)
-        kept = config.draft_vocab
+        self.config, self.target_info = config, target
+        self.embedding_scale = embedding_and_head.embedding_scale
+        """Factor of the target's embeddings."""
+        self.softcap = embedding_and_head.softcap
+        """The target's bound on logits; 0: none."""
+        self.register_buffer("_embedding", embedding_and_head.embedding, persistent=False)
+        size = config.draft_vocab
         self.token_of: torch.Tensor | None
-        """Target token of every drafted one, ascending; None where it drafts all of them."""
-        self.register_buffer("token_of", None if kept is None else torch.arange(kept))
-        self._target_head = ends.head
-        rows = ends.head if kept is None else ends.head[:kept]
+        """Target token of every token of the draft vocabulary, ascending; None: the vocabularies are the same."""
+        self.register_buffer("token_of", None if size is None else torch.arange(size))
+        self._target_head = embedding_and_head.head
+        rows = embedding_and_head.head if size is None else embedding_and_head.head[:size]
         self.head: nn.Parameter | None
-        """Its own output matrix; None where it uses rows of the target's."""
+        """Its own output matrix; None: it uses rows of the target's."""
         self.register_parameter("head", nn.Parameter(rows.detach().float().clone()) if config.own_head else None)
-        self.register_buffer("_borrowed_head", None if config.own_head else rows, persistent=False)
+        self.register_buffer("_shared_head", None if config.own_head else rows, persistent=False)
         self.packed_head: NativeLinear | None = None
-        """The output matrix in the form of the CPU kernels, once `packed` made it."""
+        """The output matrix in the format of the CPU kernels, set by `pack_network`."""
 
     @property
     @abstractmethod
     def hidden_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads; see `Runner.forward`."""
+        """Layers of the target whose hidden states it reads; see `Runner.forward`."""
 
-    def widened(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
-        """The weights of one of its kind, which may read fewer of the target's states, as its own: what that one did
-        not see weighs nothing.
+    def adapt_state_dict(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
+        """The state dict of a smaller network of this kind in the shapes of this one; inputs that the smaller one does
+        not have get zero weights.
         """
         return smaller.state_dict()
 
-    def choose(self, tokens: Int[torch.Tensor, " n"]) -> None:
-        """Fix the tokens it drafts (ascending, as many as the configuration says), and take their rows of the target's
-        head.
+    def set_draft_vocab(self, tokens: Int[torch.Tensor, " n"]) -> None:
+        """Set the draft vocabulary (ascending, `config.draft_vocab` tokens) and take its rows of the target's head.
 
-        Loading a checkpoint calls it too, before an own head is read.
+        Loading a checkpoint calls it too, before it loads an own head.
         """
         assert self.token_of is not None
         self.token_of.copy_(tokens)
         rows = self._target_head[tokens.to(self._target_head.device)]
         if self.head is None:
-            self._borrowed_head = rows
+            self._shared_head = rows
         else:
             self.head.data.copy_(rows)
 
     @property
-    def output_matrix(self) -> Float[torch.Tensor, "w d"]:
-        """What scores the drafted tokens: its own matrix, or rows of the target's."""
-        return self.get_buffer("_borrowed_head") if self.head is None else self.head
+    def lm_head(self) -> Float[torch.Tensor, "w d"]:
+        """Output matrix of the draft vocabulary: its own, or rows of the target's."""
+        return self.get_buffer("_shared_head") if self.head is None else self.head
 
     @property
-    def whole_matrix(self) -> Float[torch.Tensor, "v d"]:
-        """What scores the target's whole vocabulary: the target's own matrix, with the own rows in their places."""
+    def full_lm_head(self) -> Float[torch.Tensor, "v d"]:
+        """Output matrix of the target's whole vocabulary: the target's, with this network's own rows in place."""
         if self.head is None or self.token_of is None:
             return self._target_head if self.head is None else self.head
-        whole = self._target_head.to(self.head.device, self.head.dtype, copy=True)
-        whole[self.token_of] = self.head.detach()
-        return whole
-
-    @property
-    def softcap(self) -> float:
-        """The target's bound on logits; 0: none."""
-        return self._softcap
-
-    @property
-    def embedding_scale(self) -> float:
-        """What the target multiplies its embeddings by."""
-        return self._scale
+        full = self._target_head.to(self.head.device, self.head.dtype, copy=True)
+        full[self.token_of] = self.head.detach()
+        return full
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
-        """The target's embedding of tokens, as its first block sees it, in the dtype of the own weights."""
+        """The target's scaled embedding of tokens, in the dtype of this network's weights."""
         x = F.embedding(token, self.get_buffer("_embedding")).to(self.dtype)
-        return x if self._scale == 1 else x * self._scale
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
 
-    def score(self, x: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the drafted tokens, or some of them, from what the target's head would see."""
+    def compute_logits(
+        self, x: Float[torch.Tensor, "*t d"], subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "*t w"]:
+        """Logits over the draft vocabulary, or a subset of it, from inputs of the output head."""
         if self.packed_head is not None:
             flat = x.reshape(-1, x.shape[-1]).contiguous()
-            return self._capped(self.packed_head(flat).view(*x.shape[:-1], -1))
-        head = self.output_matrix
-        if among is None:
-            return self._capped(F.linear(x, head.to(x.dtype)).float())
-        return self._capped(F.linear(x, head[among.column].to(x.dtype)).float()) + among.raised
+            return self._apply_softcap(self.packed_head(flat).view(*x.shape[:-1], -1))
+        head = self.lm_head
+        if subset is None:
+            return self._apply_softcap(F.linear(x, head.to(x.dtype)).float())
+        return self._apply_softcap(F.linear(x, head[subset.columns].to(x.dtype)).float()) + subset.logit_offset
 
-    def likeliest(
+    def top_tokens(
         self, x: Float[torch.Tensor, "k d"], count: int
     ) -> tuple[Float[torch.Tensor, "k c"], Int[torch.Tensor, "k c"]]:
-        """Probabilities and numbers of the `count` drafted tokens that score best, best first, from what the target's
-        head would see.
+        """Probabilities of the `count` most probable tokens and their indices into the draft vocabulary, best first,
+        from inputs of the output head.
         """
-        if self.packed_head is not None and not self._softcap:
+        if self.packed_head is not None and not self.softcap:
             return self.packed_head.topk_softmax(x, count)
-        return top_probabilities(self.score(x), count)
+        return top_probabilities(self.compute_logits(x), count)
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits within the target's bound, where it has one."""
-        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+    def _apply_softcap(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
-    def spread(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
-        """Logits over the target's whole vocabulary: minus infinity for tokens it does not draft."""
+    def to_target_vocab(self, logits: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t v"]:
+        """Logits over the target's vocabulary: minus infinity for tokens outside the draft vocabulary."""
         if self.token_of is None:
             return logits
-        out = logits.new_full((*logits.shape[:-1], self.card.vocab), float("-inf"))
+        out = logits.new_full((*logits.shape[:-1], self.target_info.vocab), float("-inf"))
         out[..., self.token_of] = logits
         return out
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its own weights."""
+        """Dtype of its own weights."""
         if self.packed_head is not None:
             return torch.float32
         return next((p.dtype for p in self.parameters()), torch.float32)

@@ -1,6 +1,4 @@
-"""Blockwise parallel decoding's heads: one feed-forward layer for all of them, with a residual from the state to
-each.
-"""
+"""Heads of blockwise parallel decoding: one feed-forward layer for all heads, with a residual connection to each."""
 
 from typing import Literal
 
@@ -14,7 +12,7 @@ from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
 
 
 class BlockwiseConfig(HeadsConfig):
-    """Sizes of blockwise heads."""
+    """Configuration of blockwise heads."""
 
     kind: Literal["blockwise"] = "blockwise"
     inner: int = Field(2304, ge=1)
@@ -22,18 +20,18 @@ class BlockwiseConfig(HeadsConfig):
 
 
 class Blockwise(HeadsNetwork):
-    """One feed-forward layer from the state to `heads` versions of it, each added to the state itself (Stern et al.,
+    """One feed-forward layer from the hidden state to `heads` states, each added to the hidden state (Stern et al.,
     arXiv 1811.03115).
 
-    The paper's first head, which scores, passes the layer by (its footnote finds no difference), so that the target
-    stays as it is; `heads` counts the others. The layer's last matrix starts at zero: an untrained head says what the
-    target's own head says.
+    The paper's first head, which predicts the next token, skips the layer (its footnote finds no difference), so that
+    the target is unchanged; `heads` counts the others. The last matrix is initialised to zero: untrained heads give the
+    target's own logits.
     """
 
     kind = "blockwise"
 
-    def __init__(self, config: BlockwiseConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: BlockwiseConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config: BlockwiseConfig = config
         width = config.target.hidden
         self.into = nn.Linear(width, config.inner)
@@ -41,6 +39,6 @@ class Blockwise(HeadsNetwork):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
-        """Through the layer, and the state added to each of its parts."""
+    def head_states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
+        """Input of the output head for every head."""
         return h[..., None, :] + self.out(torch.relu(self.into(h))).unflatten(-1, (self.heads, -1))

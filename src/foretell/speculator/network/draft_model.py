@@ -1,4 +1,4 @@
-"""A small decoder cut from the target: a few of its blocks between the target's own embedding and head."""
+"""A trained draft model: a few decoder blocks between the target's embedding and head."""
 
 import copy
 from collections.abc import Sequence
@@ -26,44 +26,51 @@ from foretell.model.runner import DecoderRunner
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
+_INIT_STD = 0.02
+"""Standard deviation of random matrices, that of GPT-2."""
+
 
 class DraftModelConfig(SpeculatorConfig):
-    """The draft's own shape, and which of the target's blocks it started as."""
+    """Configuration of a trained draft model."""
 
     kind: Literal["draft_model"] = "draft_model"
     model: ModelConfig
-    """A decoder as wide as the target, with fewer layers."""
-    blocks: tuple[int, ...] = Field(default=(), description="Blocks of the target that it was cut from; empty: none")
+    """A decoder of the target's width, with fewer layers."""
+    blocks: tuple[int, ...] = Field(
+        default=(), description="Blocks of the target that it was initialised from; empty: none"
+    )
 
 
-def kept_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
-    """The shape of some of a target's blocks one after the other.
+def draft_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
+    """The configuration of a decoder made of these blocks of the target.
 
     Raises:
-        ValueError: none, a block that the target lacks, or one with experts.
+        ValueError: no blocks, a block that the target lacks, or a target with experts.
     """
     if not blocks or not all(0 <= i < target.layers for i in blocks):
-        raise ValueError(f"a draft is cut from blocks 0 to {target.layers - 1} of its target, found {list(blocks)}")
+        raise ValueError(
+            f"a draft model is cut from blocks 0 to {target.layers - 1} of its target, found {list(blocks)}"
+        )
     if target.experts is not None:
-        raise ValueError("a draft cannot be cut from blocks with experts; train another kind of speculator")
+        raise ValueError("a draft model cannot be cut from blocks with experts; train another kind of speculator")
     windowed = tuple(i for i, block in enumerate(blocks) if block in target.window_layers)
     return replace(target, layers=len(blocks), window_layers=windowed)
 
 
 class DraftNetwork(Speculator):
-    """Reads tokens only, none of the target's states, so that it drafts as any other small model does.
+    """A small decoder that reads tokens only, none of the target's hidden states.
 
-    What is trained (and stored): its blocks and its last norm.
+    Its blocks and its final norm are trained and stored.
     """
 
     kind = "draft_model"
     config: DraftModelConfig
 
-    def __init__(self, config: DraftModelConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
-        self.model = replace(config.model, vocab=ends.vocab)
+    def __init__(self, config: DraftModelConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.model = replace(config.model, vocab=embedding_and_head.vocab)
         self.blocks = nn.ModuleList(
-            build_block(config.model, i, _Blank(), torch.float32, torch.device("cpu"))
+            build_block(config.model, i, _BlankWeights(), torch.float32, torch.device("cpu"))
             for i in range(config.model.layers)
         )
         self.norm = RMSNorm(torch.ones(config.model.hidden), config.model.norm_eps)
@@ -77,24 +84,24 @@ class DraftNetwork(Speculator):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What the target's head sees: the teacher in training; drafting needs none."""
-        return (self.card.layers + 1,)
+        """The input of the target's output head: the teacher in training; drafting needs none."""
+        return (self.target_info.layers + 1,)
 
-    def start_afresh(self) -> None:
-        """Draw small Gaussian matrices from torch's own generator, for a draft that is cut from nothing."""
+    def init_random(self) -> None:
+        """Initialise the matrices with small Gaussian numbers from torch's default generator."""
         for parameter in self.blocks.parameters():
             if parameter.ndim > 1:
-                parameter.data.normal_(std=0.02)
+                parameter.data.normal_(std=_INIT_STD)
 
-    def start_from(self, target: Decoder, blocks: Sequence[int]) -> None:
-        """Take over some of the target's blocks, in this order, and its last norm."""
+    def init_from_target(self, target: Decoder, blocks: Sequence[int]) -> None:
+        """Copy these blocks of the target, in this order, and its final norm."""
         for mine, i in zip(self.blocks, blocks, strict=True):
             mine.load_state_dict(target.blocks[i].state_dict())
         self.norm.load_state_dict(target.norm.state_dict())
 
-    def widened(self, smaller: Speculator) -> dict[str, torch.Tensor]:
-        """Weights of one that may have fewer blocks, each where this one has the same block of the target; the others
-        change nothing at first.
+    def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+        """The state dict of a network with fewer blocks, each block where this network has the same block of the
+        target; the other blocks get output matrices of zero, so that they add nothing to the residual stream.
         """
         assert isinstance(smaller, DraftNetwork)
         given, before, now = smaller.state_dict(), smaller.config.blocks, self.config.blocks
@@ -109,62 +116,61 @@ class DraftNetwork(Speculator):
             if now[int(number)] in before:
                 out[name] = given[f"blocks.{before.index(now[int(number)])}.{part}"]
             else:
-                # What it adds to the residual stream is learned from nothing.
                 out[name] = torch.zeros_like(tensor) if part.startswith(("output.", "mlp.down.")) else tensor
         return out
 
-    def states(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
-        """What the head sees at every position of texts from their first token on, padded at the end."""
+    def hidden_states(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
+        """Inputs of the output head at every position of sequences that begin with their first token and are padded at
+        the end.
+        """
         ropes = tuple((self.get_buffer(f"_{n}_cos"), self.get_buffer(f"_{n}_sin")) for n in ("full", "local"))
         return self.norm(forward_blocks(self.blocks, self.model, (ropes[0], ropes[1]), self.embed(token)))
 
-    def forward(self, token: Int[torch.Tensor, "b s"], where: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "k d"]:
-        """What the head sees at the marked positions, text by text; `score` makes logits of it."""
-        return self.states(token)[where]
+    def forward(self, token: Int[torch.Tensor, "b s"], mask: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "k d"]:
+        """Inputs of the output head at the positions in `mask`, sequence by sequence; see `compute_logits`."""
+        return self.hidden_states(token)[mask]
 
-    def teach(self, state: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
-        """The target's own logits over the drafted tokens, from what its head saw."""
+    def teacher_logits(self, state: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
+        """The target's logits over the draft vocabulary, from the inputs of its output head."""
         rows = self._target_head.to(state.device)
         rows = rows if self.token_of is None else rows[self.token_of]
-        return self._capped(F.linear(state.to(rows.dtype), rows).float())
+        return self._apply_softcap(F.linear(state.to(rows.dtype), rows).float())
 
-    def decoder(self, dtype: torch.dtype) -> Decoder:
-        """A copy as a decoder in a dtype; its head scores the drafted tokens only, in the order of `token_of`."""
-        blocks = [_frozen(block, dtype) for block in self.blocks]
+    def to_decoder(self, dtype: torch.dtype) -> Decoder:
+        """A copy as a decoder in a dtype; its head gives logits over the draft vocabulary."""
+        blocks = [_frozen_copy(block, dtype) for block in self.blocks]
         norm = RMSNorm(self.norm.weight.detach().clone(), self.model.norm_eps)
-        head = self.get_buffer("_borrowed_head") if self.head is None else self.head
         embedding = self.get_buffer("_embedding").to(dtype)
-        return Decoder(self.model, embedding, blocks, norm, Linear(head.detach().to(dtype)))
+        return Decoder(self.model, embedding, blocks, norm, Linear(self.lm_head.detach().to(dtype)))
 
-    def network(self, precision: Precision | None = None) -> Network:
-        """A copy, packed, as fast as this machine runs it; over the target's whole vocabulary.
+    def to_network(self, precision: Precision | None = None) -> Network:
+        """A copy for drafting, over the target's whole vocabulary: on the CPU kernels where they support it, else in
+        plain torch in the dtype of the target's embedding.
 
-        `precision` is for the CPU kernels (None: int8).
-
-        A float64 target, and one that the kernels do not run, get plain torch in the dtype of the target's embedding.
+        `precision` of the CPU kernels; None: float32 for a float32 target, else int8.
         """
         embedding = self.get_buffer("_embedding")
         fast = embedding.device.type == "cpu" and embedding.dtype != torch.float64
         run: Network
         if fast and native.available() and NativeDecoder.supports(self.model):
             precision = precision or ("float32" if embedding.dtype == torch.float32 else "int8")
-            run = NativeDecoder(self.decoder(torch.float32 if precision == "float32" else torch.bfloat16), precision)
+            run = NativeDecoder(self.to_decoder(torch.float32 if precision == "float32" else torch.bfloat16), precision)
         else:
-            run = self.decoder(embedding.dtype)
+            run = self.to_decoder(embedding.dtype)
         return run if self.token_of is None else ReducedVocabulary(run, self.token_of)
 
-    def runner(self, precision: Precision | None = None) -> DecoderRunner:
-        """`network` with an empty cache."""
-        return DecoderRunner(self.network(precision))
+    def to_runner(self, precision: Precision | None = None) -> DecoderRunner:
+        """`to_network` with an empty cache."""
+        return DecoderRunner(self.to_network(precision))
 
 
-class _Blank(Weights):
-    """Matrices and biases of zero, norms of one: what a checkpoint or the target then fills."""
+class _BlankWeights(Weights):
+    """Matrices and biases of zeros, norms of ones, to be overwritten by a checkpoint or the target's weights."""
 
     source = "blank weights"
 
     def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
-        """Nothing is optional."""
+        """None: there are no optional tensors."""
         return None
 
     def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
@@ -172,11 +178,11 @@ class _Blank(Weights):
         return torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
 
     def release_pages(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file is open."""
 
 
-def _frozen(block: nn.Module, dtype: torch.dtype) -> DecoderBlock:
-    """A copy whose matrices have a dtype and whose norms are in float32."""
+def _frozen_copy(block: nn.Module, dtype: torch.dtype) -> DecoderBlock:
+    """A copy without gradients, matrices in this dtype and norms in float32."""
     fresh = copy.deepcopy(block).requires_grad_(False)
     assert isinstance(fresh, DecoderBlock)
     for part in fresh.modules():

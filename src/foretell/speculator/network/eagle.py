@@ -1,5 +1,5 @@
-"""EAGLE's networks: one decoder layer that goes on in the target's feature space, fed with each token as soon as it is
-known.
+"""The networks of EAGLE-1 and EAGLE-3: a decoder layer that predicts the target's next features from features and
+tokens.
 """
 
 from abc import abstractmethod
@@ -20,15 +20,21 @@ from foretell.model.kernels import NativeEagle, NativeStack
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.rope import rope_tables
-from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
-from foretell.speculator.network.layer import FusingLayer, Layer, Sizes, Unrolled, norm
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
+from foretell.speculator.network.layer import (
+    Eagle3FirstLayer,
+    EagleLayer,
+    EagleLayerConfig,
+    TrainingTimeTestAttention,
+    make_norm,
+)
 
-BEYOND = 64
-"""Positions past the target's context that rotary tables have, for drafts at its end."""
+EXTRA_POSITIONS = 64
+"""Positions of the rotary tables beyond the target's context, for drafts at its end."""
 
 
 class EagleConfig(SpeculatorConfig):
-    """Sizes of a layer that drafts in feature space: EAGLE-1's and 2's (`eagle`) or EAGLE-3's (`eagle3`)."""
+    """Configuration of the layers of EAGLE-1 and EAGLE-2 (`eagle`) or EAGLE-3 (`eagle3`)."""
 
     kind: Literal["eagle", "eagle3"] = "eagle3"
     heads: int = Field(ge=1)
@@ -36,38 +42,45 @@ class EagleConfig(SpeculatorConfig):
     head_dim: int = Field(ge=2)
     ffn: int = Field(ge=1)
     context: int = Field(ge=1)
-    """Longest text, in tokens."""
+    """Longest sequence, in tokens."""
     layers: int = Field(1, ge=1)
     hidden_layers: tuple[int, ...] = ()
-    """EAGLE-3: the hidden states that are fused; unsaid: the inputs of blocks 2, half of all, and the last but two."""
+    """EAGLE-3: the layers whose hidden states are fused; empty: blocks 2, `n / 2` and `n - 3` of `n`, their inputs."""
     norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
     qkv_bias: bool = False
     fc_bias: bool | None = None
-    """Unsaid: EAGLE-1 has one and EAGLE-3 has not."""
+    """None: EAGLE-1 has a bias, EAGLE-3 has none."""
     norm_before_residual: bool = False
-    """EAGLE-3: the residual stream starts from the normed feature."""
+    """EAGLE-3: the residual stream starts from the normalised feature."""
     norm_before_fc: bool = False
-    """EAGLE-3: one norm over all tapped states side by side before they are fused."""
+    """EAGLE-3: one norm over the concatenated hidden states before they are fused."""
     fc_norm: bool = False
-    """EAGLE-3: a norm for each tapped state before they are fused."""
+    """EAGLE-3: a norm per hidden state before they are fused."""
     norm_output: bool = False
     """EAGLE-3: the next feature is the layer's output after the final norm, not before."""
     qk_norm: bool = False
-    """Queries and keys are normed head by head, as in layers of the Qwen 3 family."""
+    """Normalise queries and keys per head, as Qwen 3 does."""
     own_embedding: bool = False
-    """It has an embedding of its own, as published checkpoints may; otherwise it uses the target's."""
+    """Whether it has its own embedding, as published checkpoints may; otherwise it uses the target's."""
 
     @property
-    def sizes(self) -> Sizes:
-        """Of each layer."""
-        hidden = self.target.hidden
-        biased, normed = self.qkv_bias, self.qk_norm
-        return Sizes(hidden, self.heads, self.kv_heads, self.head_dim, self.ffn, self.norm_eps, biased, normed)
+    def layer_config(self) -> EagleLayerConfig:
+        """Sizes of every layer."""
+        return EagleLayerConfig(
+            hidden=self.target.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+        )
 
     @property
-    def decoder(self) -> ModelConfig:
-        """The layers as those of a decoder, for the CPU kernels."""
+    def decoder_config(self) -> ModelConfig:
+        """The layers as a decoder's configuration, for the CPU kernels."""
         return ModelConfig(
             architecture="llama",
             vocab=self.target.vocab,
@@ -77,7 +90,7 @@ class EagleConfig(SpeculatorConfig):
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             ffn=self.ffn,
-            context=self.context + BEYOND,
+            context=self.context + EXTRA_POSITIONS,
             norm_eps=self.norm_eps,
             rope=self.rope,
             qkv_bias=self.qkv_bias,
@@ -85,99 +98,99 @@ class EagleConfig(SpeculatorConfig):
 
     @property
     def recorded_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads."""
+        """Layers of the target whose hidden states it reads."""
         n = self.target.layers
         if self.kind == "eagle":
             return (n + 1,)
         return self.hidden_layers or (min(2, n), n // 2, max(n - 3, 0))
 
 
-class Guess(NamedTuple):
-    """What a step of training guessed at the `k` positions that were asked for."""
+class DraftStep(NamedTuple):
+    """Predictions of one draft step during training, at `k` positions."""
 
     state: Float[torch.Tensor, "k d"]
-    """What the output matrix saw; for EAGLE-1 the guessed feature itself."""
+    """Inputs of the output head; for EAGLE-1 the predicted features."""
     logits: Float[torch.Tensor, "k w"]
 
 
 class EagleNetwork(Speculator):
-    """What EAGLE-1 and EAGLE-3 have in common.
+    """The base class of EAGLE-1 and EAGLE-3.
 
-    The feature of position `j` (the target's state after it has read token `j`) goes with token `j + 1`, stands at
-    rotary position `j`, and gives the scores of token `j + 2`. Where the target has not been yet, the layer's own
-    output takes the feature's place.
+    The feature of position `j` (the target's hidden state at token `j`) is combined with token `j + 1` at rotary
+    position `j`, and predicts token `j + 2`. Positions that the target has not read use the layer's own output as
+    feature.
     """
 
     config: EagleConfig
     layers: nn.ModuleList
 
-    def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config, self.context = config, config.context
-        cos, sin = rope_tables(config.rope, config.head_dim, config.context + BEYOND)
-        own = nn.Parameter(ends.embedding.detach().float().clone()) if config.own_embedding else None
+        cos, sin = rope_tables(config.rope, config.head_dim, config.context + EXTRA_POSITIONS)
+        own = nn.Parameter(embedding_and_head.embedding.detach().float().clone()) if config.own_embedding else None
         self.embedding: nn.Parameter | None
-        """Its own embedding; None where it uses the target's."""
+        """Its own embedding; None: it uses the target's."""
         self.register_parameter("embedding", own)
         self.register_buffer("_cos", cos[:, None], persistent=False)
         self.register_buffer("_sin", sin[:, None], persistent=False)
-        self.stack: NativeStack | None = None
-        """The layers on the CPU kernels, once `packed` made it."""
-        self.kernels: NativeEagle | None = None
-        """The layers with what surrounds them, likewise, where the kernels have a place for it."""
+        self.native_stack: NativeStack | None = None
+        """The layers on the CPU kernels, set by `pack_network`."""
+        self.native: NativeEagle | None = None
+        """The whole network on the CPU kernels, set by `pack_network` where they support it."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads."""
+        """Layers of the target whose hidden states it reads."""
         return self.config.recorded_layers
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of keys and values: its own, or what the CPU kernels keep."""
-        if self.stack is None:
+        """Dtype of keys and values: its own, or that of the CPU kernels."""
+        if self.native_stack is None:
             return self.dtype
-        return torch.float32 if self.stack.precision == "float32" else torch.bfloat16
+        return torch.float32 if self.native_stack.precision == "float32" else torch.bfloat16
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
-        """Its own embedding of tokens, which is not scaled, or the target's."""
+        """Its own embedding of tokens, without a scale, or the target's."""
         return super().embed(token) if self.embedding is None else F.embedding(token, self.embedding).to(self.dtype)
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
-        """The layer's feature from the target's tapped states, side by side."""
+        """The feature, from the target's concatenated hidden states."""
 
     @abstractmethod
-    def enter(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    def prepare_inputs(
+        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t i"]]:
-        """The residual stream before the first layer, and what that layer's attention sees."""
+        """The residual stream before the first layer, and the input of that layer's attention."""
 
-    def leave(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def next_feature(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The next feature, from the residual stream after the last layer."""
         return x
 
     @abstractmethod
-    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """What the output matrix sees of the layers' output."""
+    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The input of the output head, from the layers' output."""
 
-    def advance(
+    def forward_layers(
         self,
         token: Int[torch.Tensor, "*t"],
-        g: Float[torch.Tensor, "*t d"],
+        feature: Float[torch.Tensor, "*t d"],
         position: Int[torch.Tensor, "..."],
         sight: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
-        """The next features: after the feature `g` of a rotary position and the token that follows it."""
+        """The next features, from the features of rotary positions and the tokens that follow them."""
         angles = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
-        x, seen = self.enter(self.embed(token), g)
+        x, attention_input = self.prepare_inputs(self.embed(token), feature)
         first, *more = self.layers
-        assert isinstance(first, Layer)
-        x = first.after(x, seen, angles, 0, sight)
+        assert isinstance(first, EagleLayer)
+        x = first.forward_from_input(x, attention_input, angles, 0, sight)
         for i, layer in enumerate(more, 1):
             x = layer(x, angles, i, sight)
-        return self.leave(x)
+        return self.next_feature(x)
 
-    def follow(
+    def forward_features(
         self,
         token: Int[torch.Tensor, " t"],
         features: Float[torch.Tensor, "n d"],
@@ -185,21 +198,21 @@ class EagleNetwork(Speculator):
         layout: Layout,
         cache: KVCache,
     ) -> Float[torch.Tensor, "t d"]:
-        """The same over a cache, where new keys go; on the CPU kernels once `packed` made them a stack.
-
-        Token `i` follows feature `parent[i]`.
+        """The next features of tokens over a cache, which takes the new keys and values; token `i` follows feature
+        `parent[i]`. Runs on the CPU kernels after `pack_network`.
         """
-        if self.kernels is not None:
-            return self.kernels.forward(token, features, parent, layout, cache)
+        if self.native is not None:
+            return self.native.forward(token, features, parent, layout, cache)
         device = cache.k.device
-        g = features[parent.to(device)]
-        if self.stack is None:
-            plan = PaddedLayout.from_layout(layout, device)
-            return self.advance(token.to(device), g, plan.position, CachedAttention(cache, plan, self.config.decoder))
-        x, seen = self.enter(self.embed(token), g)
-        return self.leave(self.stack(x, layout, cache, 0, len(self.layers), seen.contiguous()))
+        feature = features[parent.to(device)]
+        if self.native_stack is None:
+            padded = PaddedLayout.from_layout(layout, device)
+            attention = CachedAttention(cache, padded, self.config.decoder_config)
+            return self.forward_layers(token.to(device), feature, padded.position, attention)
+        x, attention_input = self.prepare_inputs(self.embed(token), feature)
+        return self.next_feature(self.native_stack(x, layout, cache, 0, len(self.layers), attention_input.contiguous()))
 
-    def read(
+    def forward_target_states(
         self,
         token: Int[torch.Tensor, " t"],
         states: Sequence[Float[torch.Tensor, "n d"]],
@@ -207,110 +220,110 @@ class EagleNetwork(Speculator):
         layout: Layout,
         cache: KVCache,
     ) -> Float[torch.Tensor, "t d"]:
-        """Follow tokens, token `i` after the target's states at `place[i]` of every recorded layer."""
-        if self.kernels is not None:
-            return self.kernels.forward_from_target(token, [state.float() for state in states], place, layout, cache)
+        """The same from the target's hidden states: token `i` follows row `place[i]` of every layer's `states`."""
+        if self.native is not None:
+            return self.native.forward_from_target(token, [state.float() for state in states], place, layout, cache)
         index = torch.from_numpy(place).to(states[0].device)
-        beside = torch.cat([state[index] for state in states], -1)
-        features = self.fuse(beside.to(cache.k.device, self.dtype))
-        return self.follow(token, features, torch.arange(len(token)), layout, cache)
+        concatenated = torch.cat([state[index] for state in states], -1)
+        features = self.fuse(concatenated.to(cache.k.device, self.dtype))
+        return self.forward_features(token, features, torch.arange(len(token)), layout, cache)
 
     def forward(
         self,
         token: Int[torch.Tensor, "b s"],
         features: Sequence[Float[torch.Tensor, "b s d"]],
         wanted: Sequence[Bool[torch.Tensor, "b t"]],
-        among: Candidates | None = None,
-    ) -> tuple[Guess, ...]:
-        """Unroll as many steps as `wanted` has entries; entry `i` marks the positions `j` of `0 .. s-2` whose guess of
-        token `j + 2 + i` counts.
+        subset: TokenSubset | None = None,
+    ) -> tuple[DraftStep, ...]:
+        """Unroll one draft step per entry of `wanted`; entry `i` marks the positions `j` of `0 .. s-2` whose prediction
+        of token `j + 2 + i` is needed.
 
-        Each step goes on from the outputs of the one before, as drafting does; what stands before all that later steps
-        are asked for, a prompt, only the first reads. `among`: the tokens to be scored, if not all.
+        Every step starts from the outputs of the one before, as in drafting. Positions before all those that later
+        steps need (the prompt) are computed in the first step only. `subset`: score these tokens only.
         """
-        g = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
-        token, length, begin = F.pad(token, (0, len(wanted))), g.shape[1], 0
-        sight, guesses = Unrolled(), list[Guess]()
-        for i, where in enumerate(wanted):
+        feature = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
+        token, length, begin = F.pad(token, (0, len(wanted))), feature.shape[1], 0
+        sight, steps = TrainingTimeTestAttention(), list[DraftStep]()
+        for i, mask in enumerate(wanted):
             if i == 1:
                 begin = int(torch.stack([w.any(0) for w in wanted[1:]]).any(0).int().argmax())
-                g = g[:, begin:]
-            position = torch.arange(begin + i, length + i, device=g.device)
-            g = self.advance(token[:, position + 1], g, position, sight)
-            state = self.see(g[where[:, begin:]])
-            guesses.append(Guess(state, self.score(state, among)))
-        return tuple(guesses)
+                feature = feature[:, begin:]
+            position = torch.arange(begin + i, length + i, device=feature.device)
+            feature = self.forward_layers(token[:, position + 1], feature, position, sight)
+            state = self.head_input(feature[mask[:, begin:]])
+            steps.append(DraftStep(state, self.compute_logits(state, subset)))
+        return tuple(steps)
 
 
 class Eagle1(EagleNetwork):
-    """Token and feature are mixed into the layer's input; its output is a guess of the feature that the target's head
-    scores (arXiv 2401.15077).
+    """EAGLE-1 and EAGLE-2: a linear layer combines token embedding and feature; the output predicts the feature that is
+    the input of the target's head (arXiv 2401.15077, 2406.16858).
     """
 
     kind = "eagle"
 
-    def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         d = config.target.hidden
         self.fc = nn.Linear(2 * d, d, bias=config.fc_bias is not False)
-        self.layers = nn.ModuleList(Layer(config.sizes, normed=i > 0) for i in range(config.layers))
+        self.layers = nn.ModuleList(EagleLayer(config.layer_config, input_norm=i > 0) for i in range(config.layers))
 
     def fuse(self, features: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """The feature as it is."""
+        """The hidden state itself."""
         return features
 
-    def enter(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    def prepare_inputs(
+        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t d"]]:
-        """Token and feature mixed, as both."""
-        x: torch.Tensor = self.fc(torch.cat((embedded, g), -1))
+        """The combination of embedding and feature, for both."""
+        x: torch.Tensor = self.fc(torch.cat((embedded, feature), -1))
         return x, x
 
-    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """The output as it is."""
+    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The output itself."""
         return out
 
 
 class Eagle3(EagleNetwork):
-    """Several of the target's states are fused into the feature, and nothing but the guessed tokens is trained for
-    (arXiv 2503.01840).
+    """EAGLE-3: the feature is fused from several of the target's hidden states, and the loss is on tokens only (arXiv
+    2503.01840).
     """
 
     kind = "eagle3"
 
-    def __init__(self, config: EagleConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         d, count, eps = config.target.hidden, len(config.recorded_layers), config.norm_eps
-        self.input_norm = norm(count * d, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(norm(d, eps) for _ in range(count)) if config.fc_norm else None
+        self.input_norm = make_norm(count * d, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(make_norm(d, eps) for _ in range(count)) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
-        first = FusingLayer(config.sizes, config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(Layer(config.sizes) for _ in range(1, config.layers))])
-        self.norm = norm(d, eps)
+        first = Eagle3FirstLayer(config.layer_config, config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(EagleLayer(config.layer_config) for _ in range(1, config.layers))])
+        self.norm = make_norm(d, eps)
 
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
-        """The tapped states through one matrix."""
+        """The hidden states, normalised if configured, through one matrix."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            states = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], -1)
         out: torch.Tensor = self.fc(features)
         return out
 
-    def enter(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    def prepare_inputs(
+        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
-        """The feature, and both side by side."""
+        """The feature, and the concatenation of embedding and feature."""
         first = self.layers[0]
-        assert isinstance(first, FusingLayer)
-        return first.enter(embedded, g)
+        assert isinstance(first, Eagle3FirstLayer)
+        return first.prepare_inputs(embedded, feature)
 
-    def leave(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """The stream, normed where the configuration says so."""
+    def next_feature(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream, after the final norm if configured (`norm_output`)."""
         return self.norm(x) if self.config.norm_output else x
 
-    def see(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The output after the final norm."""
-        seen: torch.Tensor = out if self.config.norm_output else self.norm(out)
-        return seen
+        normed: torch.Tensor = out if self.config.norm_output else self.norm(out)
+        return normed

@@ -1,6 +1,4 @@
-"""What Medusa's and blockwise decoding's heads have in common: several guesses from one state of the target, none
-knowing of the others.
-"""
+"""The base class of Medusa's and blockwise decoding's heads: independent predictions from one hidden state."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,61 +8,62 @@ from jaxtyping import Float
 from pydantic import Field
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
-Path = tuple[int, ...]
-_PATHS = 128
-"""Nodes of the largest tree that is noted."""
+RankPath = tuple[int, ...]
+"""A tree node as the rank of the token chosen at every depth."""
+_MAX_NODES = 128
+"""Nodes of the largest tree that a checkpoint holds."""
 
 
 class HeadsConfig(SpeculatorConfig):
-    """Sizes of a set of heads."""
+    """Configuration of a set of heads."""
 
     heads: int = Field(4, ge=1)
-    """Tokens guessed after the target's own next one."""
+    """Tokens drafted after the target's own next token."""
 
 
 class HeadsNetwork(Speculator):
-    """Heads on the state that produced the newest token: head `i` (from 0) guesses the token `i + 1` places after that
-    one.
+    """Heads on the hidden state that produced the newest token: head `i` (from 0) predicts the token `i + 1` positions
+    after that one.
     """
 
-    def __init__(self, config: HeadsConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: HeadsConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config: HeadsConfig = config
         self.heads = config.heads
         self.tree: torch.Tensor
-        """Rank paths of the tree that the heads earned, padded with -1: the `n` first make the best tree of `n`
-        nodes.
-        """
-        self.register_buffer("tree", torch.full((_PATHS, config.heads), -1))
+        """Nodes of the draft tree as rank paths, padded with -1: the first `n` are the best tree of `n` nodes."""
+        self.register_buffer("tree", torch.full((_MAX_NODES, config.heads), -1))
         self.chances: torch.Tensor
-        """How often each path came true as a whole."""
-        self.register_buffer("chances", torch.zeros(_PATHS))
+        """Measured acceptance rate of every path as a whole."""
+        self.register_buffer("chances", torch.zeros(_MAX_NODES))
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What the target's own head sees."""
-        return (self.card.layers + 1,)
+        """The input of the target's output head."""
+        return (self.target_info.layers + 1,)
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """Rank paths, the one most often right first; empty before training."""
+    def paths(self) -> tuple[RankPath, ...]:
+        """Rank paths, the highest acceptance rate first; empty before training."""
         found = (tuple(r for r in path if r >= 0) for path in self.tree.tolist())
         return tuple(path for path in found if path)
 
-    def earn(self, paths: Sequence[Path], chances: Sequence[float]) -> None:
-        """Note the paths that were right most often, each after its beginnings, and how often."""
+    def set_tree(self, paths: Sequence[RankPath], chances: Sequence[float]) -> None:
+        """Store the paths of the highest acceptance rates, every path after its prefixes, and their rates."""
         table, shares = torch.full(self.tree.shape, -1), torch.zeros(len(self.tree))
-        for i, (path, chance) in enumerate(zip(paths[:_PATHS], chances, strict=False)):
+        for i, (path, chance) in enumerate(zip(paths[:_MAX_NODES], chances, strict=False)):
             table[i, : len(path)], shares[i] = torch.tensor(path), chance
         self.tree.copy_(table)
         self.chances.copy_(shares)
 
     @abstractmethod
-    def states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
-        """Every head's own version of a state, which the output matrix then scores."""
+    def head_states(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t k d"]:
+        """Input of the output head for every head."""
 
-    def forward(self, h: Float[torch.Tensor, "*t d"], among: Candidates | None = None) -> Float[torch.Tensor, "*t k w"]:
-        """Logits of every head over the drafted tokens, or some of them, from states of the target."""
-        return self.score(self.states(h.to(self.dtype)), among)
+    def forward(
+        self, h: Float[torch.Tensor, "*t d"], subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "*t k w"]:
+        """Logits of every head over the draft vocabulary, or a subset of it, from hidden states of the target."""
+        return self.compute_logits(self.head_states(h.to(self.dtype)), subset)

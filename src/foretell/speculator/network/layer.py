@@ -1,4 +1,4 @@
-"""The decoder layer of EAGLE speculators, and its attention in training."""
+"""The decoder layer of EAGLE speculators, and its attention during training."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from foretell.model.training.chunked_attention import KeyValue, causal_attention
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of a layer: width, heads, and what its feed-forward is wide."""
+class EagleLayerConfig:
+    """Sizes of a layer."""
 
     hidden: int
     heads: int
@@ -24,52 +24,52 @@ class Sizes:
     norm_eps: float
     qkv_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normed head by head, as Qwen 3 does."""
+    """Normalise queries and keys per head, as Qwen 3 does."""
 
 
-def norm(width: int, eps: float) -> RMSNorm:
-    """A root-mean-square norm with a scale that is trained."""
+def make_norm(width: int, eps: float) -> RMSNorm:
+    """A trainable RMS norm of ones."""
     return RMSNorm(torch.ones(width), eps).requires_grad_(True)
 
 
 class Attention(nn.Module):
-    """Rotary attention with grouped heads; `qkv_proj` holds all query heads' rows, then all keys', then all values'."""
+    """Weights of grouped-query attention; the rows of `qkv_proj` are those of the queries, the keys, the values."""
 
-    def __init__(self, sizes: Sizes, inputs: int) -> None:
+    def __init__(self, config: EagleLayerConfig, inputs: int) -> None:
         super().__init__()
-        self.sizes = sizes
-        rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-        self.qkv_proj = nn.Linear(inputs, rows, bias=sizes.qkv_bias)
-        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
-        self.q_norm = norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
-        self.k_norm = norm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.config = config
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(inputs, rows, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.q_norm = make_norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = make_norm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
 
 class FeedForward(nn.Module):
     """Down(SiLU(gate x) * up x); `gate_up_proj` holds the gate's rows, then the up projection's."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, config: EagleLayerConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(sizes.hidden, 2 * sizes.ffn, bias=False)
-        self.down_proj = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
+        self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """Apply to the last axis."""
         return gated_mlp(x, self.gate_up_proj, self.down_proj, "silu")
 
 
-class Layer(DecoderLayer):
-    """A layer of the Llama family under the names of published checkpoints.
+class EagleLayer(DecoderLayer):
+    """A decoder layer of the Llama family with the tensor names of published checkpoints.
 
-    EAGLE-1 has no norm before its first attention (`normed` False).
+    `input_norm`: whether a norm precedes the attention; the first layer of EAGLE-1 has none.
     """
 
-    def __init__(self, sizes: Sizes, normed: bool = True) -> None:
+    def __init__(self, config: EagleLayerConfig, input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = norm(sizes.hidden, sizes.norm_eps) if normed else None
-        self.self_attn = Attention(sizes, sizes.hidden)
-        self.post_attention_layernorm = norm(sizes.hidden, sizes.norm_eps)
-        self.mlp = FeedForward(sizes)
+        self.input_layernorm = make_norm(config.hidden, config.norm_eps) if input_norm else None
+        self.self_attn = Attention(config, config.hidden)
+        self.post_attention_layernorm = make_norm(config.hidden, config.norm_eps)
+        self.mlp = FeedForward(config)
 
     @property
     def layer_modules(self) -> LayerModules:
@@ -81,52 +81,54 @@ class Layer(DecoderLayer):
         self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, sight: AttentionBackend
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer."""
-        return self.after(x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight)
+        return self.forward_from_input(
+            x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight
+        )
 
-    def after(
+    def forward_from_input(
         self,
         x: Float[torch.Tensor, "*t d"],
-        seen: Float[torch.Tensor, "*t i"],
+        attention_input: Float[torch.Tensor, "*t i"],
         angles: RopeAngles,
         layer: int,
         sight: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
-        """The residual stream after the layer, whose attention sees `seen`."""
-        return self.add_mlp(self.add_attention(x, seen, self.self_attn.sizes, angles, layer, sight))[0]
+        """The residual stream after the layer, with this input of the attention."""
+        return self.add_mlp(self.add_attention(x, attention_input, self.self_attn.config, angles, layer, sight))[0]
 
 
-class FusingLayer(Layer):
-    """EAGLE-3's layer: attention over the token's embedding and the feature side by side, the feature as residual
-    stream.
+class Eagle3FirstLayer(EagleLayer):
+    """EAGLE-3's first layer: attention over the concatenation of token embedding and feature; the feature is the
+    residual stream.
     """
 
     input_layernorm: RMSNorm
 
-    def __init__(self, sizes: Sizes, norm_before_residual: bool) -> None:
-        super().__init__(sizes)
+    def __init__(self, config: EagleLayerConfig, norm_before_residual: bool) -> None:
+        super().__init__(config)
         self.norm_before_residual = norm_before_residual
-        self.hidden_norm = norm(sizes.hidden, sizes.norm_eps)
-        self.self_attn = Attention(sizes, 2 * sizes.hidden)
+        self.hidden_norm = make_norm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden)
 
-    def enter(
-        self, embedded: Float[torch.Tensor, "*t d"], g: Float[torch.Tensor, "*t d"]
+    def prepare_inputs(
+        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
     ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
-        """The residual stream, and what attention sees."""
-        normed = self.hidden_norm(g)
-        return normed if self.norm_before_residual else g, torch.cat((self.input_layernorm(embedded), normed), -1)
+        """The residual stream, and the input of the attention."""
+        normed = self.hidden_norm(feature)
+        return normed if self.norm_before_residual else feature, torch.cat((self.input_layernorm(embedded), normed), -1)
 
 
-class Unrolled(AttentionBackend):
-    """Attention of training-time test (EAGLE-3, arXiv 2503.01840) over whole texts `[b, s]`, one call per layer and
-    step.
+class TrainingTimeTestAttention(AttentionBackend):
+    """Attention of training-time test (EAGLE-3, arXiv 2503.01840) over sequences `[b, s]`, one call per layer and step.
 
-    In step `i` position `j` sees what drafting would: keys of step 0 up to `j` (the text, read with true features),
-    then its own keys of steps `1 .. i` (what it drafted since). Padding stands at the end. Later steps may leave out
-    positions at the beginning.
+    In step `i` position `j` attends to what it would attend to when drafting: keys of step 0 up to `j` (made from the
+    target's features), then its own keys of steps `1 .. i` (made from its own outputs). Padding is at the end. Later
+    steps may leave out positions at the beginning.
     """
 
     def __init__(self) -> None:
         self._past: dict[int, list[KeyValue]] = {}
+        """Keys and values of every step so far, per layer."""
 
     def attend(
         self,
@@ -135,7 +137,7 @@ class Unrolled(AttentionBackend):
         k: Float[torch.Tensor, "b s g e"],
         v: Float[torch.Tensor, "b s g e"],
     ) -> Float[torch.Tensor, "b s he"]:
-        """Causal in step 0, and along the diagonal from then on."""
+        """Causal attention in step 0; later steps add their own diagonal."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         past = self._past.setdefault(layer, [])
         past.append((k, v))

@@ -1,4 +1,4 @@
-"""Look-ahead embeddings: inputs that make the target itself guess several tokens ahead in one pass."""
+"""Look-ahead embeddings of PaSS: learned inputs with which the target predicts several tokens in one pass."""
 
 from typing import Literal
 
@@ -12,41 +12,41 @@ from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
 
 class LookAheadConfig(SpeculatorConfig):
-    """How far ahead is looked."""
+    """Configuration of look-ahead embeddings."""
 
     kind: Literal["pass"] = "pass"
     ahead: int = Field(4, ge=0)
-    """Look-ahead embeddings: tokens guessed after the target's own next one."""
+    """Number of look-ahead embeddings: tokens drafted after the target's own next token."""
 
 
 class LookAheadEmbeddings(Speculator):
-    """One vector per place ahead, read by the target in the place of a token that is not known yet (PaSS: Monea et al.,
-    arXiv 2311.13581).
+    """One embedding per position ahead, which the target reads in place of a token that is not known yet (PaSS: Monea
+    et al., arXiv 2311.13581).
 
-    Vector `i` (from 1) stands `i` places after the last token and sees it, what precedes it and the vectors before its
-    own; the state it ends in scores the token `i + 1` places after that one. All start as the mean token embedding, at
-    the length that token embeddings have. The vocabulary is untouched: these are rows of a table beside it.
+    Embedding `i` (from 1) is `i` positions after the last token and attends to it, to what precedes it and to the
+    embeddings before its own; its final hidden state predicts the token `i + 1` positions after the last one. All are
+    initialised to the mean token embedding, scaled to the mean norm. They are no part of the vocabulary.
     """
 
     kind = "pass"
 
-    def __init__(self, config: LookAheadConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config.model_copy(update={"own_head": False}), ends)
+    def __init__(self, config: LookAheadConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config.model_copy(update={"own_head": False}), embedding_and_head)
         self.ahead = config.ahead
-        self.vectors = nn.Parameter(_typical(ends).repeat(config.ahead, 1))
+        self.vectors = nn.Parameter(_mean_embedding(embedding_and_head).repeat(config.ahead, 1))
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What the target's head would see at the vectors."""
-        return (self.card.layers + 1,)
+        """The input of the target's output head."""
+        return (self.target_info.layers + 1,)
 
     def forward(self) -> Float[torch.Tensor, "l d"]:
-        """What the target's first block sees in the places ahead."""
+        """The inputs of the target's first block at the positions ahead."""
         return self.vectors
 
 
-def _typical(ends: EmbeddingAndHead) -> Float[torch.Tensor, "1 d"]:
-    """The mean direction of token embeddings with their mean length, as the first block sees it, float32."""
-    table = ends.embedding.detach().float()
+def _mean_embedding(embedding_and_head: EmbeddingAndHead) -> Float[torch.Tensor, "1 d"]:
+    """The mean direction of the scaled token embeddings with their mean norm, float32."""
+    table = embedding_and_head.embedding.detach().float()
     mean = table.mean(0, keepdim=True)
-    return mean * (table.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)) * ends.embedding_scale
+    return mean * (table.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)) * embedding_and_head.embedding_scale

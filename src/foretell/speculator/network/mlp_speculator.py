@@ -1,6 +1,4 @@
-"""The multi-stage MLP speculator: a small recurrence from the target's last hidden state over the tokens guessed so
-far.
-"""
+"""The multi-stage MLP speculator: a recurrent network from the target's last hidden state over the drafted tokens."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,152 +13,149 @@ from torch import nn
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeStages
 from foretell.model.linear import widen
-from foretell.speculator.network.base import Candidates, Speculator, SpeculatorConfig
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
 T = TypeVar("T")
-EPS = 1e-6
-_START_LOGITS = 2.5
-"""Standard deviation of logits at the start of training, of the order of a language model's own."""
-_START_TOKEN = 0.5
-"""Size of the embedding's part of a stage's input at the start of training; the state's part has size 1."""
+NORM_EPS = 1e-6
+_INIT_LOGIT_STD = 2.5
+"""Standard deviation of logits at initialisation, of the order of a language model's."""
+_INIT_TOKEN_STD = 0.5
+"""Standard deviation of the embedding's part of a stage's input at initialisation; that of the state's part is 1."""
+_SAMPLED_ROWS = 1000
+"""Rows of a matrix from which its mean row norm is estimated."""
 
 
 class MLPSpeculatorConfig(SpeculatorConfig):
-    """Sizes of a multi-stage MLP speculator."""
+    """Configuration of a multi-stage MLP speculator."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     stages: int = Field(default=4, ge=1, le=16)
     inner: int = Field(default=1024, ge=1)
-    """Width of the state that goes from stage to stage."""
+    """Width of the state that is passed from stage to stage."""
     tied: bool = False
-    """All stages share their weights, but for the first projection, whose input has another width."""
+    """All stages share their weights, except the first projection, whose input has another width."""
     scale_input: bool = False
-    """The target's state is normalised to variance 1/2 first."""
+    """The target's hidden state is normalised to variance 1/2 first."""
     own_embedding: bool = False
-    """The published form: every stage has an embedding and a head of its own, of `inner` width over the whole
-    vocabulary.
-    """
+    """The published form: every stage has its own embedding and head of width `inner` over the whole vocabulary."""
     more_hidden_layers: tuple[int, ...] = ()
-    """Further layers of the target whose states, normalised, the first stage sees beside the last.
+    """Further layers of the target whose normalised hidden states are inputs of the first stage, after the last one.
 
-    Published formats have no place for them.
+    Published formats do not support them.
     """
 
     @model_validator(mode="after")
     def _published_form(self) -> "MLPSpeculatorConfig":
         if self.own_embedding and (self.draft_vocab is not None or self.own_head or self.more_hidden_layers):
             raise ValueError(
-                "the published form of the MLP speculator has neither a draft_vocab, an own_head nor more_taps"
+                "the published form of the MLP speculator has neither a draft_vocab, an own_head nor more_hidden_layers"
             )
         return self
 
     @property
     def state_weight(self) -> float:
-        """What a stage keeps of the state's standard deviation: half of the first state's variance is left after the
-        last stage.
-        """
+        """Factor of the state per stage, so that the last stage has half of the first state's variance."""
         return float(0.5 ** (0.5 / self.stages))
 
     @property
     def emb_weight(self) -> float:
-        """Factor of an embedding of variance `1 / inner`, so that the variance that the state lost is made up for."""
+        """Factor of an embedding of variance `1 / inner`, which restores the variance that the state loses."""
         return math.sqrt((1 - self.state_weight**2) * self.inner / 2)
 
 
-class RMSShift(nn.Module):
-    """Root-mean-square norm with scale and shift, as the released speculators have it (eps 1e-6)."""
+class RMSNormWithBias(nn.Module):
+    """RMS norm with scale and bias, as in the released speculators (eps 1e-6)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Float[torch.Tensor, "*t e"]) -> Float[torch.Tensor, "*t e"]:
-        """Normalise in float32 or wider, scale and shift."""
-        return _unit(x) * self.weight + self.bias
+        """Normalise in float32 or wider, scale and add the bias."""
+        return _rms_norm(x) * self.weight + self.bias
 
 
-def _unit(x: Float[torch.Tensor, "*t e"]) -> Float[torch.Tensor, "*t e"]:
-    """Scaled to a mean square of 1."""
+def _rms_norm(x: Float[torch.Tensor, "*t e"]) -> Float[torch.Tensor, "*t e"]:
     wide = widen(x)
-    return F.rms_norm(wide, (x.shape[-1],), eps=EPS).to(x.dtype)
+    return F.rms_norm(wide, (x.shape[-1],), eps=NORM_EPS).to(x.dtype)
 
 
 class MLPSpeculator(Speculator):
-    """`stages` guesses, each from the state before and the token guessed before (Wertheimer et al., arXiv 2404.19124).
+    """`stages` predictions, each from the previous state and the previous token (Wertheimer et al., arXiv 2404.19124).
 
-    ``s_i = GELU(norm_i(project_i s_{i-1} + w emb_i(token_{i-1})))``, ``logits_i = head_i s_i``, where `s_0` is what the
-    target's head sees. Two forms of one network: the published one has embeddings and heads of its own
-    (`own_embedding`). In the small one `w emb_i` is a learned projection of the target's frozen embedding, and `head_i`
-    a learned projection under the target's frozen head; `published` multiplies these out.
+    ``s_i = GELU(norm_i(project_i s_{i-1} + w emb_i(token_{i-1})))``, ``logits_i = head_i s_i``, where `s_0` is the
+    input of the target's head. The published form has its own embeddings and heads (`own_embedding`). In the small form
+    `w emb_i` is a learned projection of the target's frozen embedding, and `head_i` is a learned projection followed by
+    the target's frozen head; `published_tensors` multiplies these out.
     """
 
     kind = "mlp_speculator"
 
-    def __init__(self, config: MLPSpeculatorConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config, ends)
+    def __init__(self, config: MLPSpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
         self.config: MLPSpeculatorConfig = config
-        n, e, d, v = config.stages, config.inner, ends.hidden, ends.vocab
+        n, e, d, v = config.stages, config.inner, embedding_and_head.hidden, embedding_and_head.vocab
         shared = 1 if config.tied else n
         first = d * (1 + len(config.more_hidden_layers))
         widths = [first] + [e] * ((min(n, 2) if config.tied else n) - 1)
         self.project = nn.ModuleList(nn.Linear(width, e, bias=False) for width in widths)
-        self.norm = nn.ModuleList(RMSShift(e) for _ in range(shared))
+        self.norm = nn.ModuleList(RMSNormWithBias(e) for _ in range(shared))
         self.token: nn.ModuleList
         """Per stage: the embedding, or the projection of the target's embedding."""
         self.output: nn.ModuleList
-        """Per stage: the head, or the projection to what the target's head sees."""
+        """Per stage: the head, or the projection to the input of the target's head."""
         if config.own_embedding:
             self.token = nn.ModuleList(nn.Embedding(v, e) for _ in range(shared))
             self.output = nn.ModuleList(nn.Linear(e, v, bias=False) for _ in range(shared))
-            self._as_published()
+            self._init_published()
         else:
             self.token = nn.ModuleList(nn.Linear(d, e, bias=False) for _ in range(shared))
             self.output = nn.ModuleList(nn.Linear(e, d, bias=False) for _ in range(shared))
-            self._as_the_target(ends)
-        self.kernels: NativeStages | None = None
-        """The stages on the CPU kernels, once `packed` made them."""
+            self._init_identity(embedding_and_head)
+        self.native: NativeStages | None = None
+        """The stages on the CPU kernels, set by `pack_network`."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What the target's head sees, and the further layers asked for."""
-        return (self.card.layers + 1, *self.config.more_hidden_layers)
+        """The input of the target's output head, and the further layers."""
+        return (self.target_info.layers + 1, *self.config.more_hidden_layers)
 
-    def widened(self, smaller: Speculator) -> dict[str, torch.Tensor]:
-        """Weights of one that may have fewer `more_hidden_layers`, which are the first of these."""
+    def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+        """The state dict of a network whose `more_hidden_layers` are the first of these."""
         out, name = smaller.state_dict(), "project.0.weight"
-        out[name] = F.pad(out[name], (0, (len(self.hidden_layers) - len(smaller.hidden_layers)) * self.card.hidden))
+        out[name] = F.pad(
+            out[name], (0, (len(self.hidden_layers) - len(smaller.hidden_layers)) * self.target_info.hidden)
+        )
         return out
 
     @property
     def stages(self) -> int:
-        """Deepest draft."""
+        """Number of stages: the maximum depth of a draft."""
         return self.config.stages
 
-    def start(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
-        """The state before the first stage, from one tensor per recorded layer."""
+    def initial_state(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
+        """The state before the first stage, from one tensor per layer of `hidden_layers`."""
         last, *more = (f.to(self.dtype) for f in features)
         if self.config.scale_input:
-            last = _unit(last) * 0.5**0.5
-        return torch.cat([last, *map(_unit, more)], -1) if more else last
+            last = _rms_norm(last) * 0.5**0.5
+        return torch.cat([last, *map(_rms_norm, more)], -1) if more else last
 
-    def step(
+    def next_state(
         self, state: Float[torch.Tensor, "*t w"], token: Int[torch.Tensor, "*t"], stage: int
     ) -> Float[torch.Tensor, "*t e"]:
-        """The state of stage `stage` (from 0) after the token that the stage before guessed (the target, before the
-        first).
-        """
+        """The state of stage `stage` (from 0) after the previous stage's token (for stage 0 the target's)."""
         project, norm = self.project[min(stage, len(self.project) - 1)], self.norm[stage % len(self.norm)]
         return F.gelu(norm(project(state) + self._embedded(token, stage)))
 
-    def draft(
+    def draft_step(
         self, state: Float[torch.Tensor, "k i"], token: Int[torch.Tensor, " k"], stage: int
     ) -> tuple[Float[torch.Tensor, "k e"], Float[torch.Tensor, "k w"]]:
-        """`step` and `score_stage` of its outcome; on the CPU kernels once there are any."""
-        if self.kernels is not None:
-            state, logits = self.kernels[stage](state, self.embed(token))
-            return state, self._capped(logits)
-        state = self.step(state, token, stage)
-        return state, self.score_stage(state, stage)
+        """`next_state` and its `stage_logits`; on the CPU kernels after `pack_network`."""
+        if self.native is not None:
+            state, logits = self.native[stage](state, self.embed(token))
+            return state, self._apply_softcap(logits)
+        state = self.next_state(state, token, stage)
+        return state, self.stage_logits(state, stage)
 
     def _embedded(self, token: Int[torch.Tensor, "*t"], stage: int) -> Float[torch.Tensor, "*t e"]:
         module = self.token[stage % len(self.token)]
@@ -170,69 +165,65 @@ class MLPSpeculator(Speculator):
             out = module(self.embed(token))
         return out
 
-    def reading(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t r"]:
-        """What the last matrix of a stage sees: in the small form the input of the target's head, in the published one
-        the state.
+    def head_input(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t r"]:
+        """The input of a stage's output head: in the small form that of the target's head, in the published form the
+        state.
         """
         out: torch.Tensor = state if self.config.own_embedding else self.output[stage % len(self.output)](state)
         return out
 
-    def judge(
-        self, reading: Float[torch.Tensor, "*t r"], stage: int, among: Candidates | None = None
+    def head_logits(
+        self, head_input: Float[torch.Tensor, "*t r"], stage: int, subset: TokenSubset | None = None
     ) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the drafted tokens, or some of them, from a reading."""
+        """Logits over the draft vocabulary, or a subset of it, from inputs of a stage's output head."""
         if not self.config.own_embedding:
-            return self.score(reading, among)
+            return self.compute_logits(head_input, subset)
         head = self.output[stage % len(self.output)]
-        if among is None:
-            return widen(head(reading))
-        return widen(F.linear(reading, head.get_parameter("weight")[among.column])) + among.raised
+        if subset is None:
+            return widen(head(head_input))
+        return widen(F.linear(head_input, head.get_parameter("weight")[subset.columns])) + subset.logit_offset
 
-    def score_stage(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the drafted tokens from a stage's state."""
-        return self.judge(self.reading(state, stage), stage)
+    def stage_logits(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
+        """Logits over the draft vocabulary from a stage's state."""
+        return self.head_logits(self.head_input(state, stage), stage)
 
     def forward(
         self,
         features: Sequence[Float[torch.Tensor, "*t d"]],
         tokens: Int[torch.Tensor, "*t n"],
-        use: Callable[[Sequence[Float[torch.Tensor, "*t r"]]], T],
+        loss: Callable[[Sequence[Float[torch.Tensor, "*t r"]]], T],
     ) -> T:
-        """What `use` makes of the readings of all stages, given the token before each (teacher forcing).
+        """`loss` of the inputs of all stages' output heads, with teacher forcing.
 
-        `tokens[..., i]` is the token `i + 1` positions after the features'. The loss is computed in here because it
-        needs `judge`, whose weights wrapped networks gather for the time of this call only; and because logits of all
-        stages at once would be the largest tensor of training.
+        `tokens[..., i]` is the token `i + 1` positions after the features'. The loss is computed inside `forward`
+        because it calls `head_logits`, and a sharded network (FSDP) gathers its weights during this call only; and
+        because logits of all stages at once would be the largest tensor of training.
         """
-        state, readings = self.start(features), []
+        state, head_inputs = self.initial_state(features), []
         for stage in range(self.stages):
-            state = self.step(state, tokens[..., stage], stage)
-            readings.append(self.reading(state, stage))
-        return use(readings)
+            state = self.next_state(state, tokens[..., stage], stage)
+            head_inputs.append(self.head_input(state, stage))
+        return loss(head_inputs)
 
     @torch.no_grad()
-    def published(self) -> dict[str, Float[torch.Tensor, "r c"] | Float[torch.Tensor, " r"]]:
-        """The weights under the names and in the form of the released checkpoints, giving the same logits.
+    def published_tensors(self) -> dict[str, Float[torch.Tensor, "r c"] | Float[torch.Tensor, " r"]]:
+        """The weights under the names and in the shapes of the released checkpoints, with the same logits.
 
-        Tokens outside the draft vocabulary, which those heads score too, get the scores that the target's head gives
-        the same reading.
+        Tokens outside the draft vocabulary, which those heads score too, get the logits of the target's head.
 
         Raises:
-            ValueError: the network sees more than the format has a place for.
+            ValueError: the network has a part that the format does not support.
         """
         c = self.config
-        if c.more_hidden_layers or self._softcap:
-            what = (
-                f"layers {list(c.more_hidden_layers)} of the target"
-                if c.more_hidden_layers
-                else "a bound on the logits"
-            )
+        if c.more_hidden_layers or self.softcap:
+            layers = f"layers {list(c.more_hidden_layers)} of the target"
             raise ValueError(
-                f"the published form of the MLP speculator has no place for {what}, which this one has; train one "
-                f"without to export it"
+                f"the published form of the MLP speculator has no place for "
+                f"{layers if c.more_hidden_layers else 'a bound on the logits'}, which this one has; train one without "
+                f"to export it"
             )
-        scale = self._scale * c.state_weight / c.emb_weight
-        embedding, head = self.get_buffer("_embedding"), self._target_head if self.head is None else self._wide_head()
+        scale = self.embedding_scale * c.state_weight / c.emb_weight
+        embedding, head = self.get_buffer("_embedding"), self.full_lm_head
         out = dict[str, torch.Tensor]()
         for i, (token, output) in enumerate(zip(_weights(self.token), _weights(self.output), strict=True)):
             own = c.own_embedding
@@ -242,55 +233,46 @@ class MLPSpeculator(Speculator):
         out |= {f"ln.{name}": tensor for name, tensor in self.norm.state_dict().items()}
         return {name: tensor.detach().to(self.dtype) for name, tensor in out.items()}
 
-    def _wide_head(self) -> Float[torch.Tensor, "v d"]:
-        """The target's head with the own rows in their places."""
-        assert self.head is not None
-        if self.token_of is None:
-            return self.head
-        wide = self._target_head.to(self.head.dtype, copy=True)
-        wide[self.token_of] = self.head
-        return wide
-
-    def _as_published(self) -> None:
-        """Start as the released ones did: matrices of variance `1 / inner`."""
+    def _init_published(self) -> None:
+        """Initialise as the released speculators: matrices of variance `1 / inner`."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, 0, self.config.inner**-0.5)
 
-    def _as_the_target(self, ends: EmbeddingAndHead) -> None:
-        """Start as a speculator that repeats what the target said.
+    def _init_identity(self, embedding_and_head: EmbeddingAndHead) -> None:
+        """Initialise such that every stage passes the target's hidden state on to the next stage and to the head.
 
-        GELU(x) - GELU(-x) = x: pairs of units of opposite sign hand the state on unchanged, from stage to stage and to
-        the head. So training begins in the target's own coordinates, with scores of the right size, and units beyond
-        the pairs are random.
+        GELU(x) - GELU(-x) = x: pairs of units of opposite sign are the identity. So training begins in the target's own
+        coordinates, with logits of the right size. Units beyond the pairs are random.
         """
-        d, e = ends.hidden, self.config.inner
+        d, e = embedding_and_head.hidden, self.config.inner
         pairs = min(d, e // 2)
         for i, project in enumerate(self.project):
             assert isinstance(project, nn.Linear)
             nn.init.normal_(project.weight, 0, 0.5 * project.in_features**-0.5)
             with torch.no_grad():
                 project.weight[: 2 * pairs] *= 0.1
-                _pair(project.weight, pairs, 1.0, inputs=1 if i == 0 else 2)
-        embedding, head = _row_size(ends.embedding) * ends.embedding_scale, _row_size(ends.head)
+                _add_identity_pairs(project.weight, pairs, 1.0, inputs=1 if i == 0 else 2)
+        embedding = _mean_row_norm(embedding_and_head.embedding) * embedding_and_head.embedding_scale
+        head = _mean_row_norm(embedding_and_head.head)
         for token, output in zip(_weights(self.token), _weights(self.output), strict=True):
-            nn.init.normal_(token, 0, _START_TOKEN / embedding)
-            nn.init.normal_(output, 0, 0.1 * e**-0.5 * _START_LOGITS / head)
+            nn.init.normal_(token, 0, _INIT_TOKEN_STD / embedding)
+            nn.init.normal_(output, 0, 0.1 * e**-0.5 * _INIT_LOGIT_STD / head)
             with torch.no_grad():
-                _pair(output.T, pairs, _START_LOGITS / head, inputs=1)
+                _add_identity_pairs(output.T, pairs, _INIT_LOGIT_STD / head, inputs=1)
 
 
-def _pair(weight: Float[torch.Tensor, "e w"], pairs: int, size: float, inputs: int) -> None:
-    """Add the identity and its negative; with two `inputs`, those come as such pairs themselves."""
+def _add_identity_pairs(weight: Float[torch.Tensor, "e w"], pairs: int, size: float, inputs: int) -> None:
+    """Add the identity and its negative, times `size`; with two `inputs`, the inputs are such pairs themselves."""
     which = torch.arange(pairs)
     for i in range(2):
         for j in range(inputs):
             weight[which + i * pairs, which + j * pairs] += size if i == j else -size
 
 
-def _row_size(matrix: Float[torch.Tensor, "v d"]) -> float:
-    """Mean length of the first thousand rows."""
-    return float(matrix[:1000].float().norm(dim=-1).mean())
+def _mean_row_norm(matrix: Float[torch.Tensor, "v d"]) -> float:
+    """Mean norm of the first rows."""
+    return float(matrix[:_SAMPLED_ROWS].float().norm(dim=-1).mean())
 
 
 def _weights(layers: nn.ModuleList) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A trained network made fast for drafting on a CPU: its matrices in the form of the native kernels."""
+"""Packs a trained network for drafting on a CPU: its matrices in the format of the native kernels."""
 
 import copy
 from typing import TypeVar
@@ -19,14 +19,14 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.rope import rope_tables
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle3, EagleNetwork
-from foretell.speculator.network.layer import FusingLayer, Layer
-from foretell.speculator.network.mlp_speculator import EPS, MLPSpeculator
+from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
+from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
 
 S = TypeVar("S", bound=Speculator)
 
 
-class Packed(nn.Module):
-    """A linear layer on the native kernels; float32 in and out, whatever it holds."""
+class PackedLinear(nn.Module):
+    """A linear layer on the native kernels; float32 in and out, whatever the weight's precision."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, precision: Precision) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Packed(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """A root-mean-square norm on the native kernels, float32 in and out."""
+    """An RMS norm on the native kernels, float32 in and out."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -50,39 +50,38 @@ class PackedNorm(nn.Module):
         return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
 
 
-def packed(network: S, precision: Precision = "int8") -> S:
-    """A copy of the network with every `nn.Linear` and its output matrix packed; itself where the kernels do not run or
-    do not fit its dtype.
+def pack_network(network: S, precision: Precision = "int8") -> S:
+    """A copy of the network with every `nn.Linear` and its output matrix packed; the network itself where the kernels
+    do not run or do not support its dtype.
 
-    What else it holds computes in float32 then and is shared with the network where that is float32 already. A packed
-    network drafts; it can be neither trained nor saved. What a matrix makes of a state does not depend on how many
-    states share the call.
+    All other tensors are float32, shared with the network where they are float32 already. A packed network can be
+    neither trained nor saved. The output for a row does not depend on how many rows share the call.
     """
-    head = network.output_matrix
-    unfit = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
-    if unfit or network.packed_head is not None:
+    head = network.lm_head
+    unsupported = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
+    if unsupported or network.packed_head is not None:
         return network
-    fast = _copy(network)
+    packed = _shallow_copy(network)
     stacked: nn.Module | None = None
-    if isinstance(fast, EagleNetwork):
-        fast.stack = _stack(fast, precision)
-        stacked = fast.layers if fast.stack else None
-    fast.packed_head = NativeLinear(head, None, precision)
-    if isinstance(fast, Eagle3):
-        fast.kernels = _eagle(fast, precision)
-    _swap(fast, precision, stacked)
-    for module in fast.modules():
+    if isinstance(packed, EagleNetwork):
+        packed.native_stack = _pack_layers(packed, precision)
+        stacked = packed.layers if packed.native_stack else None
+    packed.packed_head = NativeLinear(head, None, precision)
+    if isinstance(packed, Eagle3):
+        packed.native = _pack_eagle3(packed, precision)
+    _replace_modules(packed, precision, stacked)
+    for module in packed.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(parameter.detach().float(), requires_grad=False))
-    if isinstance(fast, MLPSpeculator) and not fast.config.own_embedding:
-        stages = [_stage(fast, i) for i in range(fast.stages)]
-        table, scale = fast.get_buffer("_embedding"), fast.embedding_scale
-        fast.kernels = NativeStages(stages, table, scale, fast.token_of)
-    return fast
+    if isinstance(packed, MLPSpeculator) and not packed.config.own_embedding:
+        stages = [_pack_stage(packed, i) for i in range(packed.stages)]
+        table, scale = packed.get_buffer("_embedding"), packed.embedding_scale
+        packed.native = NativeStages(stages, table, scale, packed.token_of)
+    return packed
 
 
-def _copy(network: S) -> S:
-    """Modules of its own around the same tensors."""
+def _shallow_copy(network: S) -> S:
+    """New modules that hold the same tensors."""
     tensors = [
         *network.parameters(),
         *network.buffers(),
@@ -91,26 +90,28 @@ def _copy(network: S) -> S:
     return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
 
 
-def _stage(network: MLPSpeculator, i: int) -> NativeStage:
-    """A stage in one call, on the layers that are packed already."""
+def _pack_stage(network: MLPSpeculator, i: int) -> NativeStage:
+    """A stage as one kernel call, from layers that are packed already."""
     shared, norm = i % len(network.token), network.norm[i % len(network.norm)]
     layers = network.project[min(i, len(network.project) - 1)], network.token[shared], network.output[shared]
     project, token, output = (_linear(layer) for layer in layers)
     head = network.packed_head
     assert head is not None
-    return NativeStage((project, token, output, head), (norm.get_parameter("weight"), norm.get_parameter("bias")), EPS)
+    return NativeStage(
+        (project, token, output, head), (norm.get_parameter("weight"), norm.get_parameter("bias")), NORM_EPS
+    )
 
 
 def _linear(layer: nn.Module) -> NativeLinear:
-    assert isinstance(layer, Packed)
+    assert isinstance(layer, PackedLinear)
     return layer.linear
 
 
-def _plain(layer: Layer) -> BlockWeights:
-    """A layer's weights as the kernels' packer takes them."""
+def _plain_block(layer: EagleLayer) -> BlockWeights:
+    """A layer's weights as the input of the kernels' packer."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
     return BlockWeights(
-        # Not looked at in a layer without one.
+        # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
         qkv=attention.qkv_proj.weight,
         qkv_bias=attention.qkv_proj.bias,
@@ -123,25 +124,25 @@ def _plain(layer: Layer) -> BlockWeights:
     )
 
 
-def _stack(network: EagleNetwork, precision: Precision) -> NativeStack | None:
-    """The network's layers on the kernels; None where these do not run them."""
-    config = network.config.decoder
+def _pack_layers(network: EagleNetwork, precision: Precision) -> NativeStack | None:
+    """The network's layers on the kernels; None where these do not support them."""
+    config = network.config.decoder_config
     if not NativeStack.supports(config):
         return None
-    blocks = [_plain(layer) for layer in network.layers if isinstance(layer, Layer)]
+    blocks = [_plain_block(layer) for layer in network.layers if isinstance(layer, EagleLayer)]
     return NativeStack(
         config, blocks, precision, rope_tables(config.rope or RopeConfig(), config.head_dim, config.context)
     )
 
 
-def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
-    """The layers with what surrounds them; None where the kernels have no place for it."""
+def _pack_eagle3(network: Eagle3, precision: Precision) -> NativeEagle | None:
+    """The whole network on the kernels; None where these do not support it."""
     first, own, head, config = network.layers[0], network.embedding, network.packed_head, network.config
-    if network.stack is None or config.norm_output or config.norm_before_fc or network.softcap:
+    if network.native_stack is None or config.norm_output or config.norm_before_fc or network.softcap:
         return None
-    assert isinstance(first, FusingLayer) and head is not None
-    norms, fuse = network.fc_norm, Packed(network.fc.weight, network.fc.bias, precision)
-    around = EagleWeights(
+    assert isinstance(first, Eagle3FirstLayer) and head is not None
+    norms, fuse = network.fc_norm, PackedLinear(network.fc.weight, network.fc.bias, precision)
+    weights = EagleWeights(
         embedding=network.get_buffer("_embedding") if own is None else own,
         embedding_scale=network.embedding_scale if own is None else 1.0,
         fuse=fuse.linear,
@@ -154,15 +155,15 @@ def _eagle(network: Eagle3, precision: Precision) -> NativeEagle | None:
         token_of=network.token_of,
     )
     network.add_module("fc", fuse)
-    return NativeEagle(network.stack, around)
+    return NativeEagle(network.native_stack, weights)
 
 
-def _swap(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
-    """Swap norms, and linear layers too where there is a precision for them, as there is not within `stacked`."""
+def _replace_modules(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
+    """Replace norms and linear layers by their packed forms; the linear layers in `stacked` are packed already."""
     for name, child in list(module.named_children()):
         if isinstance(child, RMSNorm):
             setattr(module, name, PackedNorm(child))
         elif not isinstance(child, nn.Linear):
-            _swap(child, None if child is stacked else precision, stacked)
+            _replace_modules(child, None if child is stacked else precision, stacked)
         elif precision is not None:
-            setattr(module, name, Packed(child.weight, child.bias, precision))
+            setattr(module, name, PackedLinear(child.weight, child.bias, precision))

@@ -14,7 +14,7 @@ from foretell.retrieval.datastore import fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
-from foretell.speculator.network.base import TargetCard
+from foretell.speculator.network.base import TargetInfo
 from foretell.train.data.batch_schedule import BatchingConfig, BatchSchedule, ChunkTable, split_documents
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import CachedFeatures, FeatureSource, StreamedFeatures
@@ -189,7 +189,7 @@ def _setup(
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
     embedding_and_head = model.source.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
-    card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
+    card = TargetInfo(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if init_folder is not None and settings.draft_vocab is None:
         draft_tokens = load_own(init_folder, embedding_and_head).token_of
     else:
@@ -230,10 +230,10 @@ def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> No
         raise ValueError(
             f"--from {folder}: a speculator of kind {found.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
         )
-    theirs, ours = found.card.fingerprint, setup.card.fingerprint
+    theirs, ours = found.target_info.fingerprint, setup.card.fingerprint
     if theirs and theirs != ours:
         raise ValueError(
-            f"--from {folder}: trained for {found.card.name} (fingerprint {theirs}), and the target is "
+            f"--from {folder}: trained for {found.target_info.name} (fingerprint {theirs}), and the target is "
             f"{setup.card.name} (fingerprint {ours})"
         )
     before, now = found.hidden_layers, recipe.network.hidden_layers
@@ -242,7 +242,7 @@ def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> No
             f"--from {folder}: it reads layers {list(before)} of the target, and {list(now)} with these settings; "
             "give the --set it was trained with"
         )
-    own, given = recipe.network.state_dict(), recipe.network.widened(found)
+    own, given = recipe.network.state_dict(), recipe.network.adapt_state_dict(found)
     if found.head is None:
         # Its output matrix is rows of the target's, whichever tokens it drafts.
         given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in own.items() if n == "token_of"}

@@ -8,7 +8,7 @@ import math
 import torch
 from jaxtyping import Float, Int
 
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 
 _RANDOM_FRACTION = 4
 """One in so many candidates is drawn at random."""
@@ -16,7 +16,7 @@ _RANDOM_FRACTION = 4
 
 def sample_candidates(
     distribution: Float[torch.Tensor, "k w"], count: int, required: Int[torch.Tensor, " m"] | None = None
-) -> Candidates | None:
+) -> TokenSubset | None:
     """`count` tokens of the draft vocabulary: the likeliest under the target's distributions, and random others.
 
     The random ones come from torch's global generator and represent all tokens that are left out: their logits are
@@ -39,4 +39,4 @@ def sample_candidates(
     random = rest[torch.randperm(len(rest), device=rest.device)[:num_random]]
     raised = math.log(len(rest) / num_random) if num_random else 0.0
     column, position = torch.cat([likely, random]).sort()
-    return Candidates(column, torch.where(position < len(likely), 0.0, raised))
+    return TokenSubset(column, torch.where(position < len(likely), 0.0, raised))

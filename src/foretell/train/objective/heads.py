@@ -98,7 +98,7 @@ class TargetDistributions:
         logits = head(state.flatten(0, 1)[cell])
         required = torch.unique(labels.token.clamp_min(0))
         self.candidates = sample_candidates(torch.softmax(logits, -1), count, required)
-        self._probabilities = torch.softmax(logits if self.candidates is None else self.candidates.of(logits), -1)
+        self._probabilities = torch.softmax(logits if self.candidates is None else self.candidates.select(logits), -1)
 
     @property
     def distributions(self) -> Float[torch.Tensor, "n k c"]:
@@ -109,7 +109,7 @@ class TargetDistributions:
         """Index of labels among the candidates; -1 stays -1."""
         if self.candidates is None:
             return label
-        return torch.where(label >= 0, torch.searchsorted(self.candidates.column, label.clamp_min(0)), -1)
+        return torch.where(label >= 0, torch.searchsorted(self.candidates.columns, label.clamp_min(0)), -1)
 
 
 @torch.no_grad()

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import sample_candidates
 
-StageScorer = Callable[[Float[torch.Tensor, "k r"], int, Candidates | None], Float[torch.Tensor, "k w"]]
+StageScorer = Callable[[Float[torch.Tensor, "k r"], int, TokenSubset | None], Float[torch.Tensor, "k w"]]
 """Logits over the draft vocabulary, or over candidates, from the input of a stage's output matrix and the stage."""
 
 
@@ -116,7 +116,7 @@ def stage_losses(
                 scorer=scorer,
                 stage=stage,
                 candidates=candidates,
-                label=label if candidates is None else torch.searchsorted(candidates.column, label.contiguous()),
+                label=label if candidates is None else torch.searchsorted(candidates.columns, label.contiguous()),
                 mask=labels.mask[part, stage],
                 distribution=distributions.of_stage(stage) if distributions else None,
                 soft_weight=soft_labels.weight if soft_labels else 0.0,
@@ -132,7 +132,7 @@ def _stage_loss(
     head_input: Float[torch.Tensor, "k r"],
     scorer: StageScorer,
     stage: int,
-    candidates: Candidates | None,
+    candidates: TokenSubset | None,
     label: Int[torch.Tensor, " k"],
     mask: Bool[torch.Tensor, " k"],
     distribution: Float[torch.Tensor, "k w"] | None,
@@ -176,7 +176,7 @@ class _ChunkDistributions:
         self._probabilities = soft_labels.distributions(self._unique_cell)
         self.candidates = sample_candidates(self._probabilities, count, torch.unique(label))
         if self.candidates is not None:
-            kept = self._probabilities[:, self.candidates.column] * self.candidates.raised.exp()
+            kept = self._probabilities[:, self.candidates.columns] * self.candidates.logit_offset.exp()
             self._probabilities = kept / kept.sum(-1, keepdim=True)
 
     def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import sample_candidates
 from foretell.train.objective.target_head import TargetHead
 
@@ -56,7 +56,7 @@ class TargetLabels:
     logits: Float[torch.Tensor, "k w"]
     covered: float
     """Share of the tokens to be learned that are in the draft vocabulary."""
-    candidates: Candidates | None = None
+    candidates: TokenSubset | None = None
     """The part of the draft vocabulary that `logits` cover; None: all of it."""
 
     def shifted(self, offset: int) -> tuple[Bool[torch.Tensor, "b t"], Float[torch.Tensor, "l w"]]:
@@ -68,7 +68,9 @@ class TargetLabels:
     def with_candidates(self, count: int) -> "TargetLabels":
         """The same labels over `count` candidates; 0: over the whole draft vocabulary."""
         candidates = sample_candidates(torch.softmax(self.logits, -1), count)
-        return self if candidates is None else replace(self, logits=candidates.of(self.logits), candidates=candidates)
+        return (
+            self if candidates is None else replace(self, logits=candidates.select(self.logits), candidates=candidates)
+        )
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import Runner
 from foretell.speculator.checkpoint import save
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetCard
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch import Batch
 from foretell.utils.names import unknown
@@ -49,7 +49,7 @@ def plain_decoder(network: Network, dtype: torch.dtype) -> Decoder | None:
 class RecipeSetup:
     """What a recipe is built from: the target and the user's options."""
 
-    card: TargetCard
+    card: TargetInfo
     config: ModelConfig
     """Configuration of the target."""
     embedding_and_head: EmbeddingAndHead
@@ -88,7 +88,7 @@ class RecipeSetup:
     def set_draft_tokens(self, network: Speculator) -> None:
         """Set the draft vocabulary of a new network."""
         if self.draft_tokens is not None:
-            network.choose(self.draft_tokens)
+            network.set_draft_vocab(self.draft_tokens)
 
     def draft_index(self) -> Int[torch.Tensor, " v"] | None:
         """Index of every token of the target in the draft vocabulary, -1 for tokens not in it; None: all tokens are."""

@@ -19,7 +19,7 @@ from foretell.model.influence import measure_influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, kept_config
+from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork, draft_config
 from foretell.train.data.batch import Batch
 from foretell.train.data.regenerate import AnswerGenerator, BatchRegenerator
 from foretell.train.objective.candidates import sample_candidates
@@ -103,17 +103,17 @@ class DraftModelRecipe(Recipe):
         config = DraftModelConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
-            model=kept_config(setup.config, blocks),
+            model=draft_config(setup.config, blocks),
             blocks=() if setup.checkpoint is None else blocks,
         )
         network = DraftNetwork(config, setup.embedding_and_head)
         setup.set_draft_tokens(network)
         if setup.checkpoint is not None:
-            network.start_from(setup.checkpoint.decoder(torch.float32, blocks), range(len(blocks)))
+            network.init_from_target(setup.checkpoint.decoder(torch.float32, blocks), range(len(blocks)))
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(setup.seed)
-                network.start_afresh()
+                network.init_random()
         return cls(network, config, options, setup)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
@@ -136,15 +136,15 @@ class DraftModelRecipe(Recipe):
         self, draft_states: Float[torch.Tensor, "k d"], target_states: Float[torch.Tensor, "k d"]
     ) -> DistillationLoss:
         with torch.no_grad():
-            temperature, target = self.options.temperature, self.network.teach(target_states)
+            temperature, target = self.options.temperature, self.network.teacher_logits(target_states)
             candidates = sample_candidates(torch.softmax(target / temperature, -1), self.options.candidates)
             if candidates is not None:
                 # The correction is added to logits before they are divided by the temperature.
-                candidates = replace(candidates, raised=candidates.raised * temperature)
-                target = candidates.of(target)
+                candidates = replace(candidates, logit_offset=candidates.logit_offset * temperature)
+                target = candidates.select(target)
 
         def loss_of(states: torch.Tensor) -> DistillationLoss:
-            draft = self.network.score(states, candidates)
+            draft = self.network.compute_logits(states, candidates)
             return distillation_loss(target / temperature, draft / temperature, self._divergence)
 
         # The backward pass computes the logits again instead of keeping them.
@@ -174,7 +174,9 @@ class DraftModelRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A greedy chain of the default length."""
         assert isinstance(network, DraftNetwork)
-        return Method(DraftModel(network.runner()), Chain(ChainOptions().num_speculative_tokens, draw=False), Match())
+        return Method(
+            DraftModel(network.to_runner()), Chain(ChainOptions().num_speculative_tokens, draw=False), Match()
+        )
 
 
 @torch.no_grad()
@@ -185,13 +187,13 @@ def missed_positions(
 
     SpecInfer's boost-tuning (arXiv 2305.09781). `unit` `text`: all positions of every sequence that has such.
     """
-    best = draft.teach(batch.features[0][mask]).argmax(-1)
+    best = draft.teacher_logits(batch.features[0][mask]).argmax(-1)
     if draft.token_of is not None:
         best = draft.token_of[best]
     found = torch.zeros_like(best, dtype=torch.bool)
     for network in earlier:
         assert isinstance(network, DraftNetwork)
-        guess = network.score(network(batch.token, mask)).argmax(-1)
+        guess = network.compute_logits(network(batch.token, mask)).argmax(-1)
         found |= best == (guess if network.token_of is None else network.token_of[guess])
     out = torch.zeros_like(mask)
     out[mask] = ~found
@@ -250,7 +252,7 @@ def _frozen_draft(network: Speculator, folder: Path) -> DraftNetwork:
 def _build_regenerator(options: DraftModelOptions, network: DraftNetwork, setup: RecipeSetup) -> BatchRegenerator:
     if setup.checkpoint is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
-    generator = AnswerGenerator(network.network, network, options.refresh)
+    generator = AnswerGenerator(network.to_network, network, options.refresh)
     if options.writer == "target":
         generator = AnswerGenerator(lambda: setup.network or setup.decoder)
     return BatchRegenerator(

@@ -91,7 +91,7 @@ class EagleRecipe(Recipe):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """The network's hidden layers, and the input of the target's head, for labels."""
-        head, own = self.network.card.layers + 1, self.network.hidden_layers
+        head, own = self.network.target_info.layers + 1, self.network.hidden_layers
         return own if head in own else (*own, head)
 
     @abstractmethod
@@ -112,7 +112,7 @@ class EagleRecipe(Recipe):
 
     def head_states(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
         """The input of the target's head."""
-        return batch.features[self.hidden_layers.index(self.network.card.layers + 1)]
+        return batch.features[self.hidden_layers.index(self.network.target_info.layers + 1)]
 
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""

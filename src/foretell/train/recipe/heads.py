@@ -188,7 +188,7 @@ class HeadsRecipe(Recipe):
         self._counts.add(ranks.cpu().numpy(), labels.known.cpu().numpy())
         self._batches += 1
         if self._batches % _TREE_UPDATE_INTERVAL == 0:
-            self.network.earn(*self._counts.most_frequent())
+            self.network.set_tree(*self._counts.most_frequent())
 
     def method(self, network: Speculator) -> AnyMethod:
         """The heads' best tree, verified greedily."""

@@ -5,7 +5,7 @@ from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
-from foretell.speculator.network.layer import FusingLayer, Layer
+from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 
 OUTPUT_SCALE = 0.2
 """Scale of matrices that write to the residual stream, so that the identity dominates at first."""
@@ -25,10 +25,10 @@ def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) 
             if module.bias is not None:
                 module.bias.zero_()
     init_fc_identity(network)
-    if decoder is not None and decoder.config.hidden == network.card.hidden:
+    if decoder is not None and decoder.config.hidden == network.target_info.hidden:
         blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
         for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
-            assert isinstance(layer, Layer | FusingLayer)
+            assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
             copy_block(layer, block)
         if isinstance(network, Eagle3):
             init_output_norm(network, decoder)
@@ -37,18 +37,18 @@ def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) 
 def init_fc_identity(network: EagleNetwork) -> None:
     """Add the identity for the last hidden state to the layer that fuses hidden states."""
     assert isinstance(network, Eagle1 | Eagle3)
-    d = network.card.hidden
+    d = network.target_info.hidden
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
-def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
+def copy_block(layer: EagleLayer | Eagle3FirstLayer, block: DecoderBlock) -> None:
     """Copy a block of the target, as far as it is dense and sizes agree."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
         # Columns for the token's embedding (first half of EAGLE-3's inputs) stay noise: the block reads states only.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
         attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)
-        norm = layer.hidden_norm if isinstance(layer, FusingLayer) else layer.input_layernorm
+        norm = layer.hidden_norm if isinstance(layer, Eagle3FirstLayer) else layer.input_layernorm
         if norm is not None:
             norm.weight.copy_(block.attention_norm.weight)
     if isinstance(block.mlp, FeedForward) and block.mlp.down.weight.shape == layer.mlp.down_proj.weight.shape:
@@ -60,5 +60,5 @@ def copy_block(layer: Layer | FusingLayer, block: DecoderBlock) -> None:
 def init_output_norm(network: Eagle3, decoder: Decoder) -> None:
     """Set the output norm to the target's final norm, or to its mean scale where the last state is normed."""
     weight = decoder.norm.weight
-    normed = network.hidden_layers[-1] == network.card.layers + 1
+    normed = network.hidden_layers[-1] == network.target_info.layers + 1
     network.norm.weight.copy_(weight.square().mean().sqrt() if normed else weight)

@@ -76,7 +76,7 @@ class LookAheadRecipe(Recipe):
         draft_index = None if self._draft_index is None else self._draft_index.to(batch.token.device)
         labels = look_ahead_labels(batch.token, batch.loss_mask, cut, self._options.ahead, draft_index).flatten(0, 1)
         states = probe_forward(self._target, batch.token, cut, network()).flatten(0, 1)
-        logits = self.network.score(states)
+        logits = self.network.compute_logits(states)
         losses, ranks = cross_entropies(logits, labels), label_ranks(logits.detach(), labels)
         metrics = dict[str, float]()
         for i, loss in enumerate(losses.detach().tolist()):

@@ -12,7 +12,7 @@ from torch import nn
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
 from foretell.model.training.full_forward import full_forward
-from foretell.speculator.network.base import Candidates
+from foretell.speculator.network.base import TokenSubset
 from foretell.speculator.network.heads import HeadsNetwork
 
 _SCALE = 2
@@ -58,7 +58,7 @@ class HeadsWithLoRA(nn.Module):
         position: Int[torch.Tensor, " n"],
         subset: Int[torch.Tensor, " m"],
         train_target: bool,
-        candidates: Candidates | None = None,
+        candidates: TokenSubset | None = None,
     ) -> tuple[Float[torch.Tensor, "n k w"], Float[torch.Tensor, "_ v"]]:
         """Logits of the heads at positions (over the draft vocabulary or candidates), and of the target at a `subset`.
 
@@ -68,7 +68,7 @@ class HeadsWithLoRA(nn.Module):
         if not train_target:
             # Distributed training expects every parameter to take part.
             zero = sum(p.sum() for p in self.adapters.parameters()) * 0
-            return self.network(h[row, position], candidates) + zero, h.new_zeros(0, self.network.card.vocab)
+            return self.network(h[row, position], candidates) + zero, h.new_zeros(0, self.network.target_info.vocab)
         decoder = self._decoder[0]
         with self._apply_adapters(decoder):
             x = full_forward(decoder, decoder.embed(token.reshape(-1)).view(*token.shape, -1))

@@ -97,7 +97,9 @@ class MLPSpeculatorRecipe(Recipe):
 
         def losses_of(head_inputs: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:
             num_candidates = o.candidates if soft_labels else 0
-            return stage_losses(own.judge, head_inputs, labels, soft_labels, frozen, num_candidates=num_candidates)
+            return stage_losses(
+                own.head_logits, head_inputs, labels, soft_labels, frozen, num_candidates=num_candidates
+            )
 
         losses: StageLosses = network([s[labels.cell] for s in states], labels.input_token, losses_of)
         metrics = {f"loss {i + 1}": loss.item() for i, loss in enumerate(losses.loss)}
