@@ -77,7 +77,7 @@ class LookaheadWindow:
         return tokens, parents, above
 
     def advance(self, predicted: Sequence[int], moved: int = 1, banned: Collection[int] = ()) -> list[tuple[int, ...]]:
-        """Add the target's predictions after the last row; returns the n-grams that they complete, if the window is full.
+        """Add the predictions after the last row; returns the n-grams that they complete, if the window is full.
 
         The window moves by one position, or by `moved`, with guesses at its end. Guesses replace predictions in
         `banned` (end of sequence: the predictions after it are not used).
