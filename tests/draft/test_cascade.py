@@ -1,4 +1,4 @@
-"""A drafter that is drafted for: the same guesses and laws as the draft model alone, in fewer passes."""
+"""Cascades: the same drafts and distributions as the draft model alone, in fewer passes."""
 
 from collections.abc import Callable
 
@@ -46,7 +46,7 @@ def small() -> DecoderRunner:
     ("shape", "accept"), SHAPES, ids=lambda x: repr(x) if isinstance(x, Shape) else type(x).__name__
 )
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_texts_are_those_of_the_draft_model_alone(ahead: str, shape: Shape[Predictor], accept: Acceptor) -> None:
+def test_answers_are_those_of_the_draft_model_alone(ahead: str, shape: Shape[Predictor], accept: Acceptor) -> None:
     alone = generate(Method(DraftModel(small()), shape, accept), REQUESTS)
     cascade: AnyMethod = Method(CascadeDrafter(small(), AHEAD[ahead](), chunk=8), shape, accept)
     assert generate(cascade, REQUESTS) == alone
@@ -67,7 +67,7 @@ def test_reading_ahead_saves_passes() -> None:
     assert nothing > 2 * perfect
 
 
-def test_the_draft_model_s_cache_holds_the_text() -> None:
+def test_the_draft_models_cache_holds_the_sequence() -> None:
     draft = small()
     cascade = CascadeDrafter(draft, Method(TokenRecycling(VOCAB), Trie(10), Match()))
     engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Rejection()), rows=2)

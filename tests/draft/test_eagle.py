@@ -126,7 +126,7 @@ class Watch(EagleDrafter):
 
 @every_kind
 @pytest.mark.parametrize("most", [0, 100])
-def test_every_root_is_scored_as_by_a_fresh_reading_of_the_text(kind: str, most: int) -> None:
+def test_every_root_is_scored_as_by_a_fresh_pass_over_the_sequence(kind: str, most: int) -> None:
     network = network_of(kind, layers=2)
     drafter = Watch(network, most)
     requests = [
@@ -277,7 +277,7 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (
 
 @every_kind
 @pytest.mark.parametrize("name", SHAPES)
-def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
+def test_sampled_drafts_keep_the_distribution(kind: str, name: str) -> None:
     network, sampling, start = network_of(kind, 4, subset=3), SamplingParams(temperature=2.5), [1, 0, 2]
     requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(1200)]
     with unchecked():
@@ -288,7 +288,7 @@ def test_drawn_drafts_keep_the_law(kind: str, name: str) -> None:
     assert p_value(np.bincount(where, minlength=64), distribution) > 1e-3
 
 
-def test_pieces_of_the_layer_are_what_they_say() -> None:
+def test_tensors_of_the_layer_have_the_published_rows() -> None:
     x = torch.randn(3, 5, dtype=torch.float64)
     made = make_norm(5, 1e-5).double()
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * made.weight
@@ -298,7 +298,7 @@ def test_pieces_of_the_layer_are_what_they_say() -> None:
     torch.testing.assert_close(turned, torch.tensor([[1 * 0.6 - 2 * 0.8, 2 * 0.6 + 1 * 0.8]]))
 
 
-def test_nothing_is_drafted_before_the_target_has_read_the_text() -> None:
+def test_nothing_is_drafted_before_the_target_has_read_the_prompt() -> None:
     drafter, context = EagleDrafter(network_of("eagle3")), context_of([1, 2, 3], [4, 5], prompt=1)
     assert drafter.max_depths(context).tolist() == [0, 0]
     output = DecoderRunner(target()).forward([0], chain_tree([1, 2]), hidden_layers=drafter.hidden_layers)

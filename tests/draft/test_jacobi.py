@@ -1,4 +1,4 @@
-"""Jacobi decoding: the iterates of a naive fixed-point iteration, whose fixed point is the text of plain decoding."""
+"""Jacobi decoding: the iterates of a naive fixed-point iteration, whose fixed point is the answer of plain decoding."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_iterates_are_those_of_separate_passes(request_: Request, slide: bool, m
 @pytest.mark.parametrize("fresh", ["last", "random"])
 @pytest.mark.parametrize("slide", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 30])
-def test_the_fixed_point_is_the_text_of_plain_decoding(width: int, slide: bool, fresh: InitialGuess) -> None:
+def test_the_fixed_point_is_the_answer_of_plain_decoding(width: int, slide: bool, fresh: InitialGuess) -> None:
     method = Method(JacobiDrafter(width, slide, fresh), Trie(width), Match())
     assert generate(method, [GREEDY, SAMPLED]) == [naive(target(), GREEDY), naive(target(), SAMPLED)]
 

@@ -1,4 +1,4 @@
-"""Lookahead: the window is a naive Jacobi iteration, the pool forgets the oldest, and nothing of it changes a text."""
+"""Lookahead: the window equals a naive Jacobi iteration, the pool evicts the oldest, and no answer changes."""
 
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -91,7 +91,7 @@ def test_the_published_window_moves_by_one_and_bans_the_end_of_sequence() -> Non
     assert window.rows[0] == below and window.rows[1][::2] == [70, 90] and window.rows[1][1] != 80
 
 
-def test_only_what_stands_below_the_last_rows_is_scored() -> None:
+def test_only_the_last_rows_are_scored() -> None:
     rows = list[tuple[int, int, int]]()
 
     class Counting(DecoderRunner):
@@ -152,7 +152,7 @@ def test_the_window_is_jacobis_iteration_by_separate_passes(follow: bool, monkey
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("accept", [Match(), Rejection()], ids=["match", "rejection"])
-def test_texts_are_those_of_naive_decoding(name: str, accept: Match | Rejection) -> None:
+def test_answers_are_those_of_naive_decoding(name: str, accept: Match | Rejection) -> None:
     method: AnyMethod = Method(VARIANTS[name], Trie(60), accept)
     assert generate(method, REQUESTS) == TEXTS()
 

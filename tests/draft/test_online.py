@@ -1,4 +1,4 @@
-"""Online distillation: what is kept of every pass, what is learned from it, and that no answer changes."""
+"""Online distillation: the corrections of every pass, the optimizer steps on them, and unchanged answers."""
 
 import random
 from collections.abc import Sequence
@@ -121,7 +121,9 @@ def test_a_frozen_one_is_the_plain_draft_model() -> None:
 
 
 @pytest.mark.parametrize("eos", [(), (3, 7)], ids=["length", "end of sequence"])
-def test_one_correction_per_pass_at_tokens_that_no_draft_supplied_with_the_targets_law(eos: tuple[int, ...]) -> None:
+def test_one_correction_per_pass_with_the_targets_distribution(
+    eos: tuple[int, ...],
+) -> None:
     draft = OnlineDrafter(network(), interval=0, top_k=4)
     engine = engine_of(method(draft), rows=1)
     for request in requests(3):
@@ -173,7 +175,7 @@ def test_the_loss_compares_the_draft_before_a_token_with_the_target_of_that_toke
     )
 
 
-def test_a_long_text_is_learned_from_its_end() -> None:
+def test_a_long_sequence_is_learned_from_its_end() -> None:
     some = Correction(3, np.array([1]), np.log(np.array([0.5, 0.5], np.float32)), 1.0)
     late = replace(some, position=30)
     lesson = ReplayExample(np.array(random_tokens(30, VOCAB)), (some, late))

@@ -1,4 +1,4 @@
-"""Phrase retrieval: keys are the target's own states, the search is exact, and nothing of it changes a text."""
+"""Phrase retrieval: keys are the target's own states, the search is exact, and no answer changes."""
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_the_own_text_has_the_states_of_a_fresh_pass(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("accept", [Match(), Rejection()], ids=["match", "rejection"])
-def test_no_documents_change_a_text(accept: Match | Rejection) -> None:
+def test_documents_never_change_an_answer(accept: Match | Rejection) -> None:
     texts = [naive(target(), r) for r in REQUESTS]
     for documents in (DOCUMENTS, [[*r.prompt, *t] for r, t in zip(REQUESTS, texts, strict=True)]):
         for own in (True, False):

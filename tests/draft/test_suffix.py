@@ -71,7 +71,7 @@ def test_references_are_searched_and_copies_end_with_their_document() -> None:
     assert suffix.retrieve(context_of([6]), 1)[0][0].tokens == (7,)
 
 
-def test_a_cleared_row_forgets_its_text() -> None:
+def test_a_released_row_forgets_its_sequence() -> None:
     suffix = SuffixRetriever()
     assert suffix.retrieve(context_of([1, 2, 1]), 4)[0]
     suffix.release(0)

@@ -1,4 +1,4 @@
-"""Small checkpoints by the schemas of other projects, written afresh for every test."""
+"""Small checkpoints in other projects' formats, written anew for every test."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How our own checkpoints keep numbers: what each number of bits costs in bytes, and in exactness."""
+"""Checkpoints: bytes and exactness per number of bits, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_every_row_is_as_exact_as_its_bits_allow(tmp_path: Path, heads: Medusa, 
         assert (lost.norm(dim=1) <= most * rows.norm(dim=1)).all(), name
 
 
-def test_what_four_bits_can_say_is_kept_as_it_is(tmp_path: Path, heads: Medusa) -> None:
+def test_numbers_that_four_bits_represent_are_exact(tmp_path: Path, heads: Medusa) -> None:
     for parameter in heads.parameters():
         parameter.data = torch.randint(-7, 8, parameter.shape) * 0.25
         parameter.data[..., ::32] = -1.75
@@ -51,7 +51,7 @@ def test_what_four_bits_can_say_is_kept_as_it_is(tmp_path: Path, heads: Medusa) 
     assert all(torch.equal(found[n], p) for n, p in heads.named_parameters())
 
 
-def test_half_the_bits_take_half_the_room(tmp_path: Path, heads: Medusa) -> None:
+def test_half_the_bits_take_half_the_space(tmp_path: Path, heads: Medusa) -> None:
     numbers = sum(p.numel() for p in heads.parameters() if p.ndim == 2)
     room = []
     every: tuple[Bits, ...] = (16, 8, 4)

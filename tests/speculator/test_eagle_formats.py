@@ -224,7 +224,7 @@ def test_reduced_vocabularies_are_checked(tmp_path: Path) -> None:
         load(put(tmp_path / "down", config, tensors | {"d2t": -tensors["d2t"]}))
 
 
-def test_unknown_types_and_forms_say_so(tmp_path: Path) -> None:
+def test_unknown_types_and_forms_are_refused(tmp_path: Path) -> None:
     config, tensors = speculators_eagle3()
     with pytest.raises(ValueError, match="of the type 'dflash' are not known here; known: eagle3"):
         load(put(tmp_path / "a", config | {"speculators_model_type": "dflash"}, tensors))

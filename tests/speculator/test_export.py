@@ -235,7 +235,7 @@ def test_draft_models_become_ordinary_models(tmp_path: Path, tied: bool) -> None
     torch.testing.assert_close(torch.tensor(all_logits(mine.network, tokens)).float(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_an_ordinary_model_says_so(tmp_path: Path) -> None:
+def test_a_network_that_is_no_llama_model_is_refused(tmp_path: Path) -> None:
     model = replace(TARGET, layers=2, window=8, window_layers=(0,))
     network = DraftNetwork(DraftModelConfig(target=CARD, model=model), embedding_and_head())
     with pytest.raises(ValueError, match=r"only networks of the Llama architecture .* a sliding window"):
@@ -243,7 +243,7 @@ def test_what_cannot_be_an_ordinary_model_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_formats_that_do_not_fit_say_which_do(tmp_path: Path) -> None:
+def test_unsupported_formats_name_the_supported_ones(tmp_path: Path) -> None:
     medusa = Medusa(MedusaConfig(target=CARD), embedding_and_head())
     with pytest.raises(
         ValueError, match=r"speculators is for speculators of kind eagle3, .* kind medusa; .* kind: vllm-medusa"

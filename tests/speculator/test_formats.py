@@ -1,4 +1,4 @@
-"""Published checkpoints: recognised, read, computing what their own projects compute; and what is refused."""
+"""Published checkpoints: detected, read, with the logits of their own projects; and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -183,7 +183,7 @@ def test_language_models_and_other_directories_are_no_speculators(tmp_path: Path
         load_speculator(model, CARD, embedding_and_head())
 
 
-def test_damaged_weights_say_so(tmp_path: Path) -> None:
+def test_damaged_weights_are_reported(tmp_path: Path) -> None:
     folder = put(tmp_path, *ibm_mlp())
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="damaged safetensors file"):

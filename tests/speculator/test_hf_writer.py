@@ -1,4 +1,4 @@
-"""A written directory is the same model, to our own loader and to transformers."""
+"""A written directory is the same model for our own loader and for transformers."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which trained speculator a method gets: the one named, else the installed one; and what is refused."""
+"""Which trained speculator a method uses: the one named, else the installed one; and what is refused."""
 
 import re
 from collections.abc import Iterator
@@ -118,7 +118,7 @@ def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None
         trained_speculator(parts(TinySource()), "medusa")
 
 
-def test_without_any_the_sentence_says_how_to_get_one() -> None:
+def test_without_any_the_error_names_how_to_get_one() -> None:
     with pytest.raises(
         ValueError,
         match=r"no toy speculator is installed .*; train one with `foretell train toy`, .* --draft-model DIR",
@@ -133,7 +133,7 @@ def test_the_sentence_names_the_package_where_it_holds_such_a_speculator() -> No
     assert "install" not in install_hint("pass", PACKAGE_TARGET) + install_hint("eagle3", "0" * 16)
 
 
-def test_methods_lists_what_is_installed_and_says_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_lists_installed_speculators_and_broken_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "speculator (ships for smollm2-135m)" in foretell("methods", "--markdown").stdout
     monkeypatch.setattr(
         "foretell.speculator.installed.find_all_installed", lambda: InstalledSpeculators((), ("one is broken",))

@@ -1,4 +1,4 @@
-"""Every published form drafts under its method, and changes nothing of a text."""
+"""Every published format drafts under its method and changes no answer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ REQUESTS = [Request(random_tokens(n, V, seed=n), max_new_tokens=12) for n in (3,
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "kernels"])
-def test_greedy_text_is_that_of_plain_decoding(
+def test_greedy_answers_are_those_of_plain_decoding(
     tmp_path: Path, make: Callable[[], Any], method: str, dtype: torch.dtype
 ) -> None:
     """Networks for float32 targets draft on the CPU kernels, where there are some; those for float64 do not."""

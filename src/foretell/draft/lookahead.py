@@ -77,11 +77,10 @@ class LookaheadWindow:
         return tokens, parents, above
 
     def advance(self, predicted: Sequence[int], moved: int = 1, banned: Collection[int] = ()) -> list[tuple[int, ...]]:
-        """Take in what the target predicted below the last row; the n-grams that this completes, once the window is
-        full.
+        """Add the predictions after the last row; returns the n-grams that they complete, if the window is full.
 
-        The window then stands one place further on, or `moved` places, with guesses at its end. Predictions in `banned`
-        (end of sequence: whatever is predicted after it is junk) are replaced by guesses.
+        The window moves by one position, or by `moved`, with guesses at its end. Guesses replace predictions in
+        `banned` (end of sequence: the predictions after it are not used).
         """
         ngrams = [(*above, new) for *above, new in zip(*self.rows, predicted, strict=False)]
         full = len(self.rows) == self._height

@@ -59,7 +59,7 @@ def fresh(kind: str, embedding_and_head: EmbeddingAndHead, **sizes: object) -> H
 
 
 @pytest.mark.parametrize(("kind", "own"), [("medusa", False), ("medusa", True), ("blockwise", False)])
-def test_untrained_heads_say_what_the_targets_own_head_says(kind: str, own: bool) -> None:
+def test_untrained_heads_give_the_targets_logits(kind: str, own: bool) -> None:
     embedding_and_head = EmbeddingAndHead(torch.randn(20, 16), torch.randn(20, 16), softcap=5.0)
     made, kept = fresh(kind, embedding_and_head, heads=3, draft_vocab=12, own_head=own), torch.arange(1, 20)[:12]
     made.set_draft_vocab(kept)
@@ -159,7 +159,7 @@ def test_blockwise_heads_draft_for_the_lossy_method_where_they_are_named() -> No
 
 @pytest.mark.skipif(not native.available(), reason="no kernels here")
 @pytest.mark.parametrize("kind", ["medusa", "medusa own", "blockwise"])
-def test_packed_heads_say_the_same_and_score_a_state_alike_whoever_shares_the_call(kind: str) -> None:
+def test_packed_heads_agree_and_do_not_depend_on_the_batch(kind: str) -> None:
     torch.manual_seed(0)
     embedding_and_head = EmbeddingAndHead(torch.randn(90, 48).bfloat16(), torch.randn(90, 48).bfloat16())
     own = {"own_head": True} if kind.endswith("own") else {}

@@ -1,4 +1,4 @@
-"""The multi-stage MLP speculator: its constants, its two forms, and drafting equal to what is trained."""
+"""The multi-stage MLP speculator: its constants, its two forms, and drafting equal to the training forward."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Retrievers that learn while decoding: running odds, recycled successors, and several retrievers together."""
+"""Acceptance rates, token recycling, and several retrievers together."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from foretell.draft.acceptance import AcceptanceEstimator
 from helpers import context_of
 
 
-def test_odds_start_from_the_prior_and_follow_what_happens() -> None:
+def test_rates_start_from_the_prior_and_follow_observations() -> None:
     estimator = AcceptanceEstimator([0.2, 0.8], weight=4)
     assert estimator.rate(0) == pytest.approx(0.2)
     assert estimator.rate(7) == estimator.rate(1) == pytest.approx(0.8)

@@ -1,4 +1,4 @@
-"""Draft models on the CPU kernels: whole trees in one call are those that grow level by level, step after step."""
+"""Draft models on the CPU kernels: trees grown in one call equal those grown level by level."""
 
 from dataclasses import replace
 from typing import Any
@@ -94,7 +94,7 @@ def test_whole_trees_are_those_of_levels(precision: Precision, subset: bool, sha
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_texts_have_trees_as_deep_as_there_is_room(shape: Shape[Any]) -> None:
+def test_trees_have_the_maximum_depth_of_their_request(shape: Shape[Any]) -> None:
     context = replace(context_of([1, 2, 3], [4, 5], [6]), max_depth=np.array([99, 0, 2]))
     found = []
     for made in (DraftModel, Stepwise):

@@ -75,12 +75,12 @@ def trace(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tupl
 
 @every_number_of_groups
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_vector_changes_a_text(shape: Shape[Predictor], groups: int | None) -> None:
+def test_embeddings_never_change_an_answer(shape: Shape[Predictor], groups: int | None) -> None:
     assert generate(Method(drafter(groups), shape, Match()), REQUESTS) == TEXTS()
 
 
 @every_number_of_groups
-def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int | None) -> None:
+def test_states_are_those_of_the_embeddings_after_the_sequence_alone(groups: int | None) -> None:
     """After every step: one pass over all tokens but the last, the vectors after them, nothing else."""
     guesser = drafter(groups)
     engine = engine_for(Method(guesser, BranchingTree((2, 1), draw=False), Match()), chunk=7)
@@ -103,7 +103,7 @@ def test_states_are_those_of_the_vectors_read_after_the_text_alone(groups: int |
     assert checked > 10
 
 
-def test_a_vector_that_is_the_next_tokens_embedding_guesses_what_the_target_says_next() -> None:
+def test_an_embedding_equal_to_the_next_token_predicts_the_target_token_after_it() -> None:
     """With the true tokens for vectors every draft is right: the places and the scores are where they should be."""
     prompt = random_tokens(9, seed=2)
     text = naive(target(), Request(prompt, max_new_tokens=5))
@@ -116,7 +116,7 @@ def test_a_vector_that_is_the_next_tokens_embedding_guesses_what_the_target_says
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.architecture)
-def test_branches_are_separate_passes_over_their_texts(config: ModelConfig) -> None:
+def test_groups_equal_separate_passes_over_their_sequences(config: ModelConfig) -> None:
     """Groups after several places at once give what each gives alone in a token tree of the engine."""
     decoder = tiny_decoder(config)
     network = vectors_for(decoder)
@@ -136,7 +136,7 @@ def test_branches_are_separate_passes_over_their_texts(config: ModelConfig) -> N
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.architecture)
-def test_a_branch_of_real_tokens_is_the_text_itself(config: ModelConfig) -> None:
+def test_a_group_of_real_tokens_equals_the_sequence_itself(config: ModelConfig) -> None:
     decoder, text = tiny_decoder(config), random_tokens(10, config.vocab, seed=4)
     after = probe_forward(decoder, torch.tensor([text]), torch.tensor([[5]]), decoder.embed(torch.tensor(text[6:9])))
     whole = DecoderRunner(decoder).forward([0], chain_tree(text), hidden_layers=(config.layers + 1,)).hidden_states[0]
@@ -154,7 +154,7 @@ def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
     assert all(2 <= tokens <= 3 + 2 for tokens in rounds)
 
 
-def test_groups_stand_after_every_node_or_after_the_likeliest() -> None:
+def test_groups_follow_every_node_or_the_most_probable_ones() -> None:
     request = [Request(random_tokens(5, seed=1), max_new_tokens=16)]
     for groups, expected in ((None, 7), (2, 2)):
         _, runner = trace(Method(drafter(groups), BranchingTree((2, 2), draw=False), Match()), request)
@@ -162,7 +162,7 @@ def test_groups_stand_after_every_node_or_after_the_likeliest() -> None:
         assert full and all((t.token[0] == VOCAB).sum() == expected for t in full)
 
 
-def test_the_likeliest_end_is_where_the_text_goes_on_if_the_guesses_are_sure() -> None:
+def test_the_group_follows_the_last_draft_if_the_drafts_are_certain() -> None:
     """With the drafter's law sharpened to certainty, a chain is expected to stand whole."""
     guesser = drafter(groups=1)
     guesser.network.register_buffer("_shared_head", guesser.network.get_buffer("_shared_head") * 1e4)
@@ -194,7 +194,7 @@ def test_vectors_are_read_and_not_scored() -> None:
     assert all(scored == drafted for scored, drafted, _ in counts) and max(probes for *_, probes in counts) == 12
 
 
-def test_copies_and_recycled_tokens_beside_vectors_keep_every_text() -> None:
+def test_retrieved_drafts_beside_embeddings_keep_every_answer() -> None:
     """Whoever learns from all that was scored must not take vectors for tokens."""
     hybrid = HybridDrafter(TokenRecycling(VOCAB), drafter(groups=2))
     shape = RetrievalOrModel(CostAwareTrie(8), Chain(3, draw=False))

@@ -1,4 +1,4 @@
-"""Drafting with another tokenizer: mirrors of the text, alignment of what is said, and texts that stay the target's."""
+"""Drafting with another tokenizer: the re-encoded sequence, the alignment of drafts, and the target's answers."""
 
 import numpy as np
 import pytest
@@ -55,43 +55,43 @@ def test_a_token_across_the_border_is_not_proposed() -> None:
     assert [t for t, _ in encode_after(codec, "xa", "bcd")] == codec.encode("bcd")
 
 
-def test_a_mirror_follows_a_growing_text_as_a_fresh_encoding_would() -> None:
+def test_an_updated_sequence_equals_a_fresh_encoding() -> None:
     mine, theirs = letter_codec(VOCAB), pairs()
     tokens = mine.encode("xabcdefghabcdabefabc" * 12)
-    text, mirror = TokenBuffer(tokens[:7]), RetokenizedText()
+    text, retokenized = TokenBuffer(tokens[:7]), RetokenizedText()
     for end in range(8, len(tokens) + 1, 3):
-        mirror.update(text, mine, theirs, lookbehind=8)
-        assert mirror.buffer.tokens.tolist() == theirs.encode(mine.decode(text.tokens.tolist()))
+        retokenized.update(text, mine, theirs, lookbehind=8)
+        assert retokenized.buffer.tokens.tolist() == theirs.encode(mine.decode(text.tokens.tolist()))
         text.append(tokens[text.length : end])
-    assert mirror.settled[0] > 100, "old text is not encoded again"
+    assert retokenized.settled[0] > 100, "old text is not encoded again"
 
 
-def test_a_mirror_says_what_a_change_of_boundaries_undoes() -> None:
+def test_a_change_of_boundaries_is_reported() -> None:
     mine, theirs = letter_codec(VOCAB), pairs()
-    text, mirror = TokenBuffer(mine.encode("xab")), RetokenizedText()
-    mirror.update(text, mine, theirs, 8)
-    assert (mirror.buffer.length, mirror.unchanged) == (2, 2)
+    text, retokenized = TokenBuffer(mine.encode("xab")), RetokenizedText()
+    retokenized.update(text, mine, theirs, 8)
+    assert (retokenized.buffer.length, retokenized.unchanged) == (2, 2)
     text.append(mine.encode("c"))
-    mirror.update(text, mine, theirs, 8)
-    assert (mirror.buffer.length, mirror.unchanged) == (3, 3)
+    retokenized.update(text, mine, theirs, 8)
+    assert (retokenized.buffer.length, retokenized.unchanged) == (3, 3)
     text.append(mine.encode("d"))
-    mirror.update(text, mine, theirs, 8)
-    assert mirror.buffer.tokens.tolist() == theirs.encode("xabcd")
-    assert mirror.unchanged == 1, "`ab` has become part of `abcd`"
+    retokenized.update(text, mine, theirs, 8)
+    assert retokenized.buffer.tokens.tolist() == theirs.encode("xabcd")
+    assert retokenized.unchanged == 1, "`ab` has become part of `abcd`"
 
 
 def test_a_character_in_parts_waits_until_it_is_whole() -> None:
     mine, theirs = bytewise(), bytewise()
     tokens = mine.encode("né")
-    text, mirror = TokenBuffer(tokens[:2]), RetokenizedText()
-    mirror.update(text, mine, theirs, 8)
-    assert theirs.decode(mirror.buffer.tokens.tolist()) == "n"
+    text, retokenized = TokenBuffer(tokens[:2]), RetokenizedText()
+    retokenized.update(text, mine, theirs, 8)
+    assert theirs.decode(retokenized.buffer.tokens.tolist()) == "n"
     text.append(tokens[2:])
-    mirror.update(text, mine, theirs, 8)
-    assert theirs.decode(mirror.buffer.tokens.tolist()) == "né"
+    retokenized.update(text, mine, theirs, 8)
+    assert theirs.decode(retokenized.buffer.tokens.tolist()) == "né"
 
 
-def test_text_after_a_place() -> None:
+def test_text_after_a_position() -> None:
     codec = pairs()
     tokens = encoded(codec, "uvwabcdef")
     assert decode_from(codec, tokens, 3) == "abcdef" and decode_from(codec, tokens, len(tokens)) == ""
@@ -105,7 +105,7 @@ def test_the_same_model_under_the_same_tokenizer_is_always_right() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "confidence"), [(0.0, 0.3), (1.0, 0.0), (1.0, 1.0)])
-def test_texts_are_the_targets_in_any_company(temperature: float, confidence: float) -> None:
+def test_answers_are_the_targets_in_any_batch(temperature: float, confidence: float) -> None:
     requests = [
         Request(
             random_tokens(n, seed=n),

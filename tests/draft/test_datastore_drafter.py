@@ -1,4 +1,4 @@
-"""REST: the trie of frequent continuations equals brute force, and no datastore changes a text."""
+"""REST: the trie of frequent continuations equals brute force, and no datastore changes an answer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def test_coverage_is_learned() -> None:
 
 
 @pytest.mark.parametrize("accept", [Match(), Rejection()], ids=["match", "rejection"])
-def test_no_datastore_changes_a_text(accept: Match | Rejection) -> None:
+def test_a_datastore_never_changes_an_answer(accept: Match | Rejection) -> None:
     texts = TEXTS()
     noise = [random_tokens(200, seed=s) for s in range(3)]
     whole = [[*r.prompt, *t] for r, t in zip(REQUESTS, texts, strict=True)]
@@ -105,7 +105,7 @@ def test_no_datastore_changes_a_text(accept: Match | Rejection) -> None:
         assert generate(method, REQUESTS) == texts
 
 
-def test_a_datastore_that_holds_the_text_is_copied_at_full_length() -> None:
+def test_a_datastore_with_the_answer_is_accepted_at_full_length() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=44)
     text = naive(target(), request)
     store = Datastore.of([random_tokens(100, seed=1), [*request.prompt, *text]])
@@ -115,7 +115,7 @@ def test_a_datastore_that_holds_the_text_is_copied_at_full_length() -> None:
     assert done.statistics.target_passes == 4
 
 
-def test_an_end_of_sequence_in_a_continuation_ends_the_text() -> None:
+def test_an_end_of_sequence_in_a_continuation_ends_the_answer() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=20)
     text = naive(target(), request)
     request = Request(request.prompt, max_new_tokens=20, eos=(text[6],))

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search that tries every place."""
+"""Prompt lookup against a search at every position."""
 
 from collections.abc import Sequence
 
@@ -53,14 +53,14 @@ def test_lookup_finds_what_brute_force_finds(
     assert lookup.find(np.array(text), own, most) == (expected if most else (0, ()))
 
 
-def test_the_end_of_the_text_never_matches_itself() -> None:
+def test_the_suffix_never_matches_itself() -> None:
     assert PromptLookup().find(np.array([1, 2, 3]), 3, 9) == (0, ())
     assert PromptLookup().find(np.array([7]), 1, 9) == (0, ())
     assert PromptLookup().find(np.array([7, 7]), 2, 9) == (1, (7,))
 
 
 @pytest.mark.parametrize(("scope", "found"), [("references", (9,)), ("prompt", (6,)), ("text", (7,))])
-def test_the_scope_says_where_to_search(scope: str, found: tuple[int, ...]) -> None:
+def test_the_scope_limits_the_search(scope: str, found: tuple[int, ...]) -> None:
     lookup = PromptLookup(1, 1, 1, [[5, 9]], scope=scope)  # type: ignore[arg-type]
     assert lookup.retrieve(context_of([5, 6, 5, 7, 5], prompt=2), 4)[0][0].tokens == found
 
