@@ -22,7 +22,7 @@ from foretell.bench.timestamps import TokenTimestamps
 from foretell.bench.tracing import TracingRunner
 from foretell.core.tree import tree_from_lists
 from foretell.load import load
-from foretell.utils.store import HEADER, RunStore
+from foretell.utils.store import SETTINGS_FILE, RunStore
 
 GENERATION = GenerationSettings(12)
 
@@ -176,6 +176,6 @@ def test_wrong_method_specs_are_explained() -> None:
 def test_the_folder_of_an_older_run_is_refused(tmp_path: Path) -> None:
     old = SETTINGS.model_dump(mode="json")
     del old["format"]
-    (tmp_path / HEADER).write_text(json.dumps(old))
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(old))
     with pytest.raises(ValueError, match=r"another format .* choose another folder"):
         run(tmp_path, [own("autoregressive")])

@@ -76,7 +76,7 @@ class MethodSpec:
             )
         config = SpeculativeConfig(num_speculative_tokens=int(budget)) if at else SpeculativeConfig()
         try:
-            entry.read(config)
+            entry.parse_options(config)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from error
         return MethodSpec(entry.name + at + budget, entry.name, config)
@@ -200,7 +200,7 @@ def timed_answer(model: Model, prompt: Sequence[int], timestamps: TokenTimestamp
         tokens=timestamps.tokens,
         arrival_seconds=timestamps.seconds,
         arrival_counts=timestamps.counts,
-        retokenized_tokens=len(model.codec.encode(text, special=False)) if text else 0,
+        retokenized_tokens=len(model.codec.encode(text, add_special_tokens=False)) if text else 0,
     )
 
 

@@ -55,7 +55,7 @@ class BenchPlan:
         """The target by precision. Modified copies of it, which some methods draft with, are loaded once."""
         models = {d: load(self.settings.model, d, self.settings.device) for d in self.settings.dtypes}
         for model in models.values():
-            model.remember_copies()
+            model.cache_checkpoint()
         return models
 
     def create_run(self, models: dict[str, Model], repeats: int) -> BenchRun:

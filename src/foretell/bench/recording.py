@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from foretell.bench.schema import BenchSettings, FileModel, FrozenModel
-from foretell.utils.store import read, settings
+from foretell.utils.store import read_records, read_settings
 
 
 class RecordedAnswer(FrozenModel):
@@ -89,8 +89,8 @@ def load_recording(folder: Path) -> tuple[RecordingSettings, list[RecordedQuesti
     Raises:
         ValueError: there is none here, it is damaged, or it was interrupted.
     """
-    found = settings(folder, RecordingSettings)
-    questions = list(read(folder, RecordedQuestion))
+    found = read_settings(folder, RecordingSettings)
+    questions = list(read_records(folder, RecordedQuestion))
     if len(questions) < found.questions:
         raise ValueError(
             f"{folder}: the recording was interrupted, it holds {len(questions)} of {found.questions} questions; "

@@ -29,9 +29,9 @@ from foretell.bench.recording import RecordedQuestion, load_recording
 from foretell.bench.replay import method_replays, replay_all
 from foretell.bench.results import build_results
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
-from foretell.cli.errors import say, spoken
+from foretell.cli.errors import print_error, report_errors
 from foretell.cli.setup import set_threads
-from foretell.load import EMBEDDED, checked_device, load
+from foretell.load import DEFAULT_MODEL, parse_device, load
 from foretell.utils.store import RunStore
 
 
@@ -40,7 +40,7 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with spoken():
+        with report_errors():
             return super().invoke(ctx)
 
 
@@ -114,7 +114,7 @@ def load_selected_questions(source: str, per_category: int | None, categories: s
     """All questions of a file, and the selected ones; broken lines are reported."""
     all_questions = load_questions(source)
     for problem in all_questions.problems:
-        say(problem)
+        print_error(problem)
     return all_questions, all_questions.select(per_category, split_commas(categories))
 
 
@@ -124,13 +124,13 @@ def resumable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"interrupted; what was finished is kept in {out}: give the same command again to go on")
+        print_error(f"interrupted; what was finished is kept in {out}: give the same command again to go on")
         raise typer.Exit(130) from None
 
 
 @app.command()
 def step(
-    model: ModelName = EMBEDDED,
+    model: ModelName = DEFAULT_MODEL,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -158,7 +158,7 @@ def step(
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)
     registry.require_installed(registry.expand_names(peer_names, "bfloat16", False))
-    models, torch_device = _load_models(model, shape, split_commas(dtype), device), checked_device(device)
+    models, torch_device = _load_models(model, shape, split_commas(dtype), device), parse_device(device)
     peer_settings = registry.PeerSettings(
         model=model,
         draft_model=None,
@@ -205,7 +205,7 @@ def _load_models(reference: str, shape: str | None, precisions: Sequence[str], d
     """The model in every precision, or random ones of a shape."""
     if shape is None:
         return [load(reference, p, device) for p in precisions]
-    return random_models(shape, precisions, checked_device(device))
+    return random_models(shape, precisions, parse_device(device))
 
 
 def _prefix_tokens(model: Model, length: int, random: bool) -> list[int]:
@@ -224,7 +224,7 @@ def run(
     categories: Categories = "",
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
-    model: ModelName = EMBEDDED,
+    model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
     device: Device = "cpu",
     peers: Annotated[
@@ -288,7 +288,7 @@ def record_(
     categories: Categories = "",
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
-    model: ModelName = EMBEDDED,
+    model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
     device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
@@ -345,7 +345,7 @@ def replay_(
     if pinned is not None:
         differences = pinned.differences(now)
         for line in differences:
-            say(line)
+            print_error(line)
         if differences:
             raise typer.Exit(1)
         typer.echo(f"as pinned in {check}")
@@ -359,7 +359,7 @@ def compare_(
     """Compare two results question by question, with bootstrap confidence intervals."""
     a, b = read_results(first), read_results(second)
     for difference in settings_differences(a, b):
-        say(difference)
+        print_error(difference)
     print_comparison(compare(a, b), (str(first), str(second)))
 
 

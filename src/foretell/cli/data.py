@@ -15,10 +15,10 @@ from foretell.api import Model
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.prompts import read_all_prompts
-from foretell.cli.show import LINE_SECONDS
-from foretell.load import EMBEDDED, load
-from foretell.retrieval.corpus import files_of, texts_of
-from foretell.retrieval.datastore import fingerprint
+from foretell.cli.show import PROGRESS_INTERVAL
+from foretell.load import DEFAULT_MODEL, load
+from foretell.retrieval.corpus import find_files, read_documents
+from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
@@ -40,7 +40,7 @@ def main() -> None:
 def generate(
     out: Annotated[Path, typer.Option(help="Folder of the data set; an interrupted or smaller one is continued.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to learn (answers, plain text) of the finished data set.")],
-    model: ModelReference = EMBEDDED,
+    model: ModelReference = DEFAULT_MODEL,
     own: Annotated[bool, typer.Option("--self", help="The model writes prompts and answers them.")] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts to answer: JSON lines with `prompt`, `messages` or `turns`.")
@@ -76,11 +76,11 @@ def generate(
     console = Console(file=sys.stderr)
     target = load(model, dtype, device)
     hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")
-    sources = [prompts] if prompts else files_of(text or ())
+    sources = [prompts] if prompts else find_files(text or ())
     manifest = DatasetManifest(
         model=target.name,
-        fingerprint="" if text else target.source.fingerprint(),
-        tokenizer=fingerprint(target.codec),
+        fingerprint="" if text else target.checkpoint.fingerprint(),
+        tokenizer=tokenizer_fingerprint(target.codec),
         vocab=target.config.vocab,
         kind="self" if own else "prompts" if prompts else "text",
         seed=seed,
@@ -93,7 +93,7 @@ def generate(
     )
     with DatasetWriter(out, manifest) as writer:
         if text:
-            work = write_text_chunks(target, (t for f in sources for t in texts_of(f)), writer, max_answer, tokens)
+            work = write_text_chunks(target, (t for f in sources for t in read_documents(f)), writer, max_answer, tokens)
         else:
             given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_all_prompts(prompts)]
             source = PromptSource(target, manifest, given)
@@ -120,7 +120,7 @@ def _hidden_state_cache(
     """The cache for the states of new documents, after the documents of the data set."""
     lengths = [len(d.tokens) for d in Dataset.open(out)] if writer.num_learned_tokens else []
     return HiddenStateCache(
-        out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None
+        out / "features", target.checkpoint.fingerprint(), hidden_layers, lengths, target.config.hidden, None
     )
 
 
@@ -140,7 +140,7 @@ def _show_progress(work: Iterator[int], writer: DatasetWriter, num_tokens: int, 
             new, now = new + decoded, time.perf_counter()
             done, speed = min(writer.num_learned_tokens, num_tokens), f"{new / (now - started):,.0f} tokens/s"
             progress.update(task, completed=done, speed=speed)
-            if not watched and now - last_line >= LINE_SECONDS:
+            if not watched and now - last_line >= PROGRESS_INTERVAL:
                 last_line = now
                 console.print(f"{done:,} of {num_tokens:,} tokens  {speed}", highlight=False, soft_wrap=True)
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from foretell.cli.errors import say, spoken
+from foretell.cli.errors import print_error, report_errors
 from foretell.roofline import calibrate, cli_inputs, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.formats import parse_format
@@ -33,7 +33,7 @@ class ErrorReportingGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with spoken():
+        with report_errors():
             return super().invoke(ctx)
 
 
@@ -110,7 +110,7 @@ def console() -> Console:
 def exit_with_error(sentence: str | None) -> None:
     """Print the sentence, if any, and exit with status 1."""
     if sentence:
-        say(sentence)
+        print_error(sentence)
         raise typer.Exit(1)
 
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.show import LINE_SECONDS
+from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.load import load
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.job import feature_source, find_recipe, prepare
@@ -148,7 +148,7 @@ def run(settings: TrainingSettings, command: str) -> None:
     callback = _create_callback(quiet)
     with Interrupt() as interrupt, callback if isinstance(callback, ProgressBarCallback) else nullcontext():
         trainer = Trainer(job, accelerator, features, callback)
-        trainer.run(lambda: interrupt.asked)
+        trainer.run(lambda: interrupt.requested)
     if not quiet:
         write_curve(trainer.out, trainer.curve, with_plot=True)
         write_card(trainer, command)
@@ -224,7 +224,7 @@ class LogCallback(TrainingCallback):
         now = time.monotonic()
         if self._first[1] == 0:
             self._first = now, row.step, row.tokens
-        elif now - self._last_line >= LINE_SECONDS or row.step == self._steps or row.tokens_per_pass is not None:
+        elif now - self._last_line >= PROGRESS_INTERVAL or row.step == self._steps or row.tokens_per_pass is not None:
             self._last_line = now
             self._print(
                 f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  {self._speed(row, now)}{self._best}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from foretell.cli import options
 from foretell.cli.prompts import read_all_prompts
 from foretell.cli.setup import read_text
-from foretell.load import EMBEDDED, load
+from foretell.load import DEFAULT_MODEL, load
 from foretell.model.skip import SkipTrial, kept_weight_share
 from foretell.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
 
@@ -32,7 +32,7 @@ def skip(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Skip set to write, or to continue.")],
-    model: options.Model = EMBEDDED,
+    model: options.Model = DEFAULT_MODEL,
     trials: Annotated[int, typer.Option(min=1, help="Total number of trials in the file.")] = 100,
     objective: Annotated[
         Objective,
@@ -75,7 +75,7 @@ def skip(
 
     drafting = DraftingOptions(draft_length, confidence)
     found = tune_skip(
-        target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, print_trial
+        target.network, target.checkpoint.fingerprint(), samples, out, trials, objective, drafting, seed, print_trial
     )
     unit = "times plain decoding, by weights read" if objective == "counts" else "tokens per second"
     console.print(f"best of {len(found.trials)}: {found.best.value:.3f} {unit}, saved in {out}")

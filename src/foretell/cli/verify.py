@@ -56,19 +56,19 @@ def verify(
 
         foretell verify draft_model --model big/ --draft-model small/ --samples 20000
     """
-    from foretell.cli.setup import prepare, understand, waiting
+    from foretell.cli.setup import load_models, parse_method, spinner
     from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 
-    wish = understand(None, speculative_config, draft_model, methods or ())
+    wish = parse_method(None, speculative_config, draft_model, methods or ())
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else _read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
-    ready = prepare(model, dtype, device, wish, reference)
+    ready = load_models(model, dtype, device, wish, reference)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     names = [ready.method(n).name for n in chosen] or buildable_methods(ready.model, ready.drafts, ready.references)
     for i, name in enumerate(names):
-        with waiting(f"checking {name}, {i + 1} of {len(names)}"):
+        with spinner(f"checking {name}, {i + 1} of {len(names)}"):
             reports.append(verifier.check(lambda: ready.method(name)))  # noqa: B023 (called before the loop goes on)
         if not as_json:
             print_report(reports[-1])

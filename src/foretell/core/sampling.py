@@ -116,7 +116,7 @@ class CounterRNG:
         self._key = _splitmix64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
 
     def uniform(self, position: int, stream: int = Stream.TARGET) -> float:
-        """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `Stream`, below 2^32."""
+        """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `AnswerWriter`, below 2^32."""
         return (_splitmix64(self._key ^ _splitmix64((position << 32) + stream)) >> 11) / 2.0**53
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from foretell.utils.store import HEADER, RunStore, read, settings, write_through
+from foretell.utils.store import SETTINGS_FILE, RunStore, read_records, read_settings, write_synced
 
 DOCUMENTS_PER_SHARD = 1000
 """Size of a shard."""
@@ -147,7 +147,7 @@ def _write_shard(path: Path, records: Sequence[DocumentRecord]) -> None:
     }
     part = path.with_suffix(".part")
     # `save_file` makes files that only their owner can read.
-    write_through(part, save(arrays))
+    write_synced(part, save(arrays))
     os.replace(part, path)
 
 
@@ -194,14 +194,14 @@ class Dataset(Sequence[Document]):
         Raises:
             ValueError: the folder holds no data set, or a damaged or an empty one.
         """
-        if not (folder / HEADER).is_file():
+        if not (folder / SETTINGS_FILE).is_file():
             raise ValueError(f"{folder}: no training set here; make one with: foretell data generate --out {folder}")
-        manifest = settings(folder, DatasetManifest)
+        manifest = read_settings(folder, DatasetManifest)
         documents, seen = list[Document](), set[int]()
         for shard in map(_read_shard, _shard_paths(folder)):
             seen |= set(shard["number"].tolist())
             documents += _documents(shard)
-        for record in read(folder, DocumentRecord):
+        for record in read_records(folder, DocumentRecord):
             if record.number not in seen and record.tokens:
                 documents.append(Document(np.array(record.tokens, np.int32), record.start, record.greedy))
         if not documents:

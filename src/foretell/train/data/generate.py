@@ -10,7 +10,7 @@ from foretell.api import Model
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
-from foretell.retrieval.corpus import tokenized
+from foretell.retrieval.corpus import tokenize_documents
 from foretell.shape import RootOnly
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 from foretell.train.data.hidden_state_cache import HiddenStateCache
@@ -31,7 +31,7 @@ class PromptSource:
 
     def __init__(self, model: Model, manifest: DatasetManifest, given: Sequence[Sequence[int]] | None) -> None:
         self._model, self._manifest, self._given = model, manifest, given
-        self._user_turn = model.codec.users_turn() if given is None else []
+        self._user_turn = model.codec.user_turn_prefix() if given is None else []
         self._seen: set[bytes] = set()
 
     @property
@@ -46,7 +46,7 @@ class PromptSource:
     def question_request(self, number: int) -> Request:
         """The request that makes the model write question `number`."""
         sampling = SamplingParams(temperature=1.0, min_p=MIN_P, seed=_seed(self._manifest.seed, number, 0))
-        prompt = self._user_turn + self._model.codec.encode(self.question_prefix(number), special=False)
+        prompt = self._user_turn + self._model.codec.encode(self.question_prefix(number), add_special_tokens=False)
         return Request(prompt, sampling, self._manifest.max_question, (), self._model.eos)
 
     def question_prefix(self, number: int) -> str:
@@ -221,7 +221,7 @@ def write_text_chunks(
     text.
     """
     number = 0
-    for document in tokenized(texts, model.codec):
+    for document in tokenize_documents(texts, model.codec):
         for begin in range(0, len(document), length):
             chunk = document[begin : begin + length]
             if len(chunk) > 1:

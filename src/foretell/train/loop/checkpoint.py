@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from foretell.train.loop.curve import StepMetrics
 from foretell.train.loop.settings import TrainingSettings, option_name
 from foretell.train.recipe.base import TensorDict
-from foretell.utils.store import write_through
+from foretell.utils.store import write_synced
 from foretell.utils.validation import read_model
 
 FOLDER = "checkpoint"
@@ -118,7 +118,7 @@ class CheckpointStore:
         with _report_full_disk(part, self.latest()):
             part.mkdir(parents=True, exist_ok=True)
             packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-            write_through(part / f"tensors-{self.rank}.safetensors", save(packed))
+            write_synced(part / f"tensors-{self.rank}.safetensors", save(packed))
 
     def commit(self, state: TrainState) -> None:
         """Complete the checkpoint, and delete earlier ones.
@@ -128,7 +128,7 @@ class CheckpointStore:
         """
         part = self._part(state.step)
         with _report_full_disk(part, self.latest()):
-            write_through(part / _STATE, state.model_dump_json().encode())
+            write_synced(part / _STATE, state.model_dump_json().encode())
             _sync(part)
         final = part.with_suffix("")
         if final.exists():

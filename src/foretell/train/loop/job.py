@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from foretell.api import Model
 from foretell.model.load.checkpoint import embedding_and_head_of
-from foretell.retrieval.datastore import fingerprint as tokenizer_of
+from foretell.retrieval.datastore import tokenizer_fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
@@ -90,7 +90,7 @@ def prepare(settings: TrainingSettings, model: Model, recipe: type[Recipe]) -> T
     data = tuple(Dataset.open(Path(d.folder)) for d in settings.data)
     for dataset in data:
         check_data(dataset, model)
-    fingerprint = model.source.fingerprint()
+    fingerprint = model.checkpoint.fingerprint()
     held_out = _held_out(data, settings.measure_prompts)
     splits = [dataset.split(count) for dataset, count in zip(data, held_out, strict=True)]
     chunks = split_documents(data, [train for train, _ in splits], settings.sequence)
@@ -170,7 +170,7 @@ def check_data(data: Dataset, model: Model) -> None:
             f"{data.folder}: its tokens are of another tokenizer ({manifest.model}, {manifest.vocab} tokens) than that "
             f"of {model.name} ({model.config.vocab} tokens); {remedy}"
         )
-    fingerprint = model.source.fingerprint()
+    fingerprint = model.checkpoint.fingerprint()
     if manifest.fingerprint and manifest.fingerprint != fingerprint:
         raise ValueError(
             f"{data.folder}: {manifest.model} (fingerprint {manifest.fingerprint}) wrote these answers, and the target "
@@ -188,7 +188,7 @@ def _setup(
 ) -> RecipeSetup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    embedding_and_head = model.source.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
+    embedding_and_head = model.checkpoint.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
     card = TargetInfo(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if init_folder is not None and settings.draft_vocab is None:
         draft_tokens = load_own(init_folder, embedding_and_head).token_of
@@ -196,7 +196,7 @@ def _setup(
         count = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
         draft_tokens = most_frequent_tokens(data, chunks, c.vocab, count)
     return RecipeSetup(
-        card, c, embedding_and_head, model.source, draft_tokens, settings.seed, settings.options, model.codec,
+        card, c, embedding_and_head, model.checkpoint, draft_tokens, settings.seed, settings.options, model.codec,
         model.network,
     )  # fmt: skip
 
