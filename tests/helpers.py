@@ -33,7 +33,7 @@ from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, 
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 
 Law = np.ndarray
 LLAMA3 = {

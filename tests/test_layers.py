@@ -140,4 +140,6 @@ def test_the_analyzer_needs_no_weights() -> None:
     for module, path in MODULES.items():
         if module.startswith("roofline"):
             known = {m for m in _imports(path.read_text("utf-8")) if not m.startswith("roofline")}
-            assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, f"{module} imports {known}"
+            assert known <= {"model.config", "utils.names", "core.best_tree", "utils.validation"}, (
+                f"{module} imports {known}"
+            )

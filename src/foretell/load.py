@@ -36,7 +36,7 @@ from foretell.model.offload import BlockStore, StreamedDecoder, size_of
 from foretell.model.runner import Network
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
-from foretell.tokenizer.codec import from_gguf as codec_from_gguf
+from foretell.tokenizer.gguf import from_gguf as codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
 

@@ -11,7 +11,7 @@ from foretell.catalogue import catalogue
 from foretell.cli.show import Painter
 from foretell.engine.engine import Engine, Update
 from foretell.load import load
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 
 KEYS = [
     "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "exact", "backend", "target_passes",

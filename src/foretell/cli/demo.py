@@ -29,7 +29,7 @@ class Scene:
 
 def scenes() -> tuple[Scene, ...]:
     """Code, a summary of the bundled text, and a chat."""
-    text = (files("foretell") / "data" / "lighthouse.txt").read_text(encoding="utf-8")
+    text = (files("foretell.cli") / "lighthouse.txt").read_text(encoding="utf-8")
     code = (
         "Write a Python class Stack with the methods push, pop, peek, is_empty and size, "
         "each with a docstring, then a short test for every method."

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from foretell.api import Answer
 from foretell.engine.engine import Update
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 
 DRAFTED = "green"
 """Colour of tokens that were drafted and accepted."""

@@ -5,16 +5,16 @@ character.
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
 from foretell.tokenizer.chat_template import ChatTemplate
+from foretell.tokenizer.stream import Detokenizer
 
 Message = Mapping[str, str]
 """A turn of a conversation: `role` (system, user, assistant) and `content`."""
@@ -142,7 +142,7 @@ class TextCodec:
         found = {text: renamed.token_to_id(name) for text, name in names.items()}
         return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
 
-    def detokenizer(self) -> "Detokenizer":
+    def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder."""
         return Detokenizer(self.decode, self._run_tokens)
 
@@ -182,71 +182,6 @@ def _check_message(number: int, message: Message) -> None:
     for key in ("role", "content"):
         if key not in message:
             raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
-
-
-class Detokenizer:
-    """Turns a growing list of tokens into text that never takes back a character and never splits one.
-
-    Decodes a short window of tokens around the edge; a tail that is not yet a whole character is held until it is. A
-    run of `run_tokens`, whose text depends on the whole run, is held until another token ends it. So the text is that
-    of all tokens decoded at once, however many come at a time.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
-        self._decode, self._run_tokens = decode, run_tokens
-        self._tokens: list[int] = []
-        self._start = 0
-        self._done = 0
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens complete."""
-        self._tokens.extend(tokens)
-        end = len(self._tokens)
-        while end > self._done and self._tokens[end - 1] in self._run_tokens:
-            end -= 1
-        if end == self._done:
-            return ""
-        known = self._decode(self._tokens[self._start : self._done])
-        text = self._decode(self._tokens[self._start : end])
-        if len(text) <= len(known) or text.endswith("\ufffd"):
-            return ""
-        self._start, self._done = self._done, end
-        return text[len(known) :]
-
-    def finish(self) -> str:
-        """What was held back, as it stands."""
-        text = self._decode(self._tokens[self._start :])[len(self._decode(self._tokens[self._start : self._done])) :]
-        self._start = self._done = len(self._tokens)
-        return text
-
-
-class StopStrings:
-    """Cuts streamed text at the first stop string, holding back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [s for s in stops if s]
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string was met."""
-        if not self._stops:
-            return text, False
-        self._held += text
-        hits = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
-        if hits:
-            shown, self._held = self._held[: min(hits)], ""
-            return shown, True
-        longest = max(
-            (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
-            default=0,
-        )
-        shown, self._held = self._held[: len(self._held) - longest], self._held[len(self._held) - longest :]
-        return shown, False
-
-    def finish(self) -> str:
-        """What was held back: no stop string came of it."""
-        text, self._held = self._held, ""
-        return text
 
 
 def from_directory(path: Path) -> TextCodec:
@@ -297,100 +232,4 @@ def _tokenizer(file: Path) -> Tokenizer:
         raise ValueError(f"{file}: damaged tokenizer ({error}); download it again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
-
-
-def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
-    """Build the tokenizer that a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
-
-    Raises:
-        ValueError: another kind of tokenizer, or a damaged one.
-    """
-    kind = meta.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(
-            f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)"
-        )
-    try:
-        return _from_gguf(meta)
-    except Exception as error:  # tokenizers raises nothing narrower
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the tokenizer in this GGUF file is damaged ({type(error).__name__}: {reason}); download the file again"
-        ) from error
-
-
-def _from_gguf(meta: Mapping[str, Any]) -> TextCodec:
-    tokens: list[str] = list(meta["tokenizer.ggml.tokens"])
-    types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
-    vocab = {t: i for i, t in enumerate(tokens)}
-    if meta["tokenizer.ggml.model"] == "gpt2":
-        merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
-        tokenizer = Tokenizer(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
-        )
-        tokenizer.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")))
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer = _sentencepiece(
-            tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0))
-        )
-    control, user_defined = 3, 4
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == control]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == user_defined]
-    )
-
-    def token(name: str) -> str | None:
-        index = meta.get(f"tokenizer.ggml.{name}_token_id")
-        return None if index is None else tokens[int(index)]
-
-    bos = token("bos")
-    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", False):
-        first = (bos, int(meta["tokenizer.ggml.bos_token_id"]))
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:0", [first])
-    return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
-
-
-def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if kind in ("default", "gpt-2"):
-        return byte_level
-    from tokenizers import Regex
-
-    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + numbers
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Tokenizer:
-    """SentencePiece BPE: a pair merges into a known piece, better scores first."""
-    vocab = {t: i for i, t in enumerate(tokens)}
-    merges = []
-    for piece, score in zip(tokens, scores, strict=True):
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-score, vocab[left], left, right))
-    merges.sort(key=lambda m: (m[0], m[1]))
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(m[2], m[3]) for m in merges],
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer

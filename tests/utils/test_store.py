@@ -3,16 +3,23 @@
 from pathlib import Path
 
 import pytest
-from miniature import record, turn
+from pydantic import BaseModel
 
-from foretell.bench.schema import Record, Settings
 from foretell.utils.store import LINES, RunStore, read, settings
 
-SETTINGS = Settings(
-    model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("float32",)
-)
-FIRST = record("a", "x/float32", (turn(3, 3, (0.1, 0.2, 0.3), (1, 1, 1)),))
-SECOND = FIRST.model_copy(update={"question": "b"})
+
+class Settings(BaseModel):
+    model: str
+    max_new_tokens: int
+
+
+class Record(BaseModel):
+    question: str
+    answer: str
+
+
+SETTINGS = Settings(model="m", max_new_tokens=8)
+FIRST, SECOND = Record(question="a", answer="x" * 60), Record(question="b", answer="y" * 60)
 
 
 def fill(folder: Path) -> None:
