@@ -34,7 +34,7 @@ SIDE, LEVELS, CLASSES = 8, 17, 10
 PIXELS, VOCAB = SIDE * SIDE, LEVELS + CLASSES
 
 
-class Masked(nn.Conv2d):
+class MaskedConv2d(nn.Conv2d):
     """A convolution that sees the pixels above and to the left; `own`: also the pixel itself."""
 
     def __init__(self, into: int, out: int, size: int, own: bool) -> None:
@@ -56,8 +56,8 @@ class PixelCNN(nn.Module):
         super().__init__()
         self.value, self.digit = nn.Embedding(LEVELS, width), nn.Embedding(CLASSES, width)
         self.place = nn.Parameter(torch.zeros(width, SIDE, SIDE))
-        self.first = Masked(width, width, 7, own=False)
-        self.layers = nn.ModuleList(Masked(width, width, 3, own=True) for _ in range(layers))
+        self.first = MaskedConv2d(width, width, 7, own=False)
+        self.layers = nn.ModuleList(MaskedConv2d(width, width, 3, own=True) for _ in range(layers))
         self.last = nn.Conv2d(width, LEVELS, 1)
 
     def forward(

@@ -23,14 +23,14 @@ ENVIRONMENT: Mapping[str, str] = {"FORETELL_NATIVE": "0", "COLUMNS": "120", "OMP
 """No compiler is needed to test a command line."""
 
 
-def foretell(*arguments: str | Path, stdin: str | None = None) -> Result:
+def run_foretell(*arguments: str | Path, stdin: str | None = None) -> Result:
     """Run a command line in this process."""
     return CliRunner(env=ENVIRONMENT).invoke(app, [str(a) for a in arguments], input=stdin)
 
 
-def refused(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
+def expect_error(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
     """Run a command line that must end in one sentence; the sentence."""
-    result = foretell(*arguments, stdin=stdin)
+    result = run_foretell(*arguments, stdin=stdin)
     assert result.exit_code == status, (result.exit_code, result.output, result.exception)
     assert "Traceback" not in result.output
     lines = result.stderr.strip().splitlines()
@@ -39,15 +39,15 @@ def refused(*arguments: str | Path, stdin: str | None = None, status: int = 1) -
 
 
 @cache
-def tiny() -> Path:
+def tiny_target() -> Path:
     """A target."""
-    return save_tiny(_folder("target"))
+    return save_tiny_model(_folder("target"))
 
 
 @cache
-def small() -> Path:
+def tiny_draft() -> Path:
     """A draft model: the target's first layer."""
-    return save_tiny(_folder("draft"), layers=1)
+    return save_tiny_model(_folder("draft"), layers=1)
 
 
 @cache
@@ -59,7 +59,7 @@ def _folder(name: str) -> Path:
     return Path(_models().name, name)
 
 
-def save_tiny(path: Path, seed: int = 0, vocab: int = 257, context: int = 512, layers: int = LAYERS) -> Path:
+def save_tiny_model(path: Path, seed: int = 0, vocab: int = 257, context: int = 512, layers: int = LAYERS) -> Path:
     """Write the model; its tokens are the 256 bytes and an end, and fillers where the vocabulary is larger."""
     path.mkdir(parents=True, exist_ok=True)
     config = {

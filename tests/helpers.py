@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
-from foretell.catalogue.speculators import draft_predictor, embedding_and_head, target_card
+from foretell.catalogue.speculators import embedding_and_head, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import TokenTree, root_tree
@@ -162,7 +162,7 @@ def good_model(vocab: int) -> DraftModel:
 
 def trained_model(vocab: int) -> Predictor:
     """A drafter with random weights, over three quarters of the vocabulary."""
-    return draft_predictor(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
+    return require_draft_predictor(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
 
 
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))

@@ -3,13 +3,13 @@
 import pytest
 
 import foretell
-from command import tiny
+from command import tiny_target
 from foretell.api import Model
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return foretell.load(str(tiny()), dtype="float32")
+    return foretell.load(str(tiny_target()), dtype="float32")
 
 
 def test_a_stop_string_alone_is_one_stop_string(model: Model) -> None:

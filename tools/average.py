@@ -23,7 +23,7 @@ def main(
     model: str = "smollm2-135m",
 ) -> None:
     """Write the average, with the card and the course of the later one."""
-    ends = foretell.load(model).source.embedding_and_head()
+    ends = foretell.load(model).checkpoint.embedding_and_head()
     first, second = load_own(earlier, ends), load_own(later, ends)
     weights, other = second.state_dict(), first.state_dict()
     if first.config != second.config or any(not mine.equal(other[n]) for n, mine in weights.items() if n == "token_of"):

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from foretell.load import EMBEDDED, load
+from foretell.load import DEFAULT_MODEL, load
 from foretell.train.data.dataset import Dataset
 
 PERSON, PLACE, EVENT, THING = "18", "15", "11", "06"
@@ -159,7 +159,7 @@ def sentences(folder: Path) -> Iterator[str]:
 
 def talked(folder: Path) -> Iterator[tuple[str, str]]:
     """Questions and answers of a set, as far as they were written to the end."""
-    model = load(EMBEDDED)
+    model = load(DEFAULT_MODEL)
     for text in Dataset.open(folder):
         if text.start and text.tokens[-1] in model.eos and text.greedy and len(text.tokens) < 330:
             words = model.codec.decode(text.tokens[: text.start].tolist()).rsplit("user\n", 1)[-1]

@@ -35,7 +35,7 @@ def main(
         raise SystemExit(f"{project}: no such package; make one as docs/shipped.md says")
     package = project / "src" / project.name.replace("-", "_")
     folder = package / name
-    network = load_own(trained, foretell.load(model).source.embedding_and_head())
+    network = load_own(trained, foretell.load(model).checkpoint.embedding_and_head())
     save(folder, network, network.config, bits=4 if four_bits else 8)
     for file in ("README.md", "curve.csv", "curve.png"):
         shutil.copyfile(trained / file, folder / file)

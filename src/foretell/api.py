@@ -39,7 +39,7 @@ class Answer:
     """What ended it, where `finish_reason` is `error`."""
 
     @staticmethod
-    def of(completion: Completion, engine: Engine) -> "Answer":
+    def from_completion(completion: Completion, engine: Engine) -> "Answer":
         """A completed request of an engine."""
         return Answer(
             text=completion.text,
@@ -77,12 +77,12 @@ class Model:
         network: Network | Callable[[], Runner],
         precision: str,
         eos: tuple[int, ...],
-        source: Checkpoint | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.name, self.config, self.codec = name, config, codec
         self._network = network if isinstance(network, Network) else None
         self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
-        self.precision, self.eos, self._source = precision, eos, source
+        self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
 
     @property
     def network(self) -> Network:
@@ -92,28 +92,28 @@ class Model:
             ValueError: transformers runs this model.
         """
         if self._network is None:
-            raise self._foreign()
+            raise self._unsupported_error()
         return self._network
 
     @property
-    def source(self) -> Checkpoint:
+    def checkpoint(self) -> Checkpoint:
         """The checkpoint that the model came from.
 
         Raises:
             ValueError: transformers runs this model.
         """
-        if self._source is None:
-            raise self._foreign()
-        return self._source
+        if self._checkpoint is None:
+            raise self._unsupported_error()
+        return self._checkpoint
 
-    def _foreign(self) -> ValueError:
+    def _unsupported_error(self) -> ValueError:
         return ValueError(
             f"{self.name}: this needs a model of the own decoder, and transformers runs {self.config.architecture!r}"
         )
 
-    def remember_copies(self) -> None:
+    def cache_checkpoint(self) -> None:
         """Read changed copies of the weights once, however many methods draft with them."""
-        self._source = None if self._source is None else CachedCheckpoint(self._source)
+        self._checkpoint = None if self._checkpoint is None else CachedCheckpoint(self._checkpoint)
 
     def runner(self) -> Runner:
         """The model bound to a fresh cache."""
@@ -139,18 +139,18 @@ class Model:
         """
         return build(name, self._build_context(drafts, references), config)
 
-    def speculator(self, what: str | Path) -> Speculator:
+    def speculator(self, reference: str | Path) -> Speculator:
         """A trained speculator for this model: the directory it lies in, or the kind of an installed one.
 
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.
         """
         context = self._build_context()
-        if Path(what).is_dir():
-            return read_speculator(context, Path(what))
-        if what not in NETWORKS:
-            raise unknown("speculator", str(what), NETWORKS)
-        return trained_speculator(context, str(what))
+        if Path(reference).is_dir():
+            return read_speculator(context, Path(reference))
+        if reference not in NETWORKS:
+            raise unknown("speculator", str(reference), NETWORKS)
+        return trained_speculator(context, str(reference))
 
     def _build_context(self, drafts: "Sequence[Model | Path]" = (), references: Sequence[str] = ()) -> BuildContext:
         models = [d for d in drafts if isinstance(d, Model)]
@@ -158,11 +158,11 @@ class Model:
             vocab=self.config.vocab,
             network=self._network,
             drafts=tuple(d.runner() for d in models),
-            references=tuple(tuple(self.codec.encode(r, special=False)) for r in references),
+            references=tuple(tuple(self.codec.encode(r, add_special_tokens=False)) for r in references),
             eos=self.eos,
             codec=self.codec,
             draft_codecs=tuple(d.codec for d in models),
-            source=self._source,
+            checkpoint=self._checkpoint,
             speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
 
@@ -277,4 +277,4 @@ class Model:
             for p in prompts
         ]
         completions = engine.complete(requests, raise_errors=False)
-        return [Answer.of(c, engine) for c in completions]
+        return [Answer.from_completion(c, engine) for c in completions]

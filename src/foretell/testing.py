@@ -70,7 +70,7 @@ def letter_codec(vocab: int, first: int = 0) -> TextCodec:
     return TextCodec(tokenizer)
 
 
-def tiny_mixture(config: ModelConfig = TINY) -> ModelConfig:
+def tiny_moe(config: ModelConfig = TINY) -> ModelConfig:
     """The Mixtral form of a configuration: four experts, two per token."""
     experts = MoEConfig(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
     return replace(config, architecture="mixtral", experts=experts)

@@ -10,7 +10,7 @@ import tempfile
 
 from typer.testing import CliRunner, Result
 
-from command import ENVIRONMENT, save_tiny
+from command import ENVIRONMENT, save_tiny_model
 from foretell.api import Model
 from foretell.bench.schema import Record, Turn
 from foretell.bench.tasks import Question
@@ -31,13 +31,13 @@ def _home() -> tempfile.TemporaryDirectory[str]:
 @cache
 def target() -> Path:
     """A target that reads long prompts."""
-    return save_tiny(Path(_home().name, "target"), context=4096)
+    return save_tiny_model(Path(_home().name, "target"), context=4096)
 
 
 @cache
 def draft() -> Path:
     """A draft model with the target's tokenizer."""
-    return save_tiny(Path(_home().name, "draft"), seed=3, layers=1, context=4096)
+    return save_tiny_model(Path(_home().name, "draft"), seed=3, layers=1, context=4096)
 
 
 @cache

@@ -11,7 +11,7 @@ from miniature import bench, refused, target
 from foretell.bench.schema import Record, Results, Settings
 from foretell.bench.session import Session
 from foretell.bench.tasks import load
-from foretell.utils.store import LINES, RunStore
+from foretell.utils.store import RECORDS_FILE, RunStore
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def test_a_run_writes_results_that_resume_and_compare(questions: Path, tmp_path:
     assert all(c.identical == c.compared for c in found.contenders) and found.contenders[1].compared == 2
     assert found.contenders[0].pooled.tokens_per_pass == 1.0 and found.settings.tasks == str(questions)
     assert (out / "report.md").read_text().startswith("# Decoding methods") and (out / "report.html").is_file()
-    lines = (out / LINES).read_text()
+    lines = (out / RECORDS_FILE).read_text()
     assert bench(*run(questions, out)).exit_code == 0
-    assert (out / LINES).read_text() == lines
+    assert (out / RECORDS_FILE).read_text() == lines
     assert bench(*run(questions, out, "--repeats", "2")).exit_code == 0
-    assert (out / LINES).read_text().startswith(lines) and len((out / LINES).read_text()) > len(lines)
+    assert (out / RECORDS_FILE).read_text().startswith(lines) and len((out / RECORDS_FILE).read_text()) > len(lines)
 
 
 def test_broken_lines_are_named_and_the_rest_measured(questions: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from foretell.bench.scripted import Recording, RecordingSettings, Script, Script
 from foretell.bench.tasks import Tasks
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model
-from foretell.load import resolve
-from foretell.utils.store import LINES, RunStore
+from foretell.load import resolve_reference
+from foretell.utils.store import RECORDS_FILE, RunStore
 
 HERE = Path(__file__).parent
 TOKENS = 16
@@ -71,7 +71,7 @@ def test_what_cannot_be_replayed_is_refused(recorded: Path, method: str, words: 
 
 
 def test_an_interrupted_recording_is_finished_not_replayed(recorded: Path) -> None:
-    path = recorded / LINES
+    path = recorded / RECORDS_FILE
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
     assert "interrupted, it holds 1 of 2 questions" in refused("replay", recorded)
@@ -125,7 +125,7 @@ def test_moved_counts_are_told(tmp_path: Path) -> None:
 
 def test_the_real_model_still_says_what_was_recorded() -> None:
     try:
-        resolve("smollm2-135m")
+        resolve_reference("smollm2-135m")
     except ValueError as error:
         pytest.skip(str(error))
     _, recordings = load(HERE / "recording")

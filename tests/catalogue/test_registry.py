@@ -47,9 +47,11 @@ def test_columns_are_those_of_the_parts_that_are_built(entry: Entry, variant: Va
 
 def test_every_method_is_described() -> None:
     for entry in BUILT_IN:
-        assert entry.family in FAMILIES and entry.description.endswith(".") and entry.pays.endswith("."), entry.name
+        assert entry.family in FAMILIES and entry.description.endswith(".") and entry.when_to_use.endswith("."), (
+            entry.name
+        )
         assert entry.papers or entry.name == "autoregressive"
-        assert all(o.description.endswith(".") and o.kind for o in entry.option_list()), entry.name
+        assert all(o.description.endswith(".") and o.type for o in entry.option_list()), entry.name
         assert all(re.fullmatch(r"(\d{4}\.\d{5})?", p.arxiv) for p in entry.papers)
     assert {e.family for e in BUILT_IN} == FAMILIES
     names = [n for e in BUILT_IN for n in (e.name, *e.aliases)]
@@ -61,7 +63,7 @@ def test_an_option_that_a_method_does_not_read_is_refused(entry: Entry) -> None:
     unread = {n for e in BUILT_IN for n in e.options.model_fields} - set(entry.options.model_fields)
     for name in sorted(unread - {a for o in entry.option_list() for a in o.aliases}):
         with pytest.raises(ValueError, match=f"method {entry.name} does not read '{name}'") as error:
-            entry.read({name: 1})
+            entry.parse_options({name: 1})
         assert all(o.name in str(error.value) for o in entry.option_list())
 
 
@@ -76,13 +78,13 @@ def test_bad_options_are_named_in_one_sentence() -> None:
     with pytest.raises(
         ValueError, match="method ngram does not read 'prompt_lookup_mx': did you mean 'prompt_lookup_max'"
     ):
-        find("ngram").read({"prompt_lookup_mx": 3})
+        find("ngram").parse_options({"prompt_lookup_mx": 3})
     with pytest.raises(ValueError, match="method autoregressive does not read 'num_steps': it has no options"):
-        find("plain").read({"num_steps": 3})
+        find("plain").parse_options({"num_steps": 3})
     with pytest.raises(ValueError, match="num_draft_tokens and num_speculative_tokens are one option; give one"):
-        find("eagle3").read({"num_draft_tokens": 3, "num_speculative_tokens": 3})
+        find("eagle3").parse_options({"num_draft_tokens": 3, "num_speculative_tokens": 3})
     with pytest.raises(ValueError, match=r"method medusa, num_draft_tokens: .*greater than or equal to 1"):
-        find("medusa").read({"num_draft_tokens": 0})
+        find("medusa").parse_options({"num_draft_tokens": 0})
     for method, values in (
         ("medusa", {"speculative_tree": [[0]], "num_draft_tokens": 4}),
         ("eagle2", {"acceptance": [0.5], "confidence_threshold": 0.1}),
@@ -91,9 +93,9 @@ def test_bad_options_are_named_in_one_sentence() -> None:
         ("mlp_speculator", {"draft_sample_method": "probabilistic", "eagle_topk": 3}),
     ):
         with pytest.raises(ValueError, match=rf"{method}: .* so \w+ would not be read: leave that out"):
-            find(method).read(values)
+            find(method).parse_options(values)
     with pytest.raises(ValueError, match="two criteria; give one of them"):
-        find("blockwise_lossy").read({"accept_top_k": 2, "accept_distance": 1})
+        find("blockwise_lossy").parse_options({"accept_top_k": 2, "accept_distance": 1})
 
 
 def test_any_key_of_the_json_is_an_option() -> None:
@@ -105,7 +107,9 @@ def test_any_key_of_the_json_is_an_option() -> None:
 
 
 def test_names_of_other_engines_are_aliases() -> None:
-    read = find("eagle3").read({"speculative_num_steps": 3, "speculative_eagle_topk": 2, "num_speculative_tokens": 9})
+    read = find("eagle3").parse_options(
+        {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "num_speculative_tokens": 9}
+    )
     assert read == EagleTreeOptions(num_steps=3, eagle_topk=2, num_draft_tokens=9)
 
 
@@ -158,7 +162,7 @@ def test_schedules_and_drawn_trees() -> None:
 
 def test_methods_of_other_packages_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Entry(
-        name="mine", family="retrieval", description="-", pays="-", drafter=BUILT_IN[0].drafter,
+        name="mine", family="retrieval", description="-", when_to_use="-", drafter=BUILT_IN[0].drafter,
         shape=BUILT_IN[0].shape,
         acceptor=BUILT_IN[0].acceptor, builder=BUILT_IN[0].builder,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretell.catalogue import BuildContext, build, speculators
-from foretell.catalogue.speculators import draft_models, draft_predictor, find_draft_models
+from foretell.catalogue.speculators import find_draft_models, require_draft_models, require_draft_predictor
 from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
 from foretell.engine.engine import Request
 from foretell.model.compress import Change
@@ -22,9 +22,9 @@ def parts(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> BuildContext:
 
 
 def test_a_trained_draft_is_a_small_model_over_its_own_tokens() -> None:
-    (runner,) = draft_models(parts("draft_model"))
+    (runner,) = require_draft_models(parts("draft_model"))
     assert isinstance(runner, DecoderRunner) and isinstance(runner.network, ReducedVocabulary) and runner.vocab == VOCAB
-    assert isinstance(draft_predictor(parts("draft_model")), DraftModel)
+    assert isinstance(require_draft_predictor(parts("draft_model")), DraftModel)
 
 
 def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() -> None:
@@ -58,7 +58,7 @@ class RandomCheckpoint(Checkpoint):
 
 def test_the_installed_draft_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomCheckpoint(target().config, RandomWeights(), torch.device("cpu"))
-    asked = BuildContext(VOCAB, target(), source=source)
+    asked = BuildContext(VOCAB, target(), checkpoint=source)
     assert find_draft_models(asked) == () and target().config.hidden == TINY.hidden
 
     def installed(kind: str, fingerprint: str) -> Path | None:
@@ -68,5 +68,5 @@ def test_the_installed_draft_is_taken_where_none_is_named(monkeypatch: pytest.Mo
     assert len(find_draft_models(asked)) == 1
     hybrid = build("hybrid_model", asked).draft
     assert isinstance(hybrid, HybridDrafter)
-    named = BuildContext(VOCAB, target(), (DecoderRunner(sibling()),), source=source)
+    named = BuildContext(VOCAB, target(), (DecoderRunner(sibling()),), checkpoint=source)
     assert find_draft_models(named) == named.drafts

@@ -4,14 +4,14 @@ import signal
 
 import pytest
 
-from command import foretell, tiny
+from command import run_foretell, tiny_target
 from foretell.api import Answer
 from foretell.engine.engine import Completion, Engine, Update
 
 
 def chat(*lines: str, status: int = 0) -> tuple[str, str]:
-    options = ("--model", tiny(), "--dtype", "float32", "--max-new-tokens", "6")
-    result = foretell("chat", *options, stdin="\n".join(lines) + "\n")
+    options = ("--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "6")
+    result = run_foretell("chat", *options, stdin="\n".join(lines) + "\n")
     assert result.exit_code == status, result.output
     return result.stdout, result.stderr
 
@@ -58,7 +58,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_turn_goes_on_from_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    cached, real = list[int](), Answer.of
+    cached, real = list[int](), Answer.from_completion
 
     def watched(completion: Completion, engine: Engine) -> Answer:
         cached.append(completion.statistics.cached_tokens)

@@ -9,9 +9,9 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli.datastore import app
 from foretell.draft import DatastoreRetriever
-from words import words
+from words import word_codec
 
-CODEC = words("a", "b", "c")
+CODEC = word_codec("a", "b", "c")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_builds_what_rest_opens(tmp_path: Path) -> None:
     draft = build("rest", BuildContext(4, None, codec=CODEC), config).draft
     assert isinstance(draft, DatastoreRetriever) and len(draft.store) == 11
     with pytest.raises(ValueError, match="not the target's"):
-        build("rest", BuildContext(4, None, codec=words("c")), config)
+        build("rest", BuildContext(4, None, codec=word_codec("c")), config)
 
 
 def test_refusals(tmp_path: Path) -> None:

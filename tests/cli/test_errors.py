@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from command import ENVIRONMENT, TEMPLATE, foretell, refused, save_tiny, small, tiny
+from command import ENVIRONMENT, TEMPLATE, expect_error, run_foretell, save_tiny_model, tiny_draft, tiny_target
 from foretell.bench.peers.hf import load as load_peer
 
 
 def generate(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
-    return refused("generate", *arguments, stdin=stdin, status=status)
+    return expect_error("generate", *arguments, stdin=stdin, status=status)
 
 
 def asked(*arguments: str | Path) -> str:
-    return generate("hello", "--model", tiny(), *arguments)
+    return generate("hello", "--model", tiny_target(), *arguments)
 
 
 def test_unknown_names_get_a_suggestion() -> None:
@@ -29,15 +29,15 @@ def test_unknown_names_get_a_suggestion() -> None:
     assert "did you mean 'smollm2-135m'" in generate("hello", "--model", "smolm2-135m")
     assert "did you mean 'bfloat16'" in asked("--dtype", "bfloat61")
     assert "unknown device" in asked("--device", "tpu")
-    assert "Did you mean 'generate'" in refused("generat", "hello", status=2)
-    assert "--max-new-token" in refused("generate", "--max-new-token", "3", status=2)
-    assert "--bogus" in refused("--bogus", status=2)
-    assert "did you mean 'suffix'" in refused("verify", "sufix", "--model", tiny())
-    assert "did you mean 'suffix'" in refused("chat", "--method", "sufix", "--model", tiny())
+    assert "Did you mean 'generate'" in expect_error("generat", "hello", status=2)
+    assert "--max-new-token" in expect_error("generate", "--max-new-token", "3", status=2)
+    assert "--bogus" in expect_error("--bogus", status=2)
+    assert "did you mean 'suffix'" in expect_error("verify", "sufix", "--model", tiny_target())
+    assert "did you mean 'suffix'" in expect_error("chat", "--method", "sufix", "--model", tiny_target())
 
 
 def test_draft_models(tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other", vocab=300)
+    other = save_tiny_model(tmp_path / "other", vocab=300)
     assert "vocabulary has 300 tokens" in asked("--method", "draft_model", "--draft-model", other)
     assert "needs a draft model" in asked("--method", "draft_model")
     assert "reference" in asked("--method", "llma")
@@ -48,26 +48,26 @@ def test_draft_models(tmp_path: Path) -> None:
 
 
 def test_prompts_that_cannot_be_answered() -> None:
-    assert "the prompt has" in generate("x" * 600, "--model", tiny())
-    assert "prompt is empty" in generate("", "--model", tiny())
-    assert "prompt is empty" in generate("-", "--model", tiny(), stdin=" \n")
-    assert "no prompt" in generate("--model", tiny())
+    assert "the prompt has" in generate("x" * 600, "--model", tiny_target())
+    assert "prompt is empty" in generate("", "--model", tiny_target())
+    assert "prompt is empty" in generate("-", "--model", tiny_target(), stdin=" \n")
+    assert "no prompt" in generate("--model", tiny_target())
     assert "leave out one" in asked("--raw", "--system", "be brief")
 
 
 def test_text_that_is_no_text() -> None:
     half = "x\udcff"  # how Python passes on an argument with a byte that is not UTF-8
     for arguments in ((half,), (half, "--raw"), ("hello", "--system", half)):
-        assert "U+DCFF, which is no character" in generate(*arguments, "--model", tiny())
+        assert "U+DCFF, which is no character" in generate(*arguments, "--model", tiny_target())
     strict = environment() | {"PYTHONIOENCODING": "utf-8:strict"}
-    piped = command("generate", "-", "--model", tiny())
+    piped = command("generate", "-", "--model", tiny_target())
     done = subprocess.run(piped, input=b"x\xff", capture_output=True, env=strict, check=False)
     assert done.returncode == 1 and done.stderr == b"foretell: the input is not UTF-8 text (byte 1); convert it first\n"
 
 
 def test_a_template_without_end(tmp_path: Path) -> None:
     path = tmp_path / "hostile"
-    shutil.copytree(tiny(), path)
+    shutil.copytree(tiny_target(), path)
     for template in ("{{ 'a' * 10**10 }}", "{% for i in range(10**12) %}{% endfor %}"):
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         assert "the chat template" in generate("hello", "--model", path)
@@ -80,8 +80,8 @@ def test_numbers_out_of_range() -> None:
     assert "top_p must be" in asked("--top-p", "0")
     assert "top_k must be" in asked("--top-k", "-1")
     assert "at least 1" in asked("--rows", "0")
-    assert "--max-new-tokens" in refused("generate", "hello", "--max-new-tokens", "many", status=2)
-    assert "samples must be at least 1" in refused("verify", "suffix", "--model", tiny(), "--samples", "0")
+    assert "--max-new-tokens" in expect_error("generate", "hello", "--max-new-tokens", "many", status=2)
+    assert "samples must be at least 1" in expect_error("verify", "suffix", "--model", tiny_target(), "--samples", "0")
 
 
 def test_speculative_config() -> None:
@@ -104,11 +104,11 @@ def test_speculative_config() -> None:
 def test_damaged_checkpoints(tmp_path: Path) -> None:
     def broken(name: str, file: str, content: bytes) -> Path:
         path = tmp_path / name
-        shutil.copytree(tiny(), path)
+        shutil.copytree(tiny_target(), path)
         (path / file).write_bytes(content)
         return path
 
-    whole = (tiny() / "model.safetensors").read_bytes()
+    whole = (tiny_target() / "model.safetensors").read_bytes()
     for name, file, content, word in (
         ("truncated", "model.safetensors", whole[: len(whole) // 2], "model.safetensors"),
         ("garbage", "model.safetensors", b"garbage", "model.safetensors"),
@@ -124,7 +124,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
 
 def test_other_files_are_not_models(tmp_path: Path) -> None:
     pickle = tmp_path / "pickle"
-    shutil.copytree(tiny(), pickle)
+    shutil.copytree(tiny_target(), pickle)
     (pickle / "model.safetensors").rename(pickle / "pytorch_model.bin")
     assert "unpickling can run code" in generate("hello", "--model", pickle)
     assert "unpickling can run code" in generate("hello", "--model", pickle / "pytorch_model.bin")
@@ -151,7 +151,7 @@ def test_bad_lines_are_named_and_good_ones_answered(tmp_path: Path) -> None:
         "[" * 100_000, '{"prompt": "a\\ud800"}', '"also good"',
     )  # fmt: skip
     file.write_text("\n".join(lines) + "\n\xff\xfe\n", "latin-1")
-    result = foretell("generate", "--prompts", file, "--model", tiny(), "--max-new-tokens", "3", "--json")
+    result = run_foretell("generate", "--prompts", file, "--model", tiny_target(), "--max-new-tokens", "3", "--json")
     assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
     complaints = result.stderr.splitlines()
     assert all(c.startswith("foretell: ") for c in complaints)
@@ -160,14 +160,14 @@ def test_bad_lines_are_named_and_good_ones_answered(tmp_path: Path) -> None:
 
 
 def test_files_of_prompts(tmp_path: Path) -> None:
-    assert "none.jsonl" in generate("--prompts", tmp_path / "none.jsonl", "--model", tiny())
+    assert "none.jsonl" in generate("--prompts", tmp_path / "none.jsonl", "--model", tiny_target())
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    assert "no prompt in it" in generate("--prompts", empty, "--model", tiny())
-    assert "leave out one" in generate("hello", "--prompts", empty, "--model", tiny())
+    assert "no prompt in it" in generate("--prompts", empty, "--model", tiny_target())
+    assert "leave out one" in generate("hello", "--prompts", empty, "--model", tiny_target())
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{\n")
-    assert "line 1" in refused("verify", "suffix", "--model", tiny(), "--prompts", bad)
+    assert "line 1" in expect_error("verify", "suffix", "--model", tiny_target(), "--prompts", bad)
 
 
 REMOTE_CODE = """
@@ -184,7 +184,7 @@ class Model(GPT2LMHeadModel):
 @pytest.mark.parametrize("load", ["generate", "peer"])
 def test_code_that_comes_with_a_model_is_never_run_and_never_asked_about(tmp_path: Path, load: str) -> None:
     marker = tmp_path / "code has run"
-    path = save_tiny(tmp_path / "model")
+    path = save_tiny_model(tmp_path / "model")
     (path / "strange.py").write_text(REMOTE_CODE.format(marker=str(marker)))
     auto_map = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
     (path / "config.json").write_text(json.dumps({"model_type": "strange", "auto_map": auto_map}))
@@ -200,7 +200,7 @@ def test_code_that_comes_with_a_model_is_never_run_and_never_asked_about(tmp_pat
 
 def test_a_template_that_refuses(tmp_path: Path) -> None:
     path = tmp_path / "strict"
-    shutil.copytree(tiny(), path)
+    shutil.copytree(tiny_target(), path)
     (path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": "{{ raise_exception('no system here') }}" + TEMPLATE})
     )
@@ -226,7 +226,7 @@ def test_no_space_for_the_output() -> None:
 
 
 def test_a_reader_that_leaves() -> None:
-    arguments = ("generate", "hello", "--model", tiny(), "--max-new-tokens", "400")
+    arguments = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "400")
     with subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     ) as process:
@@ -240,7 +240,16 @@ def test_a_reader_that_leaves() -> None:
 
 
 def test_ctrl_c_in_a_process_of_its_own() -> None:
-    arguments = ("generate", "hello", "--model", tiny(), "--draft-model", small(), "--max-new-tokens", "450")
+    arguments = (
+        "generate",
+        "hello",
+        "--model",
+        tiny_target(),
+        "--draft-model",
+        tiny_draft(),
+        "--max-new-tokens",
+        "450",
+    )
     with subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     ) as process:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from command import foretell, small, tiny
+from command import run_foretell, tiny_draft, tiny_target
 from foretell.catalogue import catalogue
-from foretell.cli.show import Painter
+from foretell.cli.show import DraftHighlighter
 from foretell.engine.engine import Engine, Update
 from foretell.load import load
 from foretell.tokenizer.stream import Detokenizer
@@ -22,7 +22,7 @@ KEYS = [
 
 
 def records(*arguments: str | Path, stdin: str | None = None, status: int = 0) -> list[dict[str, object]]:
-    result = foretell("generate", *arguments, "--model", tiny(), "--dtype", "float32", "--json", stdin=stdin)
+    result = run_foretell("generate", *arguments, "--model", tiny_target(), "--dtype", "float32", "--json", stdin=stdin)
     assert result.exit_code == status, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -45,8 +45,8 @@ def test_json_has_exactly_the_keys() -> None:
 def test_text_and_closing_line() -> None:
     wanted = records("hello", "--max-new-tokens", "20")[0]["text"]
     for extra in ([], ["--no-stream"]):
-        result = foretell(
-            "generate", "hello", "--model", tiny(), "--dtype", "float32", "--max-new-tokens", "20", *extra
+        result = run_foretell(
+            "generate", "hello", "--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "20", *extra
         )
         assert result.exit_code == 0 and result.stdout == f"{wanted}\n"
         assert "tokens per pass · autoregressive · lossless" in result.stderr
@@ -58,15 +58,15 @@ def test_methods_give_the_same_text(tmp_path: Path) -> None:
     reference.write_text("some text to copy from")
     for name, *extra in (
         ("suffix",), ("layer_skip",), ("llma", "--reference", str(reference)), ("draft_model", "--draft-model",
-        str(small())),
-        ("specinfer", "--draft-model", str(small()), "--draft-model", str(small())),
+        str(tiny_draft())),
+        ("specinfer", "--draft-model", str(tiny_draft()), "--draft-model", str(tiny_draft())),
     ):  # fmt: skip
         (record,) = records("abcabcabc", "--max-new-tokens", "24", "--method", name, *extra)
         assert record["tokens"] == wanted and record["method"] == name
 
 
 def test_config_names_method_and_draft_model() -> None:
-    config = {"method": "draft_model", "model": str(small()), "num_speculative_tokens": 2}
+    config = {"method": "draft_model", "model": str(tiny_draft()), "num_speculative_tokens": 2}
     (record,) = records("hello", "--max-new-tokens", "8", "--speculative-config", json.dumps(config))
     assert record["method"] == "draft_model"
     (record,) = records(
@@ -76,13 +76,13 @@ def test_config_names_method_and_draft_model() -> None:
 
 
 def test_lossy_is_said_aloud() -> None:
-    result = foretell(
+    result = run_foretell(
         "generate",
         "hello",
         "--model",
-        tiny(),
+        tiny_target(),
         "--draft-model",
-        small(),
+        tiny_draft(),
         "--method",
         "typical_lossy",
         "--max-new-tokens",
@@ -135,8 +135,8 @@ def test_turns_see_the_earlier_answers(tmp_path: Path) -> None:
 
 
 def test_batch_as_text_names_the_lines(tmp_path: Path) -> None:
-    result = foretell(
-        "generate", "--prompts", prompts(tmp_path, "hi", "ho"), "--model", tiny(), "--max-new-tokens", "4"
+    result = run_foretell(
+        "generate", "--prompts", prompts(tmp_path, "hi", "ho"), "--model", tiny_target(), "--max-new-tokens", "4"
     )
     assert result.exit_code == 0
     assert result.stdout.index("── 1 ── hi") < result.stdout.index("── 2 ── ho")
@@ -160,16 +160,16 @@ def test_ctrl_c_keeps_and_prints_what_was_generated(monkeypatch: pytest.MonkeyPa
 
 
 def test_colour_never_changes_the_text() -> None:
-    codec = load(str(tiny())).codec
+    codec = load(str(tiny_target())).codec
     text = "naïve 你好 🙂 end"
     tokens = codec.encode(text)
-    painter, engine = Painter(codec.detokenizer()), Detokenizer(codec.decode)
+    painter, engine = DraftHighlighter(codec.detokenizer()), Detokenizer(codec.decode)
     shown, drafted, at = "", "", 0
     for size, accepted in ((3, 2), (1, 0), (4, 4), (2, 1), (5, 3), (100, 99)):
         part = tuple(tokens[at : at + size])
         at += size
         whole = engine.push(part) + (engine.finish() if at >= len(tokens) else "")
-        for piece, mark in painter.paint(Update(1, part, whole, min(accepted, len(part)))):
+        for piece, mark in painter.segments(Update(1, part, whole, min(accepted, len(part)))):
             shown += piece
             drafted += piece if mark else "·" * len(piece)
     assert shown == text and len(drafted) == len(text)
@@ -178,33 +178,39 @@ def test_colour_never_changes_the_text() -> None:
 
 def test_methods_shows_the_whole_catalogue() -> None:
     entries = catalogue()
-    found = json.loads(foretell("methods", "--json").stdout)
+    found = json.loads(run_foretell("methods", "--json").stdout)
     assert [e["name"] for e in found] == list(entries)
     assert set(found[0]) >= {"name", "family", "draft", "tree", "accept", "lossless", "same_seed", "needs", "training"}
-    assert all(name in foretell("methods").stdout for name in entries)
-    lines = foretell("methods", "--markdown").stdout.strip().splitlines()
+    assert all(name in run_foretell("methods").stdout for name in entries)
+    lines = run_foretell("methods", "--markdown").stdout.strip().splitlines()
     assert len(lines) == len(entries) + 2 and len({line.count("|") for line in lines}) == 1
 
 
 def test_methods_explains_one_method() -> None:
     entry = catalogue()["eagle3"]
-    shown = " ".join(foretell("methods", "eagle3").stdout.split())
-    for fact in (entry.description, entry.pays, "arXiv 2503.01840", "num_draft_tokens = 12", "eagle_topk = unset"):
+    shown = " ".join(run_foretell("methods", "eagle3").stdout.split())
+    for fact in (
+        entry.description,
+        entry.when_to_use,
+        "arXiv 2503.01840",
+        "num_draft_tokens = 12",
+        "eagle_topk = unset",
+    ):
         assert fact in shown
-    found = json.loads(foretell("methods", "eagle3", "--json").stdout)
+    found = json.loads(run_foretell("methods", "eagle3", "--json").stdout)
     assert found["papers"][0]["arxiv"] == "2503.01840"
     assert {"num_draft_tokens": 12, "confidence_threshold": 0.07}.items() <= {
         o["name"]: o["default"] for o in found["options"]
     }.items()
-    assert foretell("methods", "pld", "--json").stdout == foretell("methods", "ngram", "--json").stdout
-    assert "did you mean 'eagle3'" in foretell("methods", "eagel3").stderr
+    assert run_foretell("methods", "pld", "--json").stdout == run_foretell("methods", "ngram", "--json").stdout
+    assert "did you mean 'eagle3'" in run_foretell("methods", "eagel3").stderr
 
 
 def test_version_and_help() -> None:
-    assert foretell("--version").stdout.startswith("foretell ")
-    shown = foretell("--help").stdout
+    assert run_foretell("--version").stdout.startswith("foretell ")
+    shown = run_foretell("--help").stdout
     assert all(
         word in shown for word in ("generate", "chat", "methods", "verify", "roofline", "--method sam_recycling")
     )
-    assert foretell().exit_code == 0
-    assert "--speculative-config" in foretell("generate", "--help").stdout
+    assert run_foretell().exit_code == 0
+    assert "--speculative-config" in run_foretell("generate", "--help").stdout

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from command import foretell, tiny
+from command import run_foretell, tiny_target
 from foretell.bench.stepper import OwnStepper
 from foretell.catalogue import BUILT_IN, Entry
 from foretell.core.context import ModelOutput
@@ -245,9 +245,9 @@ def test_a_timed_pass_has_finished() -> None:
 
 @on_every_device
 def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_path: Path) -> None:
-    common = ("--model", tiny(), "--device", device, "--dtype", "float32")
+    common = ("--model", tiny_target(), "--device", device, "--dtype", "float32")
     texts = {
-        place: foretell(
+        place: run_foretell(
             "generate",
             "abcabc",
             *common[:2],
@@ -262,10 +262,10 @@ def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_pa
         for place, method in (("cpu", "autoregressive"), (device, "sam_recycling"))
     }
     assert len(set(texts.values())) == 1 and all(texts.values())
-    checked = foretell("verify", "ngram", *common, "--samples", "200", "--max-new-tokens", "12")
+    checked = run_foretell("verify", "ngram", *common, "--samples", "200", "--max-new-tokens", "12")
     assert checked.exit_code == 0, checked.output
     sizes = ("--tokens", "1,8", "--context", "32", "--repeats", "2", "--rows", "1,4", "--json", tmp_path / "step.json")
-    timed = foretell("bench", "step", *common, *sizes)
+    timed = run_foretell("bench", "step", *common, *sizes)
     assert timed.exit_code == 0, timed.output
     report = json.loads((tmp_path / "step.json").read_text())
     contenders = {p["contender"] for p in report["passes"]}

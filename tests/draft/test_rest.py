@@ -48,7 +48,7 @@ def test_the_most_frequent_prefixes_equal_brute_force(rows: list[list[int]], mos
 
 
 def test_chances_are_shares_of_the_occurrences() -> None:
-    rest = DatastoreRetriever(Datastore.of([[7, 8, 1, 2], [7, 8, 1, 3], [7, 8, 4], [7, 8]]), shortest=1)
+    rest = DatastoreRetriever(Datastore.from_documents([[7, 8, 1, 2], [7, 8, 1, 3], [7, 8, 4], [7, 8]]), shortest=1)
     paths = {c.tokens: c.cumulative_acceptance for c in found(rest, [9, 7, 8])}
     assert set(paths) == {(1, 2), (1, 3), (4,)}
     rate = paths[4,][0] * 4
@@ -57,7 +57,7 @@ def test_chances_are_shares_of_the_occurrences() -> None:
 
 
 def test_budget_room_and_copy_bound_the_trie() -> None:
-    store = Datastore.of([[1, *(t + 10 for t in random_tokens(12, seed=s))] for s in range(50)])
+    store = Datastore.from_documents([[1, *(t + 10 for t in random_tokens(12, seed=s))] for s in range(50)])
     tree = Trie(20).grow(DatastoreRetriever(store, shortest=1, copy=3), context_of([5, 1]))
     assert tree.nodes == 21 and tree.depth.max() <= 3
     assert max(len(c.tokens) for c in found(DatastoreRetriever(store, shortest=1), [1], max_depth=2)) == 2
@@ -65,14 +65,14 @@ def test_budget_room_and_copy_bound_the_trie() -> None:
 
 
 def test_a_match_may_have_to_occur_often() -> None:
-    store = Datastore.of([[1, 2, 3, 9], [5, 2, 3, 8], [6, 2, 3, 8]])
+    store = Datastore.from_documents([[1, 2, 3, 9], [5, 2, 3, 8], [6, 2, 3, 8]])
     assert found(DatastoreRetriever(store), [1, 2, 3])[0].tokens == (9,)
     assert {c.tokens for c in found(DatastoreRetriever(store, least_hits=2), [1, 2, 3])} == {(8,), (9,)}
     assert found(DatastoreRetriever(store, least_hits=4), [1, 2, 3]) == []
 
 
 def test_the_pending_token_belongs_to_the_pattern() -> None:
-    store = Datastore.of([[1, 2, 3, 4]])
+    store = Datastore.from_documents([[1, 2, 3, 4]])
     assert found(DatastoreRetriever(store), [2, 3])[0].tokens == (4,)
     assert found(DatastoreRetriever(store), [3, 2]) == []
 
@@ -82,7 +82,7 @@ def test_coverage_is_learned() -> None:
     right = [*request.prompt, *naive(target(), request)]
     chances = []
     for document in (right, [t for token in right for t in (token, 0)]):
-        rest = DatastoreRetriever(Datastore.of([document]), shortest=1)
+        rest = DatastoreRetriever(Datastore.from_documents([document]), shortest=1)
         engine = engine_for(Method(rest, Trie(8), Match()), rows=1, chunk=64)
         engine.submit(request)
         first = engine.step()
@@ -101,14 +101,14 @@ def test_no_datastore_changes_a_text(accept: Match | Rejection) -> None:
     whole = [[*r.prompt, *t] for r, t in zip(REQUESTS, texts, strict=True)]
     stores: list[list[list[int]]] = [[], [[]], noise, whole]
     for documents in stores:
-        method = Method(DatastoreRetriever(Datastore.of(documents), shortest=1), Trie(12), accept)
+        method = Method(DatastoreRetriever(Datastore.from_documents(documents), shortest=1), Trie(12), accept)
         assert generate(method, REQUESTS) == texts
 
 
 def test_a_datastore_that_holds_the_text_is_copied_at_full_length() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=44)
     text = naive(target(), request)
-    store = Datastore.of([random_tokens(100, seed=1), [*request.prompt, *text]])
+    store = Datastore.from_documents([random_tokens(100, seed=1), [*request.prompt, *text]])
     engine = engine_for(Method(DatastoreRetriever(store), Trie(10), Match()), chunk=64)
     (done,) = engine.complete([request])
     assert list(done.tokens) == text
@@ -119,12 +119,12 @@ def test_an_end_of_sequence_in_a_continuation_ends_the_text() -> None:
     request = Request(random_tokens(17, seed=5), max_new_tokens=20)
     text = naive(target(), request)
     request = Request(request.prompt, max_new_tokens=20, eos=(text[6],))
-    rest = DatastoreRetriever(Datastore.of([[*request.prompt, *text]]))
+    rest = DatastoreRetriever(Datastore.from_documents([[*request.prompt, *text]]))
     assert generate(Method(rest, Trie(10), Match()), [request]) == [naive(target(), request)]
 
 
 def test_impossible_sizes_are_refused() -> None:
-    store = Datastore.of([[1, 2]], depth=8)
+    store = Datastore.from_documents([[1, 2]], depth=8)
     with pytest.raises(ValueError, match="depth"):
         DatastoreRetriever(store, longest=9)
     with pytest.raises(ValueError, match="1 <= shortest"):

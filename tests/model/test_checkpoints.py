@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from foretell.load import load, resolve
+from foretell.load import load, resolve_reference
 from foretell.model.config import from_gguf, from_hf
 from foretell.model.decoder import Decoder
 from foretell.model.load.gguf import GGUF
@@ -222,7 +222,7 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
 )
 def test_a_model_that_is_not_there_is_said_to_be_missing(reference: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        resolve(reference)
+        resolve_reference(reference)
 
 
 def test_a_pickle_is_refused_by_name(checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.influence import influence
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
-from foretell.testing import TINY, tiny_decoder, tiny_mixture
+from foretell.testing import TINY, tiny_decoder, tiny_moe
 from helpers import VOCAB, all_logits, random_tokens, run, statistics_of
 
 DEEP = replace(TINY, vocab=VOCAB, layers=4)
@@ -75,7 +75,7 @@ def test_sixteen_bits_and_no_sparsity_change_next_to_nothing() -> None:
 
 
 def test_experts_are_quantised_and_the_router_is_not() -> None:
-    target = tiny_decoder(tiny_mixture(DEEP))
+    target = tiny_decoder(tiny_moe(DEEP))
     copy = quantized(target, 3)
     for old, new in zip(blocks(target), blocks(copy), strict=True):
         assert isinstance(old.mlp, ExpertFeedForward) and isinstance(new.mlp, ExpertFeedForward)

@@ -10,7 +10,7 @@ from foretell.core.tree import root_tree, tree_from_lists
 from foretell.model.cache import KVCache, Layout
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.runner import DecoderRunner
-from foretell.testing import TINY, tiny_decoder, tiny_mixture
+from foretell.testing import TINY, tiny_decoder, tiny_moe
 from helpers import chain_tree, random_tokens
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -22,7 +22,7 @@ CONFIGS: dict[str, ModelConfig] = {
         attention_softcap=4.0, logit_softcap=9.0, embedding_scale=4.0, window=4, window_layers=(0,),
         local_rope=RopeConfig(theta=500.0),
     ),
-    "mixture": tiny_mixture(replace(TINY, vocab=31)),
+    "mixture": tiny_moe(replace(TINY, vocab=31)),
 }  # fmt: skip
 PARENTS = [-1, 0, 0, 1, 3, 1, 2, 6, 4, 0]
 

@@ -17,7 +17,7 @@ from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
-from foretell.testing import TINY, tiny_decoder, tiny_mixture
+from foretell.testing import TINY, tiny_decoder, tiny_moe
 from helpers import VOCAB, chain_tree, random_tokens
 
 
@@ -30,7 +30,7 @@ def mixture(count: int, active: int, seed: int = 0) -> ExpertFeedForward:
 
 
 def sparse_target() -> Decoder:
-    return tiny_decoder(tiny_mixture(replace(TINY, vocab=VOCAB)))
+    return tiny_decoder(tiny_moe(replace(TINY, vocab=VOCAB)))
 
 
 def decoded(method: AnyMethod) -> Completion:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretell.api import Model
-from foretell.load import _network, _streamed
+from foretell.load import _build_network, _build_streamed_network
 from foretell.model import kernels as native
 from foretell.model.decoder import Skip
 from foretell.model.kernels import NativeLinear, Precision
@@ -14,7 +14,7 @@ from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
 from foretell.model.offload import StreamedDecoder
 from foretell.model.runner import DecoderRunner, Network
-from foretell.testing import TINY, RandomWeights, letter_codec, tiny_mixture
+from foretell.testing import TINY, RandomWeights, letter_codec, tiny_moe
 from helpers import VOCAB, chain_tree, random_tokens
 
 CPU = torch.device("cpu")
@@ -38,8 +38,8 @@ def network(precision: Precision, kernels: bool, limit: int | None = None, confi
         if not kernels:
             patch.setenv("FORETELL_NATIVE", "0")
         if limit is None:
-            return _network(config, WithHead(), precision, CPU)
-        return _streamed(config, WithHead(), precision, CPU, limit)
+            return _build_network(config, WithHead(), precision, CPU)
+        return _build_streamed_network(config, WithHead(), precision, CPU, limit)
 
 
 def scores(network: Network, hidden_layers: tuple[int, ...] = ()) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ def test_under_a_limit_a_tied_embedding_is_stored_once() -> None:
 
 
 def test_experts_are_quantised_and_routers_are_not() -> None:
-    mixture = tiny_mixture(WIDE)
+    mixture = tiny_moe(WIDE)
     found, exact = (scores(network(p, False, config=mixture))[0] for p in ("int8", "float32"))
     assert 1e-4 < distance(found, exact) < 0.2
     kinds = {name.split(".")[-1]: type(m) for name, m in network("int8", False, config=mixture).named_modules()}  # type: ignore[attr-defined]

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.retrieval.datastore import Datastore, describe, fingerprint, joined, open_datastore, write
-from foretell.retrieval.suffix_array import SEPARATOR, suffix_order
-from words import words
+from foretell.retrieval.datastore import (
+    Datastore,
+    join_documents,
+    open_datastore,
+    read_manifest,
+    tokenizer_fingerprint,
+    write_datastore,
+)
+from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
+from words import word_codec
 
 END = int(SEPARATOR)
 documents = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=6)
@@ -33,7 +40,7 @@ def test_suffixes_are_sorted_to_the_depth(texts: list[list[int]], depth: int, of
     The offset varies how many tokens fit a key.
     """
     run = run_of([[t + offset for t in d] for d in texts])
-    order = suffix_order(np.array(run, np.uint32), depth)
+    order = build_suffix_array(np.array(run, np.uint32), depth)
     assert sorted(order.tolist()) == list(range(len(run)))
 
     def beginning(at: int) -> list[int]:
@@ -46,8 +53,8 @@ def test_suffixes_are_sorted_to_the_depth(texts: list[list[int]], depth: int, of
 
 def test_long_repeats_are_sorted() -> None:
     page = np.random.default_rng(0).integers(0, 50, 300).astype(np.uint32)
-    run = joined([page, page, page[:150], np.concatenate([page[:200], page[:200]])])
-    order = suffix_order(run, 64)
+    run = join_documents([page, page, page[:150], np.concatenate([page[:200], page[:200]])])
+    order = build_suffix_array(run, 64)
     beginnings = [run[at : at + 64].tolist() for at in order.tolist()]
     cut = [b[: b.index(END) + 1] if END in b else b for b in beginnings]
     assert cut == sorted(cut)
@@ -56,16 +63,16 @@ def test_long_repeats_are_sorted() -> None:
 @settings(max_examples=150, deadline=None)
 @given(documents, st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(1, 3))
 def test_lookups_equal_brute_force(texts: list[list[int]], text: list[int], least: int) -> None:
-    run, store = run_of(texts), Datastore.of(texts, depth=6)
+    run, store = run_of(texts), Datastore.from_documents(texts, depth=6)
 
     def occurrences(pattern: list[int]) -> list[int]:
         return [at for at in range(len(run)) if run[at : at + len(pattern)] == pattern]
 
     for size in range(1, min(len(text), 6) + 1):
         first, last = store.find(text[-size:])
-        assert sorted(store._order[first:last].tolist()) == occurrences(text[-size:])
+        assert sorted(store._suffixes[first:last].tolist()) == occurrences(text[-size:])
     fitting = [s for s in range(1, min(len(text), 5) + 1) if len(occurrences(text[-s:])) >= least]
-    size, first, last = store.longest(text, 5, 1, least)
+    size, first, last = store.longest_suffix(text, 5, 1, least)
     assert size == max(fitting, default=0)
     if not size:
         assert (first, last) == (0, 0)
@@ -74,39 +81,41 @@ def test_lookups_equal_brute_force(texts: list[list[int]], text: list[int], leas
     for at in occurrences(text[-size:]):
         rest = run[at + size :]
         wanted.append(([*rest[: rest.index(END)], -1, -1, -1, -1])[:4])
-    assert sorted(store.following(first, last, size, 4, 100).tolist()) == sorted(wanted)
+    assert sorted(store.continuations(first, last, size, 4, 100).tolist()) == sorted(wanted)
 
 
 def test_of_many_occurrences_as_many_as_wanted_are_taken() -> None:
-    store = Datastore.of([[1, n % 7] for n in range(100)])
-    assert store.following(*store.find([1]), 1, 2, 10).shape == (10, 2)
+    store = Datastore.from_documents([[1, n % 7] for n in range(100)])
+    assert store.continuations(*store.find([1]), 1, 2, 10).shape == (10, 2)
 
 
 def test_no_match_and_no_continuation_crosses_documents() -> None:
-    store = Datastore.of([[1, 2, 3], [4, 5], [2, 3, 4]])
-    assert store.find([3, 4]) != (0, 0) and store.longest([3, 4], 2, 2) == (2, *store.find([3, 4]))
-    assert store.longest([2, 3, 4, 5], 4, 3)[0] == 0
-    assert store.following(*store.find([2, 3]), 2, 3, 10).tolist() in (
+    store = Datastore.from_documents([[1, 2, 3], [4, 5], [2, 3, 4]])
+    assert store.find([3, 4]) != (0, 0) and store.longest_suffix([3, 4], 2, 2) == (2, *store.find([3, 4]))
+    assert store.longest_suffix([2, 3, 4, 5], 4, 3)[0] == 0
+    assert store.continuations(*store.find([2, 3]), 2, 3, 10).tolist() in (
         [[-1, -1, -1], [4, -1, -1]],
         [[4, -1, -1], [-1, -1, -1]],
     )
 
 
 def test_a_written_datastore_reads_as_the_one_in_memory(tmp_path: Path) -> None:
-    codec, texts = words("a", "b", "c"), arrays([1, 2, 3, 1, 2], [], [70000, 2, 1])
-    manifest = write(tmp_path / "new" / "store", texts, codec, "the model", depth=4)
-    assert (manifest.tokens, manifest.documents) == (10, 2) and describe(tmp_path / "new" / "store") == manifest
+    codec, texts = word_codec("a", "b", "c"), arrays([1, 2, 3, 1, 2], [], [70000, 2, 1])
+    manifest = write_datastore(tmp_path / "new" / "store", texts, codec, "the model", depth=4)
+    assert (manifest.tokens, manifest.documents) == (10, 2) and read_manifest(tmp_path / "new" / "store") == manifest
     store = open_datastore(tmp_path / "new" / "store", codec)
     assert (
         len(store) == 10 and store.depth == 4 and isinstance(np.load(tmp_path / "new/store/tokens.npy", "r"), np.memmap)
     )
-    assert store.longest([1, 2], 4, 1) == Datastore.of([t.tolist() for t in texts], 4).longest([1, 2], 4, 1)
+    assert store.longest_suffix([1, 2], 4, 1) == Datastore.from_documents(
+        [t.tolist() for t in texts], 4
+    ).longest_suffix([1, 2], 4, 1)
     assert [f.name for f in (tmp_path / "new").iterdir()] == ["store"]
 
 
 def test_the_fingerprint_is_of_the_tokens_not_of_the_file() -> None:
-    assert fingerprint(words("a", "b")) == fingerprint(words("a", "b"))
-    assert fingerprint(words("a", "b")) != fingerprint(words("b", "a"))
+    assert tokenizer_fingerprint(word_codec("a", "b")) == tokenizer_fingerprint(word_codec("a", "b"))
+    assert tokenizer_fingerprint(word_codec("a", "b")) != tokenizer_fingerprint(word_codec("b", "a"))
 
 
 def damage(name: str, content: Callable[[bytes], bytes | None]) -> Callable[[Path], None]:
@@ -143,7 +152,7 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_told_in_a_sentence(name: str, tmp_path: Path) -> None:
     act, message = DAMAGES[name]
-    write(tmp_path / "store", arrays([1, 2, 3]), words("a"), "m")
+    write_datastore(tmp_path / "store", arrays([1, 2, 3]), word_codec("a"), "m")
     act(tmp_path / "store")
     with pytest.raises(ValueError, match=message) as caught:
         open_datastore(tmp_path / "store")
@@ -151,17 +160,17 @@ def test_damage_is_told_in_a_sentence(name: str, tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "store", arrays([1, 2, 3]), words("a"), "small-model")
+    write_datastore(tmp_path / "store", arrays([1, 2, 3]), word_codec("a"), "small-model")
     with pytest.raises(ValueError, match="built with the tokenizer of small-model"):
-        open_datastore(tmp_path / "store", words("b"))
+        open_datastore(tmp_path / "store", word_codec("b"))
 
 
 def test_nothing_is_left_behind_where_writing_fails(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="exists already"):
-        write(tmp_path / "there", arrays([1]), words("a"), "m")
+        write_datastore(tmp_path / "there", arrays([1]), word_codec("a"), "m")
     with pytest.raises(ValueError, match="nothing to index"):
-        write(tmp_path / "store", arrays([], []), words("a"), "m")
+        write_datastore(tmp_path / "store", arrays([], []), word_codec("a"), "m")
     with pytest.raises(TypeError):
-        write(tmp_path / "store", arrays([1]), words("a"), object(), 4)  # type: ignore[arg-type]
+        write_datastore(tmp_path / "store", arrays([1]), word_codec("a"), object(), 4)  # type: ignore[arg-type]
     assert [f.name for f in tmp_path.iterdir()] == ["there"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import TARGET, TinySource, Toy, ToyConfig, card_of
 
-from command import foretell
+from command import run_foretell
 from foretell.catalogue import BuildContext
 from foretell.catalogue.speculators import trained_speculator
 from foretell.speculator import is_speculator, network
@@ -33,7 +33,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def parts(source: TinySource | None, folder: Path | None = None) -> BuildContext:
     return BuildContext(
-        vocab=TINY.vocab, network=TARGET, source=source, speculators=() if folder is None else (folder,)
+        vocab=TINY.vocab, network=TARGET, checkpoint=source, speculators=() if folder is None else (folder,)
     )
 
 
@@ -134,9 +134,9 @@ def test_the_sentence_names_the_package_where_it_holds_such_a_speculator() -> No
 
 
 def test_methods_lists_what_is_installed_and_says_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "speculator (ships for smollm2-135m)" in foretell("methods", "--markdown").stdout
+    assert "speculator (ships for smollm2-135m)" in run_foretell("methods", "--markdown").stdout
     monkeypatch.setattr("foretell.speculator.installed.installed", lambda: Installed((), ("one is broken",)))
-    without = foretell("methods", "--markdown")
+    without = run_foretell("methods", "--markdown")
     assert "ships for" not in without.stdout and "speculator (train one)" in without.stdout
     assert without.stderr == "foretell: one is broken\n" and without.exit_code == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 import foretell
 from foretell.api import Model
-from foretell.load import EMBEDDED
+from foretell.load import DEFAULT_MODEL
 from foretell.speculator.checkpoint import WEIGHTS
 from foretell.speculator.installed import PACKAGE, PACKAGE_KINDS, PACKAGE_TARGET, installed
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "packages" / PACKAGE / "src" / PACKAGE.repl
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return foretell.load(EMBEDDED, "bfloat16")
+    return foretell.load(DEFAULT_MODEL, "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def plain(model: Model) -> list[tuple[int, ...]]:
 
 
 def test_all_of_it_is_small_and_described() -> None:
-    ours = [s for s in installed().speculators if s.target == EMBEDDED]
+    ours = [s for s in installed().speculators if s.target == DEFAULT_MODEL]
     assert {s.kind for s in ours} == set(PACKAGE_KINDS) and {s.fingerprint for s in ours} == {PACKAGE_TARGET}
     assert sum(f.stat().st_size for f in FOLDER.rglob(WEIGHTS)) <= 40_000_000
     for kind in PACKAGE_KINDS:

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import numpy as np
 from accelerate import Accelerator
 
-from command import tiny
+from command import tiny_target
 from foretell.api import Model
 from foretell.engine.engine import Request
 from foretell.load import load
-from foretell.retrieval.datastore import fingerprint
+from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Collection, Manifest, Record
 from foretell.train.loop.settings import Portion, Settings
 from foretell.train.loop.task import Task, features, prepare, understood
@@ -31,7 +31,7 @@ def target(path: str, dtype: str = "float32") -> Model:
 @cache
 def shared() -> Path:
     """Answers of the tiny target of the command tests; tests that write to a set make their own."""
-    return answers(Path(_folder().name), target(str(tiny())))
+    return answers(Path(_folder().name), target(str(tiny_target())))
 
 
 @cache
@@ -43,8 +43,8 @@ def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: 
     """A training set: the model continues random prompts greedily."""
     manifest = Manifest(
         model=model.name,
-        fingerprint=model.source.fingerprint(),
-        tokenizer=fingerprint(model.codec),
+        fingerprint=model.checkpoint.fingerprint(),
+        tokenizer=tokenizer_fingerprint(model.codec),
         vocab=model.config.vocab,
         kind="prompts",
         seed=seed,
@@ -66,7 +66,7 @@ def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: 
 def settings(out: Path, data: Path | None = None, **changed: object) -> Settings:
     """A training of seconds on the tiny target."""
     values: dict[str, object] = {
-        "recipe": "mlp_speculator", "options": {"inner": "32"}, "model": str(tiny()), "out": str(out),
+        "recipe": "mlp_speculator", "options": {"inner": "32"}, "model": str(tiny_target()), "out": str(out),
         "data": (Portion(folder=str(data or shared()), weight=1.0),), "steps": 12, "batch_tokens": 256, "sequence": 64,
         "warmup": 2,
         "precision": "no", "draft_vocab": 64, "measure_every": 6, "measure_prompts": 3, "measure_tokens": 8, "lr": 3e-3,

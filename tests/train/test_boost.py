@@ -4,7 +4,7 @@ from pathlib import Path
 
 from learner import shared
 
-from command import foretell, tiny
+from command import run_foretell, tiny_target
 from foretell.speculator.checkpoint import read_config
 
 SMALL = (
@@ -15,12 +15,16 @@ SMALL = (
 
 
 def train(out: Path, *more: str) -> None:
-    result = foretell("train", "draft_model", "--model", tiny(), "--data", shared(), "--out", out, *SMALL, *more)
+    result = run_foretell(
+        "train", "draft_model", "--model", tiny_target(), "--data", shared(), "--out", out, *SMALL, *more
+    )
     assert result.exit_code == 0, (result.output, result.exception)
 
 
 def generate(*more: str | Path) -> str:
-    result = foretell("generate", "hello", "--model", tiny(), "--max-new-tokens", "8", "--dtype", "float32", *more)
+    result = run_foretell(
+        "generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--dtype", "float32", *more
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
 

@@ -25,7 +25,7 @@ from foretell.train.loop.measure import Measured
 from foretell.train.loop.settings import Settings
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
-from foretell.utils.store import write_through
+from foretell.utils.store import write_synced
 
 
 def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> N
     done.run()
     assert losses(done)[-1] < 0.8 * losses(done)[0]
     assert done.best > 1.2 and done.last is not None and done.last.accepted[0] > 0.1
-    found = load_own(tmp_path, done.task.model.source.embedding_and_head(torch.float32))
+    found = load_own(tmp_path, done.task.model.checkpoint.embedding_and_head(torch.float32))
     assert type(found) is type(done.task.recipe.network)
     rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
     assert [int(r["step"]) for r in rows] == list(range(1, 46))
@@ -139,7 +139,7 @@ def test_no_space_for_a_checkpoint_leaves_the_last_one(tmp_path: Path, monkeypat
     one = trainer(settings(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         one.run(lambda: one.step == 4)
-    real = write_through
+    real = write_synced
 
     def full(path: Path, data: bytes) -> None:
         real(path, data[: len(data) // 2])
@@ -200,7 +200,7 @@ def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Pat
 def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
     def drafted(name: str) -> list[int]:
         tokens = load_own(
-            tmp_path / name, trainer(settings(tmp_path / "x")).task.model.source.embedding_and_head(torch.float32)
+            tmp_path / name, trainer(settings(tmp_path / "x")).task.model.checkpoint.embedding_and_head(torch.float32)
         ).token_of
         assert tokens is not None
         return list(tokens.tolist())

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foretell.cli.prompts import parse
-from foretell.load import EMBEDDED, load
-from foretell.retrieval.datastore import fingerprint
+from foretell.cli.prompts import parse_line
+from foretell.load import DEFAULT_MODEL, load
+from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Collection, Manifest, Record
 
 TOOL = Path(__file__).parents[2] / "tools" / "prompts.py"
@@ -28,12 +28,16 @@ def wordnet(path: Path) -> Path:
 
 
 def talks(folder: Path) -> Path:
-    model = load(EMBEDDED)
+    model = load(DEFAULT_MODEL)
     known = Manifest(
-        model=model.name, fingerprint="", tokenizer=fingerprint(model.codec), vocab=model.config.vocab, kind="self"
+        model=model.name,
+        fingerprint="",
+        tokenizer=tokenizer_fingerprint(model.codec),
+        vocab=model.config.vocab,
+        kind="self",
     )
     prompt = model.codec.chat([{"role": "user", "content": "Why is the sky blue?"}])
-    answer = [*model.codec.encode("It scatters light.", special=False), model.eos[0]]
+    answer = [*model.codec.encode("It scatters light.", add_special_tokens=False), model.eos[0]]
     with Collection(folder, known) as collection:
         collection.add(Record(number=0, tokens=[*prompt, *answer], start=len(prompt)))
     return folder
@@ -56,7 +60,7 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
     assert made[0] == made[1]
     lines = made[0].splitlines()
     assert len(set(lines)) == len(lines) == 300
-    turns = [parse(line).messages or [] for line in lines]
+    turns = [parse_line(line).messages or [] for line in lines]
     texts = [t[-1].content for t in turns]
     talked = [t for t in turns if len(t) == 3]
     assert talked and {(t[0].content, t[1].content) for t in talked} == {("Why is the sky blue?", "It scatters light.")}

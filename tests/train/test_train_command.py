@@ -15,7 +15,7 @@ import pytest
 from learner import answers, shared, target
 from rich.console import Console
 
-from command import ENVIRONMENT, foretell, refused, save_tiny, tiny
+from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.cli.train import Bar, Lines
 from foretell.speculator.checkpoint import read_config
 from foretell.train.loop import task
@@ -31,18 +31,18 @@ SMALL = (
 
 
 def arguments(out: Path, *more: str | Path, name: str = "mlp_speculator", data: Path | None = None) -> list[str | Path]:
-    return ["train", name, "--model", tiny(), "--data", data or shared(), "--out", out, *SMALL, *more]
+    return ["train", name, "--model", tiny_target(), "--data", data or shared(), "--out", out, *SMALL, *more]
 
 
 def asked(out: Path, *more: str | Path, name: str = "mlp_speculator", data: Path | None = None) -> str:
-    return refused(*arguments(out, *more, name=name, data=data))
+    return expect_error(*arguments(out, *more, name=name, data=data))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained speculator."""
     out = tmp_path_factory.mktemp("made") / "speculator"
-    result = foretell(*arguments(out))
+    result = run_foretell(*arguments(out))
     assert result.exit_code == 0, (result.output, result.exception)
     assert re.search(r"\d\.\d+ tokens per pass at step \d of 4", result.stderr)
     return out
@@ -70,7 +70,7 @@ def test_everything_is_written(made: Path) -> None:
 def test_sizes_that_no_machine_has_room_for_are_refused(tmp_path: Path, name: str, option: str, words: str) -> None:
     out = tmp_path / "out"
     plain = [a for a in arguments(out, name=name) if a not in ("--set", "inner=32")]
-    assert words in refused(*plain, "--set", option)
+    assert words in expect_error(*plain, "--set", option)
     assert not out.exists()
 
 
@@ -85,17 +85,17 @@ def test_a_lack_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_what_was_trained_decodes(made: Path) -> None:
-    result = foretell("generate", "hello", "--model", tiny(), "--method", "mlp_speculator", "--draft-model", made,
+    result = run_foretell("generate", "hello", "--model", tiny_target(), "--method", "mlp_speculator", "--draft-model", made,
     "--max-new-tokens", "8",
                       "--dtype", "float32")  # fmt: skip
-    plain = foretell("generate", "hello", "--model", tiny(), "--max-new-tokens", "8", "--dtype", "float32")
+    plain = run_foretell("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--dtype", "float32")
     assert result.exit_code == 0, (result.output, result.exception)
     assert result.stdout == plain.stdout
 
 
 def test_the_same_command_again_has_nothing_to_do(made: Path) -> None:
     before = (made / "model.safetensors").stat().st_mtime_ns
-    assert foretell(*arguments(made)).exit_code == 0
+    assert run_foretell(*arguments(made)).exit_code == 0
     assert (made / "model.safetensors").stat().st_mtime_ns == before
     assert "--lr was 0.001 there and is 0.01 here" in asked(made, "--lr", "0.01")
 
@@ -111,49 +111,49 @@ def test_names_and_values(tmp_path: Path) -> None:
     assert "--lr: input should be greater than 0, found 0.0" in asked(out, "--lr", "0")
     assert "reads at most 512 tokens" in asked(out, "--sequence", "513")
     assert "--sequence: " in asked(out, "--sequence", "2")
-    assert "how often an epoch shows" in refused(
-        "train", "medusa", "--data", "answers=often", "--out", out, "--model", tiny()
+    assert "how often an epoch shows" in expect_error(
+        "train", "medusa", "--data", "answers=often", "--out", out, "--model", tiny_target()
     )
     assert "no training set here" in asked(out, data=tmp_path)
     assert not out.exists()
 
 
 def test_data_of_another_model(tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other", seed=4)
+    other = save_tiny_model(tmp_path / "other", seed=4)
     foreign = answers(tmp_path / "foreign", target(str(other)))
     assert "wrote these answers, and the target is" in asked(tmp_path / "out", data=foreign)
-    larger = save_tiny(tmp_path / "larger", vocab=300)
+    larger = save_tiny_model(tmp_path / "larger", vocab=300)
     strange = answers(tmp_path / "strange", target(str(larger)))
     assert "its tokens are of another tokenizer" in asked(tmp_path / "out", data=strange)
 
 
 def test_too_little_data(tmp_path: Path) -> None:
-    few = answers(tmp_path / "few", target(str(tiny())), texts=7)
+    few = answers(tmp_path / "few", target(str(tiny_target())), texts=7)
     assert "too little data: 4 texts" in asked(tmp_path / "out", data=few)
     assert "too few to hold back 16" in asked(tmp_path / "out", "--measure-prompts", "16", data=few)
 
 
 def test_an_installed_one_may_be_begun_with(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "find_installed", lambda kind, mark: made if kind == "mlp_speculator" else None)
-    assert foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
+    assert run_foretell(*arguments(tmp_path / "out", "--from", "mlp_speculator")).exit_code == 0
     assert f"## Begun from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "a speculator of kind 'mlp_speculator', and medusa trains 'medusa'" in refused(
-        "train", "medusa", "--model", tiny(), "--data", shared(), "--out", out, *SMALL[:-4], "--from", made
+    assert "a speculator of kind 'mlp_speculator', and medusa trains 'medusa'" in expect_error(
+        "train", "medusa", "--model", tiny_target(), "--data", shared(), "--out", out, *SMALL[:-4], "--from", made
     )
     assert "give the --set it was trained with" in asked(out, "--from", made, "--set", "inner=16")
     assert "no config.json here" in asked(out, "--from", tmp_path)
     assert "no mlp_speculator speculator is installed for this target" in asked(out, "--from", "mlp_speculator")
     assert "no such folder, and no kind of speculator" in asked(out, "--from", tmp_path / "nowhere")
     own = ("--set", "own_head=true")
-    assert foretell(*arguments(tmp_path / "own", *own)).exit_code == 0
+    assert run_foretell(*arguments(tmp_path / "own", *own)).exit_code == 0
     assert "leave --draft-vocab away" in asked(out, *own, "--from", tmp_path / "own", "--draft-vocab", "40")
-    other = save_tiny(tmp_path / "other", seed=4)
+    other = save_tiny_model(tmp_path / "other", seed=4)
     foreign = answers(tmp_path / "foreign", target(str(other)))
-    assert "(fingerprint" in refused(
+    assert "(fingerprint" in expect_error(
         "train", "mlp_speculator", "--model", other, "--data", foreign, "--out", out, *SMALL, "--from", made
     )
 
@@ -202,5 +202,5 @@ def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -
     parts = {p.name for p in (tmp_path / "out" / "checkpoint" / "step-000000004").glob("tensors-*")}
     assert parts == ({"tensors-0.safetensors", "tensors-1.safetensors"} if sharded else {"tensors-0.safetensors"})
     if not sharded:
-        again = foretell(*arguments(tmp_path / "out", data=data))
+        again = run_foretell(*arguments(tmp_path / "out", data=data))
         assert again.exit_code == 0, "one process reads the checkpoint of two copies"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from command import foretell, refused, tiny
+from command import expect_error, run_foretell, tiny_target
 from foretell.api import Model
 from foretell.cli import data
 from foretell.core.sampling import SamplingParams
@@ -20,7 +20,7 @@ from foretell.train.data import dataset
 from foretell.train.data.dataset import Collection, Dataset, Manifest, Record
 from foretell.train.data.features import Shelf, read
 from foretell.train.data.generate import Prompts, answers, pieces
-from foretell.utils.store import HEADER, LINES
+from foretell.utils.store import RECORDS_FILE, SETTINGS_FILE
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
@@ -96,7 +96,7 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
     fill(model, tmp_path / "whole", 50)
     fill(model, tmp_path / "broken", 50, steps=60)
     before = texts(tmp_path / "broken")
-    lines = tmp_path / "broken" / LINES
+    lines = tmp_path / "broken" / RECORDS_FILE
     with lines.open("a") as file:
         file.write('{"number": 99, "tok')
     fill(model, tmp_path / "broken", 50)
@@ -145,9 +145,9 @@ def test_a_kill_between_shard_and_journal_doubles_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(dataset, "SHARD", 2)
     with Collection(tmp_path, MANIFEST) as collection:
         collection.add(Record(number=0, tokens=[1, 2], start=1))
-        journal = (tmp_path / LINES).read_text()
+        journal = (tmp_path / RECORDS_FILE).read_text()
         collection.add(Record(number=1, tokens=[3, 4], start=1))
-    (tmp_path / LINES).write_text(journal)
+    (tmp_path / RECORDS_FILE).write_text(journal)
     assert len(Dataset.open(tmp_path)) == 2
     with Collection(tmp_path, MANIFEST) as again:
         assert again.learnable == 2
@@ -181,20 +181,20 @@ def test_plain_text_is_cut_into_pieces(model: Model, tmp_path: Path) -> None:
 
 def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
     out = tmp_path / "x"
-    assert "--self" in refused("data", "generate", "--tokens", "10", "--out", out)
-    assert "foretell data generate" in refused("data", "show", tmp_path)
+    assert "--self" in expect_error("data", "generate", "--tokens", "10", "--out", out)
+    assert "foretell data generate" in expect_error("data", "show", tmp_path)
     (tmp_path / "p.jsonl").write_text(json.dumps({"promt": "hello"}) + "\n")
-    prompts = ("--prompts", tmp_path / "p.jsonl", "--model", tiny())
-    assert "did you mean" in refused("data", "generate", *prompts, "--tokens", "10", "--out", out)
+    prompts = ("--prompts", tmp_path / "p.jsonl", "--model", tiny_target())
+    assert "did you mean" in expect_error("data", "generate", *prompts, "--tokens", "10", "--out", out)
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
     for states in ("2,x", "99"):
-        said = refused("data", "generate", *prompts, "--tokens", "10", "--out", out, "--states", states)
+        said = expect_error("data", "generate", *prompts, "--tokens", "10", "--out", out, "--states", states)
         assert f"--states={states}" in said
     if not torch.cuda.is_available():
         asked = (*prompts, "--tokens", "10", "--out", out, "--device", "cuda")
-        assert "finds no CUDA GPU here" in refused("data", "generate", *asked)
-    plain = ("--text", tmp_path / "p.jsonl", "--model", tiny(), "--states", "1")
-    assert "plain text is not read" in refused("data", "generate", *plain, "--tokens", "10", "--out", out)
+        assert "finds no CUDA GPU here" in expect_error("data", "generate", *asked)
+    plain = ("--text", tmp_path / "p.jsonl", "--model", tiny_target(), "--states", "1")
+    assert "plain text is not read" in expect_error("data", "generate", *plain, "--tokens", "10", "--out", out)
 
 
 def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for i in range(10):
         (tmp_path / "text" / f"{i}.txt").write_text("some plain text to learn")
     wanted = ("--tokens", "100", "--max-answer", "20", "--out", tmp_path / "set")
-    result = foretell("data", "generate", "--text", tmp_path / "text", "--model", tiny(), *wanted)
+    result = run_foretell("data", "generate", "--text", tmp_path / "text", "--model", tiny_target(), *wanted)
     lines = [line for line in result.stderr.splitlines() if "of 100 tokens" in line]
     assert len(lines) > 3 and lines[-1].startswith("100 of 100 tokens") and lines[-1].endswith("tokens/s")
 
@@ -263,14 +263,14 @@ def test_a_damaged_shard_is_refused_in_a_sentence(words: str, tmp_path: Path) ->
     ],
 )
 def test_a_damaged_line_of_the_journal_is_refused_in_a_sentence(line: str, tmp_path: Path) -> None:
-    with (small_set(tmp_path) / LINES).open("a") as file:
+    with (small_set(tmp_path) / RECORDS_FILE).open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=r"records.jsonl, line 2: a damaged record"):
         Dataset.open(tmp_path)
 
 
 def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    (small_set(tmp_path) / HEADER).write_text("[" * 100_000)
+    (small_set(tmp_path) / SETTINGS_FILE).write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"settings.json: damaged"):
         Dataset.open(tmp_path)
 

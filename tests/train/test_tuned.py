@@ -114,7 +114,7 @@ def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_pat
     assert losses[-1] < losses[20] - 1
     recipe.save(tmp_path)
     model = load(str(tmp_path / "target"), dtype="float32")
-    network = load_own(tmp_path, model.source.embedding_and_head(torch.float32))
+    network = load_own(tmp_path, model.checkpoint.embedding_and_head(torch.float32))
     assert isinstance(network, HeadsNetwork)
     texts = []
     for method in (

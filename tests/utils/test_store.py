@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from foretell.utils.store import LINES, RunStore, read, settings
+from foretell.utils.store import RECORDS_FILE, RunStore, read_records, read_settings
 
 
 class Settings(BaseModel):
@@ -30,8 +30,8 @@ def fill(folder: Path) -> None:
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
     fill(tmp_path)
-    assert list(read(tmp_path, Record)) == [FIRST, SECOND]
-    assert settings(tmp_path, Settings) == SETTINGS
+    assert list(read_records(tmp_path, Record)) == [FIRST, SECOND]
+    assert read_settings(tmp_path, Settings) == SETTINGS
     with RunStore(tmp_path, SETTINGS, Record) as store:
         assert store.records == [FIRST, SECOND]
 
@@ -39,17 +39,17 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 40])
 def test_a_line_cut_by_an_interruption_is_dropped_and_the_rest_kept(tmp_path: Path, cut: int) -> None:
     fill(tmp_path)
-    path = tmp_path / LINES
+    path = tmp_path / RECORDS_FILE
     path.write_bytes(path.read_bytes()[:-cut])
-    assert list(read(tmp_path, Record)) == [FIRST]
+    assert list(read_records(tmp_path, Record)) == [FIRST]
     with RunStore(tmp_path, SETTINGS, Record) as store:
         store.append(SECOND)
-    assert list(read(tmp_path, Record)) == [FIRST, SECOND]
+    assert list(read_records(tmp_path, Record)) == [FIRST, SECOND]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     fill(tmp_path)
-    path = tmp_path / LINES
+    path = tmp_path / RECORDS_FILE
     path.write_text('{"question": 3}\n' + path.read_text())
     with pytest.raises(ValueError, match="line 1: a damaged record"):
         RunStore(tmp_path, SETTINGS, Record)
@@ -68,9 +68,9 @@ def test_a_folder_of_other_settings_is_refused_and_left_alone(tmp_path: Path) ->
     fill(tmp_path)
     with pytest.raises(ValueError, match=r"another max_new_tokens \(8, now 9\)"):
         RunStore(tmp_path, SETTINGS.model_copy(update={"max_new_tokens": 9}), Record)
-    assert list(read(tmp_path, Record)) == [FIRST, SECOND]
+    assert list(read_records(tmp_path, Record)) == [FIRST, SECOND]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
-        settings(tmp_path, Settings)
+        read_settings(tmp_path, Settings)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from foretell.cli.prompts import parse
+from foretell.cli.prompts import parse_line
 from foretell.utils.validation import Fields, parse_json, read_json, read_model, validate
 
 DEEP = "[" * 100_000
@@ -32,7 +32,7 @@ def test_what_is_no_json_is_refused_with_its_name(text: str | bytes, tmp_path: P
     with pytest.raises(ValueError, match=r"a\.json: not valid JSON"):
         read_model(Sizes, tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"not (valid JSON|UTF-8)"):
-        parse(text if isinstance(text, bytes) else text.encode())
+        parse_line(text if isinstance(text, bytes) else text.encode())
 
 
 def test_json_is_what_the_standard_library_reads() -> None:

@@ -80,7 +80,7 @@ class Spec:
             )
         config = SpeculativeConfig(num_speculative_tokens=int(budget)) if at else SpeculativeConfig()
         try:
-            entry.read(config)
+            entry.parse_options(config)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from error
         return Spec(entry.name + at + budget, entry.name, config)
@@ -231,7 +231,7 @@ def conversation(model: Model, messages: Sequence[Message]) -> list[int]:
 def arrived(model: Model, prompt: Sequence[int], arrivals: Arrivals) -> Turn:
     """An answer with what every contender has to say about it."""
     text = model.codec.decode(arrivals.tokens).strip()
-    retokenized = len(model.codec.encode(text, special=False)) if text else 0
+    retokenized = len(model.codec.encode(text, add_special_tokens=False)) if text else 0
     return Turn(
         prompt_tokens=len(prompt), tokens=arrivals.tokens, at=arrivals.at, count=arrivals.count, retokenized=retokenized
     )

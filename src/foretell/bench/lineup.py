@@ -42,7 +42,7 @@ class Lineup:
         """The target at every precision; changed copies of it, which some methods draft with, are read once."""
         found = {d: load(self.settings.model, d, self.settings.device) for d in self.settings.dtypes}
         for model in found.values():
-            model.remember_copies()
+            model.cache_checkpoint()
         return found
 
     def session(self, models: dict[str, Model], repeats: int) -> Session:

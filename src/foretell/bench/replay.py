@@ -17,7 +17,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine, Request
 from foretell.load import load as load_model
 from foretell.model.runner import Runner
-from foretell.utils.store import read, settings
+from foretell.utils.store import read_records, read_settings
 from foretell.utils.validation import validate_json
 
 
@@ -27,8 +27,8 @@ def load(folder: Path) -> tuple[RecordingSettings, list[Recording]]:
     Raises:
         ValueError: there is none here, it is damaged, or it was interrupted.
     """
-    setting = settings(folder, RecordingSettings)
-    recordings = list(read(folder, Recording))
+    setting = read_settings(folder, RecordingSettings)
+    recordings = list(read_records(folder, Recording))
     if len(recordings) < setting.questions:
         raise ValueError(
             f"{folder}: the recording was interrupted, it holds {len(recordings)} of {setting.questions} questions; "
@@ -98,7 +98,11 @@ def casts(
     specs = {s.text: s for s in map(Spec.parse, [PLAIN, *methods])}
     drafts = [load_model(r, setting.dtype) for r in (draft_model or "").split(",") if r]
     codec = load_model(setting.model, setting.dtype).codec if references or drafts else None
-    texts = [] if codec is None else [tuple(codec.encode(p.read_text("utf-8"), special=False)) for p in references]
+    texts = (
+        []
+        if codec is None
+        else [tuple(codec.encode(p.read_text("utf-8"), add_special_tokens=False)) for p in references]
+    )
 
     def context() -> BuildContext:
         return BuildContext(

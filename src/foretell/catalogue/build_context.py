@@ -30,9 +30,9 @@ from foretell.shape import (
 )
 from foretell.tokenizer.codec import TextCodec
 
-_BEAM_WIDTH = 4
+_MIN_EXPANDED_NODES = 4
 """Nodes expanded per level of a dynamic tree: enough for trees of 12 to 16 nodes."""
-_NODES_PER_CHILD = 6
+_NODES_PER_EXPANDED_NODE = 6
 """Nodes of a tree for each that is expanded per level: EAGLE-2's 60 and 10 (arXiv 2406.16858)."""
 
 
@@ -51,7 +51,7 @@ class BuildContext:
     """The target's tokenizer."""
     draft_codecs: tuple[TextCodec, ...] = ()
     """The tokenizers of `drafts`."""
-    source: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     """The target's checkpoint. Not needed for changed copies where `network` is a plain decoder."""
     speculators: tuple[Path, ...] = ()
     """Directories of trained speculators; none: what ships for this target."""
@@ -84,8 +84,8 @@ def require_network(context: BuildContext, purpose: str = "drafts with parts of 
 
 def changed_copy(context: BuildContext, change: Change, dtype: str | None = None) -> Network:
     """The target read again, changed."""
-    if context.source is not None:
-        return context.source.copy(change, dtype)
+    if context.checkpoint is not None:
+        return context.checkpoint.copy(change, dtype)
     network = require_network(context)
     if not isinstance(network, Decoder):
         raise ValueError(
@@ -135,9 +135,9 @@ def dynamic_tree(options: BeamOptions, depth: int) -> DynamicTree:
 
     Else nodes below the confidence are left out.
     """
-    nodes, given = options.num_draft_tokens, options.given("num_draft_tokens")
-    width = options.eagle_topk or max(_BEAM_WIDTH, nodes // _NODES_PER_CHILD if given else 0)
-    whole = given and not options.given("confidence_threshold")
+    nodes, given = options.num_draft_tokens, options.is_set("num_draft_tokens")
+    width = options.eagle_topk or max(_MIN_EXPANDED_NODES, nodes // _NODES_PER_EXPANDED_NODE if given else 0)
+    whole = given and not options.is_set("confidence_threshold")
     return DynamicTree(depth, width, nodes, 0.0 if whole else options.confidence_threshold)
 
 

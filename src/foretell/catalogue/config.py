@@ -12,7 +12,7 @@ _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 8}'
 class SpeculativeConfig:
     """`method`, `model` (draft models, separated by commas), and the options of the method by name, not yet validated.
 
-    The method's entry in the catalogue says which options it reads and validates them: see `Entry.read`.
+    The method's entry in the catalogue says which options it reads and validates them: see `Entry.parse_options`.
     """
 
     def __init__(self, /, method: str | None = None, model: str | None = None, **options: object) -> None:

@@ -18,7 +18,12 @@ from foretell.catalogue.options import (
     SpecTrOptions,
     UniversalDraftOptions,
 )
-from foretell.catalogue.speculators import DRAFT_MODEL, draft_models, draft_predictor, trained_speculator
+from foretell.catalogue.speculators import (
+    DRAFT_MODEL,
+    require_draft_models,
+    require_draft_predictor,
+    trained_speculator,
+)
 from foretell.draft import (
     CascadeDrafter,
     CrossTokenizerDrafter,
@@ -31,26 +36,28 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, LLMCadTree, Trie, optimal_tree
 from foretell.speculator.network.draft_model import DraftNetwork
 
-_READ_AHEAD_NODES, _READ_AHEAD_CHAIN = 8, 5
+_CASCADE_TRIE_NODES, _CASCADE_CHAIN_LENGTH = 8, 5
 """Tokens that n-gram copies, or a still smaller model, propose to a draft model of a cascade."""
 
 
 def draft_model(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """A draft model drafts a chain."""
-    return Method(draft_predictor(context), chain(options), rejection(options))
+    return Method(require_draft_predictor(context), chain(options), rejection(options))
 
 
 def block_verification(context: BuildContext, options: ChainOptions) -> AnyMethod:
     """The same, accepted in blocks."""
-    return Method(draft_predictor(context), chain(options), BlockVerification())
+    return Method(require_draft_predictor(context), chain(options), BlockVerification())
 
 
 def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
     """Several drafts at every node, drawn from the mixed models."""
-    return Method(draft_predictor(context), BranchingTree(tuple(_widths(options.num_draft_tokens))), Rejection())
+    return Method(
+        require_draft_predictor(context), BranchingTree(tuple(_branching(options.num_draft_tokens))), Rejection()
+    )
 
 
-def _widths(nodes: int) -> Iterator[int]:
+def _branching(nodes: int) -> Iterator[int]:
     """Children per node at every depth: two, two, then one, as long as the levels fit into so many nodes."""
     level = 1
     for wanted in concatenated((2, 2), repeat(1)):
@@ -69,28 +76,28 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
         shape = FixedTree(sorted_paths(options.speculative_tree), draw)
     else:
         shape = optimal_tree(options.num_draft_tokens, options.acceptance, depth=options.num_steps, draw=draw)
-    return Method(draft_predictor(context), shape, Rejection() if draw else Match())
+    return Method(require_draft_predictor(context), shape, Rejection() if draw else Match())
 
 
-def dynamic(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
+def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
     """A tree where the draft model is confident."""
-    return Method(draft_predictor(context), dynamic_tree(options, options.num_steps), Match())
+    return Method(require_draft_predictor(context), dynamic_tree(options, options.num_steps), Match())
 
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
     """Chains side by side, accepted by K-SEQ."""
     chains = BranchingTree((options.eagle_topk, *[1] * (options.num_steps - 1)), distinct=False)
-    return Method(draft_predictor(context), chains, KSequentialSelection())
+    return Method(require_draft_predictor(context), chains, KSequentialSelection())
 
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """Every model drafts for the next larger one."""
-    *larger_first, last = draft_models(context)
+    *larger_first, last = require_draft_models(context)
     drafter = CascadeDrafter(
-        last, Method(PromptLookup(references=context.references), Trie(_READ_AHEAD_NODES), Match())
+        last, Method(PromptLookup(references=context.references), Trie(_CASCADE_TRIE_NODES), Match())
     )
     for runner in reversed(larger_first):
-        drafter = CascadeDrafter(runner, Method(drafter, Chain(_READ_AHEAD_CHAIN, draw=False), Match()))
+        drafter = CascadeDrafter(runner, Method(drafter, Chain(_CASCADE_CHAIN_LENGTH, draw=False), Match()))
     return Method(drafter, chain(options), rejection(options))
 
 
@@ -112,7 +119,7 @@ def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> An
 def llmcad(context: BuildContext, options: LLMCadOptions) -> AnyMethod:
     """A tree paced by confidence."""
     shape = LLMCadTree(options.num_draft_tokens, threshold=options.confidence_threshold)
-    return Method(draft_predictor(context), shape, Match())
+    return Method(require_draft_predictor(context), shape, Match())
 
 
 def online(context: BuildContext, options: OnlineOptions) -> AnyMethod:
@@ -132,7 +139,7 @@ ENTRIES = (
             "Speculative sampling: a draft model with the target's tokenizer draws a chain, which the target tests by "
             "rejection with a residual draw."
         ),
-        pays="a draft model that is at least ten times cheaper and agrees on most tokens.",
+        when_to_use="a draft model that is at least ten times cheaper and agrees on most tokens.",
         papers=(
             Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),
             Paper("Accelerating Large Language Model Decoding with Speculative Sampling", "2302.01318"),
@@ -149,7 +156,7 @@ ENTRIES = (
         name="block_verification",
         family="draft model",
         description="As `draft_model`, with the chain judged as a whole.",
-        pays=(
+        when_to_use=(
             "sampling, wherever `draft_model` does: it accepts at least as many of the same drafts, at no cost; at "
             "temperature 0 the two are equal."
         ),
@@ -168,7 +175,7 @@ ENTRIES = (
             "Universal assisted generation: a draft model with another tokenizer continues the text, which is encoded "
             "again with the target's tokenizer."
         ),
-        pays="when the only small model of good quality has another vocabulary.",
+        when_to_use="when the only small model of good quality has another vocabulary.",
         papers=(
             Paper(
                 (
@@ -193,7 +200,7 @@ ENTRIES = (
             "A resident draft model grows a tree at the pace of its confidence, and the target is brought into memory "
             "only to verify."
         ),
-        pays=(
+        when_to_use=(
             "when reading the target takes far longer than drafting, as from flash on a phone; else `dynamic_tree` "
             "needs fewer passes of the draft model."
         ),
@@ -213,7 +220,7 @@ ENTRIES = (
             "One or several draft models, their distributions averaged, draw a tree with fixed branching, siblings "
             "without replacement."
         ),
-        pays="sampling at temperature 0.5 and above with draft models whose second choices matter.",
+        when_to_use="sampling at temperature 0.5 and above with draft models whose second choices matter.",
         papers=(
             Paper(
                 (
@@ -238,7 +245,7 @@ ENTRIES = (
             "Independent chains of a draft model are judged by optimal transport between their tokens and the "
             "target's distribution."
         ),
-        pays="sampling at high temperature with a draft model that is often nearly right.",
+        when_to_use="sampling at high temperature with a draft model that is often nearly right.",
         papers=(Paper("SpecTr: Fast Speculative Decoding via Optimal Transport", "2310.15141"),),
         drafter=DraftModel,
         shape=BranchingTree,
@@ -254,7 +261,7 @@ ENTRIES = (
             "A draft model fills the fixed tree that promises most tokens for its number of nodes under measured "
             "acceptance rates per rank."
         ),
-        pays="where verifying tens of nodes costs about as much as one, and acceptance rates are known.",
+        when_to_use="where verifying tens of nodes costs about as much as one, and acceptance rates are known.",
         papers=(Paper("Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", "2402.12374"),),
         drafter=DraftModel,
         shape=FixedTree,
@@ -270,12 +277,12 @@ ENTRIES = (
             "A draft model grows EAGLE-2's tree: the likeliest nodes of every level are expanded, and the likeliest "
             "of all are verified."
         ),
-        pays="wherever `draft_model` does, with less to lose where the draft model is unsure.",
+        when_to_use="wherever `draft_model` does, with less to lose where the draft model is unsure.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=DraftModel,
         shape=DynamicTree,
         acceptor=Match,
-        builder=dynamic,
+        builder=dynamic_draft_tree,
         options=DynamicTreeOptions,
         needs="draft model",
     ),
@@ -286,7 +293,7 @@ ENTRIES = (
             "Speculation inside the drafter: n-gram copies or smaller models draft for the draft model, which then "
             "needs fewer passes for the same chain."
         ),
-        pays="draft models whose own pass is dear (above a fifth of the target's), on text that copies.",
+        when_to_use="draft models whose own pass is dear (above a fifth of the target's), on text that copies.",
         papers=(
             Paper("Cascade Speculative Drafting for Even Faster LLM Inference", "2312.11462"),
             Paper("Accelerating LLM Inference with Staged Speculative Decoding", "2308.04623"),
@@ -306,7 +313,7 @@ ENTRIES = (
             "Online speculative decoding: a trained draft model goes on learning from the target's corrections while "
             "it serves."
         ),
-        pays="a server whose questions differ from what the draft model was trained on, or change.",
+        when_to_use="a server whose questions differ from what the draft model was trained on, or change.",
         papers=(Paper("Online Speculative Decoding", "2310.07177"),),
         drafter=OnlineDrafter,
         shape=Chain,

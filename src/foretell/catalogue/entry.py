@@ -7,7 +7,7 @@ from typing import Any, Literal
 from foretell.accept import Acceptor
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.catalogue.options import FixedTreeOptions, MethodOptions, spellings
+from foretell.catalogue.options import FixedTreeOptions, MethodOptions, option_names
 from foretell.draft.base import Drafter, Retriever
 from foretell.engine.method import AnyMethod
 from foretell.shape import Shape, Trie
@@ -42,7 +42,7 @@ class Option:
 
     name: str
     aliases: tuple[str, ...]
-    kind: str
+    type: str
     """Type and range, in words."""
     default: object
     description: str
@@ -56,7 +56,7 @@ class Entry:
     family: Family
     description: str
     """What the method does, in one sentence."""
-    pays: str
+    when_to_use: str
     """When it is worth using, in one sentence."""
     papers: tuple[Paper, ...] = ()
     drafter: type[Drafter]
@@ -113,17 +113,19 @@ class Entry:
         schemas = self.options.model_json_schema(by_alias=False)["properties"] if self.options.model_fields else {}
         fields = sorted(self.options.model_fields.items(), key=lambda item: item[0] in FixedTreeOptions.model_fields)
         return [
-            Option(name, tuple(spellings(name, f)[1:]), _kind(schemas[name]), f.default, f.description or "")
+            Option(
+                name, tuple(option_names(name, f)[1:]), _describe_schema(schemas[name]), f.default, f.description or ""
+            )
             for name, f in fields
         ]
 
-    def read(self, config: SpeculativeConfig | Mapping[str, object]) -> MethodOptions:
+    def parse_options(self, config: SpeculativeConfig | Mapping[str, object]) -> MethodOptions:
         """Validate option values.
 
         Raises:
             ValueError: an option that the method does not read, or a bad value.
         """
-        return self.options.read(self.name, config.options if isinstance(config, SpeculativeConfig) else config)
+        return self.options.from_values(self.name, config.options if isinstance(config, SpeculativeConfig) else config)
 
     def build(self, context: BuildContext, config: SpeculativeConfig | Mapping[str, object] | None = None) -> AnyMethod:
         """The method, with fresh memory.
@@ -131,21 +133,21 @@ class Entry:
         Raises:
             ValueError: a bad option, or something that the method needs is missing or does not fit.
         """
-        return replace(self.builder(context, self.read(config or {})), name=self.name)
+        return replace(self.builder(context, self.parse_options(config or {})), name=self.name)
 
 
-def _kind(schema: Mapping[str, Any]) -> str:
+def _describe_schema(schema: Mapping[str, Any]) -> str:
     """A JSON schema in a few words."""
     if "anyOf" in schema:
-        return " or ".join(_kind(s) for s in schema["anyOf"] if s.get("type") != "null")
+        return " or ".join(_describe_schema(s) for s in schema["anyOf"] if s.get("type") != "null")
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
         return " or ".join(schema["enum"])
     if schema["type"] == "array":
-        return f"list of ({_kind(schema['items'])})"
+        return f"list of ({_describe_schema(schema['items'])})"
     if schema["type"] == "object":
-        return f"table from integer to {_kind(schema['additionalProperties'])}"
+        return f"table from integer to {_describe_schema(schema['additionalProperties'])}"
     low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
     lower = [f"at least {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
     span = [f"{low} to {high}"] if None not in (low, high) else [*lower, *[f"at most {high}"] * (high is not None)]

@@ -20,13 +20,13 @@ _EAGLE1_TREE = (
     *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
-_RATES = (0.6, 0.15, 0.07, 0.04)
+_DEFAULT_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04)
 """Acceptance by rank that is assumed where none was measured."""
-_DEPTH = 5
+_DEFAULT_DEPTH = 5
 """Levels of a tree, where neither they nor its nodes are given: those of EAGLE-1's."""
-_NODES_PER_LEVEL = 30
+_NODES_PER_EXTRA_LEVEL = 30
 """Nodes that were asked for, for each level more than that: EAGLE-3's 60 nodes have 7."""
-_MOST_LEVELS = 8
+_MAX_LEVELS = 8
 """Of a dynamic tree whose nodes are not given: a level is only begun where it promises to pay."""
 
 
@@ -57,17 +57,17 @@ def eagle3(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
     """A dynamic tree, matched; drawn trees are fixed and tested by rejection."""
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
-    given = options.given("num_draft_tokens")
-    depth = options.num_steps or _DEPTH
+    given = options.is_set("num_draft_tokens")
+    depth = options.num_steps or _DEFAULT_DEPTH
     shape: Shape[Predictor]
     if options.speculative_tree is not None or options.acceptance is not None:
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     elif options.eagle_topk == 1:
-        shape = Chain(options.num_steps or (nodes if given else _DEPTH), draw, _chain_confidence(options))
+        shape = Chain(options.num_steps or (nodes if given else _DEFAULT_DEPTH), draw, _chain_confidence(options))
     elif draw:
         shape = _fixed(nodes, None, None, depth, draw) if given else FixedTree(_EAGLE1_TREE, draw)
     else:
-        grown = _DEPTH + nodes // _NODES_PER_LEVEL if given else _MOST_LEVELS
+        grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
         shape = dynamic_tree(options, options.num_steps or grown)
     return Method(EagleDrafter(network), shape, _acceptor(draw))
 
@@ -76,10 +76,10 @@ def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyM
     """A small recurrence on the target's last state, under the tree that was asked for."""
     network = trained_speculator(context, "mlp_speculator")
     assert isinstance(network, MLPSpeculator)
-    return stages_method(packed(network), options)
+    return mlp_speculator_method(packed(network), options)
 
 
-def stages_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyMethod:
+def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyMethod:
     """Stages under a tree, matched; drawn chains and trees are tested by rejection.
 
     Raises:
@@ -87,7 +87,7 @@ def stages_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyM
     """
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
     depth = options.num_steps or network.stages
-    length = nodes if options.given("num_draft_tokens") else depth
+    length = nodes if options.is_set("num_draft_tokens") else depth
     is_fixed = options.speculative_tree is not None or options.acceptance is not None
     is_chain = not is_fixed and (draw or options.eagle_topk == 1)
     deepest = max(depth, length if is_chain else 0, *map(len, options.speculative_tree or ()))
@@ -109,7 +109,7 @@ def _acceptor(draw: bool) -> Acceptor:
 
 def _chain_confidence(options: FeatureTreeOptions) -> float:
     """The default is for the nodes of a tree."""
-    return options.confidence_threshold if options.given("confidence_threshold") else 0.0
+    return options.confidence_threshold if options.is_set("confidence_threshold") else 0.0
 
 
 def _fixed(
@@ -119,7 +119,7 @@ def _fixed(
     return (
         FixedTree(sorted_paths(tree), draw)
         if tree is not None
-        else optimal_tree(nodes, acceptance or _RATES, depth, draw)
+        else optimal_tree(nodes, acceptance or _DEFAULT_ACCEPTANCE, depth, draw)
     )
 
 
@@ -138,7 +138,7 @@ ENTRIES = (
             "One decoder layer goes on in the target's feature space: it guesses the next hidden state, and the "
             "target's own head the token after it; a fixed tree is verified."
         ),
-        pays=(
+        when_to_use=(
             "where a pass over some 25 tokens costs about as much as one; on a CPU `eagle2` drafts better trees from "
             "the same weights."
         ),
@@ -158,7 +158,7 @@ ENTRIES = (
             "EAGLE's layer under a dynamic tree: the likeliest nodes of every level are expanded, and the likeliest "
             "of all are verified."
         ),
-        pays="wherever an EAGLE layer is there for the target.",
+        when_to_use="wherever an EAGLE layer is there for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=EagleDrafter,
         shape=DynamicTree,
@@ -174,7 +174,7 @@ ENTRIES = (
             "One layer reads several of the target's hidden states, fused, and is trained on its own outputs; a "
             "dynamic tree is verified."
         ),
-        pays=(
+        when_to_use=(
             "of all trained drafters it is right deepest, at the price of one layer and the head per level; larger "
             "trees pay where nodes are cheap."
         ),
@@ -199,7 +199,7 @@ ENTRIES = (
             "The multi-stage MLP speculator: a small state, at first the target's last hidden state, is updated with "
             "every guessed token and scored for the next."
         ),
-        pays=(
+        when_to_use=(
             "as the cheapest speculator whose guesses depend on one another: its deeper drafts stand more often than "
             "those of heads."
         ),

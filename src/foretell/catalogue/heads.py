@@ -11,7 +11,7 @@ from foretell.shape import Chain, FixedTree, optimal_tree
 from foretell.speculator.network.heads import HeadsNetwork
 from foretell.speculator.network.pack import packed
 
-_RATES = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
+_DEFAULT_ACCEPTANCE = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
 """Acceptance by depth and rank that is assumed of heads whose own was not measured in training."""
 
 
@@ -46,7 +46,7 @@ def heads_tree(network: HeadsNetwork, options: MedusaOptions) -> FixedTree:
     if options.speculative_tree is not None:
         return FixedTree(sorted_paths(options.speculative_tree))
     if options.acceptance is not None or not network.paths:
-        return optimal_tree(options.num_draft_tokens, options.acceptance or _RATES, depth=network.heads)
+        return optimal_tree(options.num_draft_tokens, options.acceptance or _DEFAULT_ACCEPTANCE, depth=network.heads)
     return FixedTree(sorted_paths(network.paths[: options.num_draft_tokens]))
 
 
@@ -58,7 +58,7 @@ ENTRIES = (
             "Heads on the target's last hidden state each guess one of the coming tokens, and a fixed tree of their "
             "guesses is verified."
         ),
-        pays=(
+        when_to_use=(
             "when drafting must cost next to nothing; speculators whose guesses know of each other (`mlp_speculator`, "
             "`eagle3`) draft deeper."
         ),
@@ -79,7 +79,7 @@ ENTRIES = (
             "Blockwise parallel decoding, the ancestor of Medusa: one feed-forward layer gives a state per head, the "
             "target's own output matrix scores them, and the best guesses form a chain."
         ),
-        pays="as `medusa`, whose tree is worth more than the chain.",
+        when_to_use="as `medusa`, whose tree is worth more than the chain.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
         drafter=HeadsDrafter,
         shape=Chain,

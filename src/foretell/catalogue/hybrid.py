@@ -6,7 +6,7 @@ from typing import Any
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, cost_aware_trie, early_exit_draft, text_retrievers
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.feature_level import eagle_method, stages_method
+from foretell.catalogue.feature_level import eagle_method, mlp_speculator_method
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options import (
     ChainConfidence,
@@ -21,9 +21,9 @@ from foretell.catalogue.options import (
 )
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,
-    average,
     find_draft_models,
-    only_draft_models_named,
+    mix_draft_models,
+    names_only_draft_models,
     read_speculator,
     target_card,
 )
@@ -34,9 +34,9 @@ from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.pack import packed
 
-_DRAFTERS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
+_SPECULATORS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
     "eagle3": (eagle_method, EagleTreeOptions),
-    "mlp_speculator": (stages_method, MLPSpeculatorOptions),
+    "mlp_speculator": (mlp_speculator_method, MLPSpeculatorOptions),
     "eagle": (eagle_method, EagleTreeOptions),
     "medusa": (heads_method, MedusaOptions),
     "blockwise": (heads_method, MedusaOptions),
@@ -64,40 +64,47 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
         ValueError: an option that the drafter does not read.
     """
     named = options.model_dump(include=options.model_fields_set - set(HybridOptions.model_fields), exclude_none=True)
-    speculator = _speculator(context)
+    speculator = _find_speculator(context)
     if speculator is not None:
-        make, reads = _DRAFTERS[speculator.kind]
-        method = make(packed(speculator), reads.read(f"hybrid_model, which drafts with {speculator.kind} here,", named))
+        make, reads = _SPECULATORS[speculator.kind]
+        method = make(
+            packed(speculator), reads.from_values(f"hybrid_model, which drafts with {speculator.kind} here,", named)
+        )
         # Successors of single tokens it knows better than a table of them.
-        return _beside(SuffixRetriever(context.references), method.draft, method.tree, options)
+        return _retrieval_or_model(SuffixRetriever(context.references), method.draft, method.tree, options)
     models = find_draft_models(context)
     if models:
-        draft, shape = average(models), _ChainOptions.read("hybrid_model, which has a draft model here,", named)
+        draft, shape = (
+            mix_draft_models(models),
+            _ChainOptions.from_values("hybrid_model, which has a draft model here,", named),
+        )
     else:
-        shape = _EarlyExitOptions.read("hybrid_model, which drafts with the target's first blocks here,", named)
+        shape = _EarlyExitOptions.from_values("hybrid_model, which drafts with the target's first blocks here,", named)
         draft = early_exit_draft(context, shape.exit_layer)
     chain = Chain(shape.num_speculative_tokens, draw=False, confidence=shape.confidence_threshold)
-    return _beside(text_retrievers(context), draft, chain, options)
+    return _retrieval_or_model(text_retrievers(context), draft, chain, options)
 
 
-def _beside(retriever: Retriever, draft: Predictor, tree: Shape[Predictor], options: HybridModelOptions) -> AnyMethod:
+def _retrieval_or_model(
+    retriever: Retriever, draft: Predictor, tree: Shape[Predictor], options: HybridModelOptions
+) -> AnyMethod:
     return Method(HybridDrafter(retriever, draft), RetrievalOrModel(cost_aware_trie(options), tree), Match())
 
 
-def _speculator(context: BuildContext) -> Speculator | None:
+def _find_speculator(context: BuildContext) -> Speculator | None:
     """The trained speculator, unless it is a draft model: then None, as where there is none."""
-    if context.drafts or (context.speculators and only_draft_models_named(context)):
+    if context.drafts or (context.speculators and names_only_draft_models(context)):
         return None
     if context.speculator is not None:
         found = read_speculator(context, context.speculator)
-        if found.kind not in _DRAFTERS:
-            known = ", ".join([*_DRAFTERS, DRAFT_MODEL])
+        if found.kind not in _SPECULATORS:
+            known = ", ".join([*_SPECULATORS, DRAFT_MODEL])
             raise ValueError(f"{context.speculator}: a hybrid drafts with one of {known}, not with {found.kind}")
         return found
-    if context.source is None:
+    if context.checkpoint is None:
         return None
     fingerprint = target_card(context).fingerprint
-    folder = next((f for kind in _DRAFTERS if (f := find_installed(kind, fingerprint))), None)
+    folder = next((f for kind in _SPECULATORS if (f := find_installed(kind, fingerprint))), None)
     return None if folder is None else read_speculator(context, folder)
 
 
@@ -109,7 +116,7 @@ ENTRIES = (
             "As `hybrid`, and where copies promise fewer tokens per second than a model does, the model drafts beside "
             "them: a trained speculator, a draft model, or the target's first blocks."
         ),
-        pays=(
+        when_to_use=(
             "a good drafter and mixed work, partly copied and partly new: with the speculator that ships, the fastest "
             "method here."
         ),

@@ -11,7 +11,7 @@ from foretell.catalogue.options import (
     MedusaTypicalOptions,
     TypicalOptions,
 )
-from foretell.catalogue.speculators import draft_predictor, only_draft_models_named
+from foretell.catalogue.speculators import names_only_draft_models, require_draft_predictor
 from foretell.draft import DraftModel, HeadsDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, FixedTree
@@ -19,14 +19,14 @@ from foretell.shape import Chain, FixedTree
 
 def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
     """Rejection that forgives a factor."""
-    return Method(draft_predictor(context), chain(options), LenientRejection(options.lenience))
+    return Method(require_draft_predictor(context), chain(options), LenientRejection(options.lenience))
 
 
 def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> AnyMethod:
     """Among the target's best tokens, or near its best; heads draft where a speculator is named."""
     shape = Chain(options.num_speculative_tokens, draw=False)
-    only_models = only_draft_models_named(context)
-    draft = draft_predictor(context) if only_models else HeadsDrafter(trained_heads(context, "blockwise"))
+    only_models = names_only_draft_models(context)
+    draft = require_draft_predictor(context) if only_models else HeadsDrafter(trained_heads(context, "blockwise"))
     if options.accept_distance is not None:
         return Method(draft, shape, DistanceAcceptor(options.accept_distance, minimum_block=options.minimum_block))
     return Method(draft, shape, TopKAcceptor(options.accept_top_k, minimum_block=options.minimum_block))
@@ -35,7 +35,7 @@ def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> An
 def bild(context: BuildContext, options: BiLDOptions) -> AnyMethod:
     """A long chain, rolled back where the target disagrees strongly."""
     shape = Chain(options.num_speculative_tokens, draw=False, fallback=options.fallback_threshold)
-    return Method(draft_predictor(context), shape, BiLDRollback(options.rollback_threshold))
+    return Method(require_draft_predictor(context), shape, BiLDRollback(options.rollback_threshold))
 
 
 def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
@@ -48,7 +48,7 @@ def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyM
 def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
     """A chain, typical acceptance."""
     rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
-    return Method(draft_predictor(context), chain(options), rule)
+    return Method(require_draft_predictor(context), chain(options), rule)
 
 
 _MEDUSA = Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774")
@@ -61,7 +61,7 @@ ENTRIES = (
             "Changes the text: the rejection test with the draft's probability scaled down by `lenience`, so that no "
             "token becomes more than 1 / lenience times as likely as under the target."
         ),
-        pays="where a bounded distortion per token is acceptable and the draft model is close.",
+        when_to_use="where a bounded distortion per token is acceptable and the draft model is close.",
         papers=(Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),),
         drafter=DraftModel,
         shape=Chain,
@@ -77,7 +77,7 @@ ENTRIES = (
             "Changes the text: a draft stands if it is among the target's most probable tokens, or if its number is "
             "near the best token's."
         ),
-        pays="images and audio; text drifts within a sentence.",
+        when_to_use="images and audio; text drifts within a sentence.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
         drafter=DraftModel,
         shape=Chain,
@@ -94,7 +94,7 @@ ENTRIES = (
             "Changes the text: Big Little Decoder, in which a draft model writes until it is unsure, and the target "
             "rolls back to the first token that it finds too unlikely."
         ),
-        pays=(
+        when_to_use=(
             "a draft model that was trained on the target's outputs, and answers that need to be good rather than the "
             "target's own."
         ),
@@ -113,7 +113,7 @@ ENTRIES = (
             "Changes the text when sampling: `medusa` with its typical acceptance, by which a guess stands that the "
             "target finds probable enough for the entropy of its distribution."
         ),
-        pays="sampling with heads whose scores are not distributions, where the exact test accepts little.",
+        when_to_use="sampling with heads whose scores are not distributions, where the exact test accepts little.",
         papers=(_MEDUSA,),
         drafter=HeadsDrafter,
         shape=FixedTree,
@@ -126,7 +126,7 @@ ENTRIES = (
         name="typical_lossy",
         family="lossy",
         description="Changes the text when sampling: a chain of a draft model under Medusa's typical acceptance.",
-        pays="sampling with a draft model whose choices are good, where the exact test accepts little.",
+        when_to_use="sampling with a draft model whose choices are good, where the exact test accepts little.",
         papers=(_MEDUSA,),
         drafter=DraftModel,
         shape=Chain,

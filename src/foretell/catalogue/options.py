@@ -18,7 +18,7 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def read(cls, method: str, values: Mapping[str, object]) -> Self:
+    def from_values(cls, method: str, values: Mapping[str, object]) -> Self:
         """Validate option values by name for the method of this name.
 
         Raises:
@@ -27,9 +27,9 @@ class MethodOptions(BaseModel):
         """
         seen: dict[str, str] = {}
         for key in values:
-            option = next((name for name, field in cls.model_fields.items() if key in spellings(name, field)), None)
+            option = next((name for name, field in cls.model_fields.items() if key in option_names(name, field)), None)
             if option is None:
-                raise cls._not_read(method, key)
+                raise cls._unknown_option(method, key)
             if option in seen:
                 raise ValueError(f"method {method}: {seen[option]} and {key} are one option; give one of them")
             seen[option] = key
@@ -44,26 +44,26 @@ class MethodOptions(BaseModel):
             ) from error
 
     @classmethod
-    def _not_read(cls, method: str, key: str) -> ValueError:
+    def _unknown_option(cls, method: str, key: str) -> ValueError:
         if not cls.model_fields:
             return ValueError(f"method {method} does not read {key!r}: it has no options")
-        known = [s for name, field in cls.model_fields.items() for s in spellings(name, field)]
+        known = [s for name, field in cls.model_fields.items() for s in option_names(name, field)]
         near = get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f": did you mean {near[0]!r}? It" if near else "; it"
         return ValueError(f"method {method} does not read {key!r}{hint} reads: {', '.join(cls.model_fields)}")
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether the user gave a value for this option."""
         return name in self.model_fields_set
 
 
-def spellings(name: str, field: FieldInfo) -> list[str]:
+def option_names(name: str, field: FieldInfo) -> list[str]:
     """All names of an option, its own first."""
     alias = field.validation_alias
     return [str(c) for c in alias.choices] if isinstance(alias, AliasChoices) else [name]
 
 
-def _names(*choices: str) -> Any:
+def _aliases(*choices: str) -> Any:
     return AliasChoices(*choices)
 
 
@@ -75,7 +75,7 @@ TreeNodes = Annotated[
         ge=1,
         le=1024,
         description="Most nodes of the drafted tree.",
-        validation_alias=_names("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+        validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
     ),
 ]
 WindowSize = Annotated[
@@ -84,12 +84,14 @@ WindowSize = Annotated[
         ge=1,
         le=64,
         description="Positions that are iterated on in one pass.",
-        validation_alias=_names("max_window_size", "num_speculative_tokens"),
+        validation_alias=_aliases("max_window_size", "num_speculative_tokens"),
     ),
 ]
 Depth = Annotated[
     int,
-    Field(ge=1, description="Most levels of the tree.", validation_alias=_names("num_steps", "speculative_num_steps")),
+    Field(
+        ge=1, description="Most levels of the tree.", validation_alias=_aliases("num_steps", "speculative_num_steps")
+    ),
 ]
 BeamWidth = Annotated[
     int | None,
@@ -99,14 +101,14 @@ BeamWidth = Annotated[
             "Nodes per level that are expanded; 1: a chain. Unset: 4, or a sixth of num_draft_tokens where that is "
             "given and larger."
         ),
-        validation_alias=_names("eagle_topk", "speculative_eagle_topk"),
+        validation_alias=_aliases("eagle_topk", "speculative_eagle_topk"),
     ),
 ]
 Sampling = Literal["greedy", "probabilistic"]
 DraftSampling = Annotated[
     Sampling, Field(description="Draft tokens are sampled (probabilistic) or the likeliest are taken (greedy).")
 ]
-DrawnTree = Annotated[
+TreeSampling = Annotated[
     Sampling,
     Field(
         description=(
@@ -121,7 +123,7 @@ ChainConfidence = Annotated[
         ge=0,
         le=1,
         description="A chain ends with a token to which the drafter gives less than this probability.",
-        validation_alias=_names("confidence_threshold", "assistant_confidence_threshold"),
+        validation_alias=_aliases("confidence_threshold", "assistant_confidence_threshold"),
     ),
 ]
 TrieConfidence = Annotated[
@@ -154,35 +156,42 @@ Tree = Annotated[
     list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None,
     Field(
         description="Rank paths of a fixed tree, as `medusa_choices` are written: [[0], [1], [0, 0]].",
-        validation_alias=_names("speculative_tree", "medusa_choices"),
+        validation_alias=_aliases("speculative_tree", "medusa_choices"),
     ),
 ]
 _RATES = "Measured acceptance rate per rank: the best fixed tree for these rates is used."
 Rates = Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, description=_RATES)]
-NamedRates = Annotated[list[Annotated[float, Field(ge=0, le=1)]] | None, Field(min_length=1, description=_RATES)]
+OptionalRates = Annotated[list[Annotated[float, Field(ge=0, le=1)]] | None, Field(min_length=1, description=_RATES)]
 TypicalEpsilon = Annotated[float, Field(gt=0, le=1, description="Epsilon of typical acceptance.")]
 TypicalDelta = Annotated[
     float | None, Field(gt=0, description="Delta of typical acceptance. Unset: the square root of epsilon.")
 ]
 
 
-_SIZES = ("num_draft_tokens", "num_speculative_tokens", "num_steps", "eagle_topk", "acceptance", "confidence_threshold")
+_TREE_SIZES = (
+    "num_draft_tokens",
+    "num_speculative_tokens",
+    "num_steps",
+    "eagle_topk",
+    "acceptance",
+    "confidence_threshold",
+)
 
 
 class FixedTreeOptions(MethodOptions):
     """A tree whose nodes may be named one by one."""
 
-    acceptance: NamedRates = None
+    acceptance: OptionalRates = None
     speculative_tree: Tree = None
 
     @model_validator(mode="after")
     def _one_tree(self) -> Self:
         if self.speculative_tree is not None:
-            self._refuse("speculative_tree names every node of the tree", *_SIZES)
+            self._reject("speculative_tree names every node of the tree", *_TREE_SIZES)
         return self
 
-    def _refuse(self, reason: str, *names: str) -> None:
-        unread = [name for name in names if self.given(name)]
+    def _reject(self, reason: str, *names: str) -> None:
+        unread = [name for name in names if self.is_set(name)]
         if unread:
             raise ValueError(f"{reason}, so {' and '.join(unread)} would not be read: leave that out")
 
@@ -275,7 +284,7 @@ class RestOptions(PhraseOptions):
     prompt_lookup_min: ShortestMatch = 2
 
 
-PassCosts = Annotated[
+PassTimes = Annotated[
     dict[int, Annotated[float, Field(gt=0)]] | None,
     Field(description="Seconds of a target pass by number of tokens read. Unset: learned while decoding."),
 ]
@@ -285,7 +294,7 @@ class HybridOptions(MethodOptions):
     """A trie of retrieved continuations that is as large as pays."""
 
     num_draft_tokens: TreeNodes = 24
-    pass_cost: PassCosts = None
+    pass_cost: PassTimes = None
 
 
 class LookaheadOptions(MethodOptions):
@@ -320,7 +329,7 @@ VectorCount = Annotated[
 ]
 
 
-class PassOptions(DraftModelOptions):
+class LookAheadEmbeddingsOptions(DraftModelOptions):
     """Look-ahead embeddings."""
 
     num_speculative_tokens: VectorCount = None  # type: ignore[assignment]
@@ -348,7 +357,7 @@ ExitLayer = Annotated[
     Field(
         ge=1,
         description="Blocks of the target that draft for it. Unset: a third of them.",
-        validation_alias=_names("exit_layer", "assistant_early_exit"),
+        validation_alias=_aliases("exit_layer", "assistant_early_exit"),
     ),
 ]
 
@@ -444,7 +453,7 @@ class SpecInferOptions(MethodOptions):
             ge=1,
             le=256,
             description="Most nodes of the tree, which branches 2, 2, 1, 1, … as deep as they reach.",
-            validation_alias=_names("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+            validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
         ),
     ] = 10
 
@@ -455,7 +464,9 @@ class SpecTrOptions(MethodOptions):
     eagle_topk: Annotated[
         int,
         Field(
-            ge=1, description="Independent chains (k).", validation_alias=_names("eagle_topk", "speculative_eagle_topk")
+            ge=1,
+            description="Independent chains (k).",
+            validation_alias=_aliases("eagle_topk", "speculative_eagle_topk"),
         ),
     ] = 4
     num_steps: Annotated[
@@ -464,7 +475,7 @@ class SpecTrOptions(MethodOptions):
             ge=1,
             le=256,
             description="Tokens of each chain.",
-            validation_alias=_names("num_steps", "num_speculative_tokens", "speculative_num_steps"),
+            validation_alias=_aliases("num_steps", "num_speculative_tokens", "speculative_num_steps"),
         ),
     ] = 4
 
@@ -475,7 +486,7 @@ class SequoiaOptions(FixedTreeOptions):
     num_draft_tokens: TreeNodes = 16
     num_steps: Depth = 6
     acceptance: Rates = [0.6, 0.15, 0.07, 0.04, 0.025, 0.02, 0.015, 0.01]
-    draft_sample_method: DrawnTree = "greedy"
+    draft_sample_method: TreeSampling = "greedy"
 
 
 class BeamOptions(MethodOptions):
@@ -528,7 +539,7 @@ class BlockwiseOptions(FixedTreeOptions):
     @model_validator(mode="after")
     def _chain_or_tree(self) -> Self:
         if self.is_tree:
-            self._refuse("a tree was asked for, whose size is num_draft_tokens", "num_speculative_tokens")
+            self._reject("a tree was asked for, whose size is num_draft_tokens", "num_speculative_tokens")
         return self
 
 
@@ -537,18 +548,18 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
 
     num_draft_tokens: TreeNodes = 12
     confidence_threshold: NodeConfidence = 0.07
-    draft_sample_method: DrawnTree = "greedy"
+    draft_sample_method: TreeSampling = "greedy"
 
-    _of_drawn_chains: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
+    _sampled_chain_options: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
     """What is read of a drawn chain and not of a drawn tree."""
 
     @model_validator(mode="after")
     def _fixed_or_dynamic(self) -> Self:
         if self.acceptance is not None:
-            self._refuse("acceptance asks for a fixed tree", "eagle_topk", "confidence_threshold")
+            self._reject("acceptance asks for a fixed tree", "eagle_topk", "confidence_threshold")
         elif self.draft_sample_method == "probabilistic" and self.eagle_topk != 1:
-            self._refuse(
-                "only a chain (eagle_topk 1) or a fixed tree can be drawn", "eagle_topk", *self._of_drawn_chains
+            self._reject(
+                "only a chain (eagle_topk 1) or a fixed tree can be drawn", "eagle_topk", *self._sampled_chain_options
             )
         return self
 
@@ -556,14 +567,14 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
 class MLPSpeculatorOptions(FeatureTreeOptions):
     """A tree of a multi-stage speculator; without a fixed one, a chain is drawn."""
 
-    _of_drawn_chains = ()
+    _sampled_chain_options = ()
 
     num_steps: Annotated[
         int | None,
         Field(
             ge=1,
             description="Most levels of the tree. Unset: one for each stage.",
-            validation_alias=_names("num_steps", "speculative_num_steps"),
+            validation_alias=_aliases("num_steps", "speculative_num_steps"),
         ),
     ] = None
 
@@ -578,7 +589,7 @@ class EagleTreeOptions(FeatureTreeOptions):
             description=(
                 "Most levels of the tree. Unset: 8; where num_draft_tokens is given 5, and one more for every 30 nodes."
             ),
-            validation_alias=_names("num_steps", "speculative_num_steps"),
+            validation_alias=_aliases("num_steps", "speculative_num_steps"),
         ),
     ] = None
 
@@ -592,15 +603,15 @@ class EagleOptions(FixedTreeOptions):
             ge=1,
             le=1024,
             description="Nodes of the best fixed tree. Unset: the paper's tree of 25 nodes.",
-            validation_alias=_names("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+            validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
         ),
     ] = None
     eagle_topk: Annotated[
         Literal[1] | None,
-        Field(description="1: a chain.", validation_alias=_names("eagle_topk", "speculative_eagle_topk")),
+        Field(description="1: a chain.", validation_alias=_aliases("eagle_topk", "speculative_eagle_topk")),
     ] = None
     num_steps: Depth = 5
-    draft_sample_method: DrawnTree = "greedy"
+    draft_sample_method: TreeSampling = "greedy"
 
 
 class HybridModelOptions(HybridOptions):
@@ -621,7 +632,7 @@ class HybridModelOptions(HybridOptions):
     ] = None
     eagle_topk: Annotated[int | None, Field(ge=1, description="As the drafter reads it, where it does.")] = None
     num_steps: Annotated[int | None, Field(ge=1, description="As the drafter reads it, where it does.")] = None
-    acceptance: NamedRates = None
+    acceptance: OptionalRates = None
     speculative_tree: Tree = None
     exit_layer: ExitLayer = None
 
@@ -669,7 +680,7 @@ class BlockwiseLossyOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _one_criterion(self) -> Self:
-        if self.given("accept_top_k") and self.accept_distance is not None:
+        if self.is_set("accept_top_k") and self.accept_distance is not None:
             raise ValueError("accept_top_k and accept_distance are two criteria; give one of them")
         return self
 

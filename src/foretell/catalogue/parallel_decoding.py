@@ -3,7 +3,12 @@
 from foretell.accept import Match, Rejection
 from foretell.catalogue.build_context import BuildContext, chain, rejection
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import GaussSeidelJacobiOptions, JacobiOptions, LookaheadOptions, PassOptions
+from foretell.catalogue.options import (
+    GaussSeidelJacobiOptions,
+    JacobiOptions,
+    LookAheadEmbeddingsOptions,
+    LookaheadOptions,
+)
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import JacobiDrafter, LookaheadDrafter, ParallelDrafter
 from foretell.engine.method import AnyMethod, Method
@@ -33,14 +38,14 @@ def gauss_seidel_jacobi(context: BuildContext, options: GaussSeidelJacobiOptions
     return Method(JacobiDrafter(width, slide=False), Trie(width, options.confidence_threshold), Match())
 
 
-def look_ahead_embeddings(context: BuildContext, options: PassOptions) -> AnyMethod:
+def look_ahead_embeddings(context: BuildContext, options: LookAheadEmbeddingsOptions) -> AnyMethod:
     """PaSS."""
     network = trained_speculator(context, "pass")
     assert isinstance(network, LookAheadEmbeddings)
     return parallel_method(packed(network), options)
 
 
-def parallel_method(network: LookAheadEmbeddings, options: PassOptions) -> AnyMethod:
+def parallel_method(network: LookAheadEmbeddings, options: LookAheadEmbeddingsOptions) -> AnyMethod:
     """A chain of what the vectors guess: drawn and tested by rejection, or greedy and matched."""
     if options.num_speculative_tokens is None:
         options = options.model_copy(update={"num_speculative_tokens": network.ahead})
@@ -56,7 +61,7 @@ ENTRIES = (
             "Jacobi iteration on a window of future positions runs beside the text in the same pass; the n-grams that "
             "it produces are pooled, and those that begin with the last token are verified."
         ),
-        pays=(
+        when_to_use=(
             "hardware with much arithmetic to spare at batch 1 and text that repeats its own phrases (code, lists); "
             "never small CPUs or large batches."
         ),
@@ -74,7 +79,7 @@ ENTRIES = (
             "Jacobi decoding: a sliding window of guesses is read in every pass, and what the target says after each "
             "is the next guess."
         ),
-        pays=(
+        when_to_use=(
             "models in which a token depends weakly on its neighbours (images, audio) or that were tuned to converge; "
             "hardly other language models."
         ),
@@ -92,7 +97,7 @@ ENTRIES = (
         name="gauss_seidel_jacobi",
         family="parallel decoding",
         description="Jacobi decoding in blocks, one after another, instead of a sliding window.",
-        pays="as `jacobi`, where wide passes are dear; it never takes fewer passes than `jacobi`.",
+        when_to_use="as `jacobi`, where wide passes are dear; it never takes fewer passes than `jacobi`.",
         papers=(Paper("Accelerating Transformer Inference for Translation via Parallel Decoding", "2305.10427"),),
         drafter=JacobiDrafter,
         shape=Trie,
@@ -109,13 +114,13 @@ ENTRIES = (
             "Parallel speculative sampling: the target reads learned vectors in the places of the tokens to come, and "
             "its states there give the drafts."
         ),
-        pays="where a pass over ten tokens costs about as much as one and memory for a drafter is short.",
+        when_to_use="where a pass over ten tokens costs about as much as one and memory for a drafter is short.",
         papers=(Paper("PaSS: Parallel Speculative Sampling", "2311.13581"),),
         drafter=ParallelDrafter,
         shape=Chain,
         acceptor=Rejection,
         builder=look_ahead_embeddings,
-        options=PassOptions,
+        options=LookAheadEmbeddingsOptions,
         speculator="pass",
         aliases=("look_ahead_embeddings",),
     ),

@@ -85,7 +85,7 @@ def rest(context: BuildContext, options: RestOptions) -> AnyMethod:
     if options.datastore is not None:
         store = open_datastore(Path(options.datastore), context.codec)
     elif context.references:
-        store = Datastore.of(context.references)
+        store = Datastore.from_documents(context.references)
     else:
         raise ValueError(
             "rest drafts from a datastore: build one with `foretell datastore build` and name it under the key "
@@ -106,11 +106,11 @@ def phrases(context: BuildContext, options: PhraseOptions) -> AnyMethod:
     return Method(PhraseRetriever(hidden_layer, documents), trie(options), Match())
 
 
-_SAM = Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666")
-_RECYCLING = Paper(
+_SAM_DECODING = Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666")
+_TOKEN_RECYCLING = Paper(
     "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", "2408.08696"
 )
-_BOTH = "longest suffix match, and successors from earlier passes"
+_SUFFIX_AND_RECYCLING = "longest suffix match, and successors from earlier passes"
 
 ENTRIES = (
     Entry(
@@ -120,7 +120,7 @@ ENTRIES = (
             "Prompt lookup: the last few tokens are sought in prompt, answer and `--reference` files, and what "
             "followed the latest match is drafted."
         ),
-        pays=(
+        when_to_use=(
             "answers that repeat their prompt (extraction, editing, retrieval-augmented answers) or themselves; "
             "hardly free prose."
         ),
@@ -139,7 +139,7 @@ ENTRIES = (
             "Inference with reference: as `ngram`, but only `--reference` documents are searched, and the first match "
             "counts."
         ),
-        pays="answers that quote documents which are known beforehand and are not in the prompt.",
+        when_to_use="answers that quote documents which are known beforehand and are not in the prompt.",
         papers=(Paper("Inference with Reference: Lossless Acceleration of Large Language Models", "2304.04487"),),
         drafter=PromptLookup,
         shape=Trie,
@@ -156,9 +156,9 @@ ENTRIES = (
             "The longest repeated ending of any length is followed through suffix automata over the text and the "
             "references, and what came after it is drafted."
         ),
-        pays="wherever `ngram` does, with fewer wasted tokens; it rarely costs anything where nothing repeats.",
+        when_to_use="wherever `ngram` does, with fewer wasted tokens; it rarely costs anything where nothing repeats.",
         papers=(
-            _SAM,
+            _SAM_DECODING,
             Paper("SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference", "2411.04975"),
         ),
         drafter=SuffixRetriever,
@@ -175,11 +175,11 @@ ENTRIES = (
             "Token recycling: for every token the eight tokens that scored best after it in the target's earlier "
             "passes are kept, and the likeliest nodes of the tree they span are drafted."
         ),
-        pays=(
+        when_to_use=(
             "where a pass over some ten tokens costs about as much as one (GPUs at batch 1); little alone on a small "
             "CPU."
         ),
-        papers=(_RECYCLING,),
+        papers=(_TOKEN_RECYCLING,),
         drafter=TokenRecycling,
         shape=Trie,
         acceptor=Match,
@@ -193,14 +193,14 @@ ENTRIES = (
         description=(
             "`suffix` and `recycling` together: both offer their continuations, and the likeliest nodes enter the trie."
         ),
-        pays="almost everywhere: the best default of the methods that need no model and no training.",
-        papers=(_SAM, _RECYCLING),
+        when_to_use="almost everywhere: the best default of the methods that need no model and no training.",
+        papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
         shape=Trie,
         acceptor=Match,
         builder=sam_recycling,
         options=SamRecyclingOptions,
-        drafts_with=_BOTH,
+        drafts_with=_SUFFIX_AND_RECYCLING,
     ),
     Entry(
         name="rest",
@@ -209,7 +209,7 @@ ENTRIES = (
             "The longest ending of the text is looked up in a datastore, and the most frequent continuations are "
             "drafted."
         ),
-        pays="a corpus that the answers resemble, code above all, and no draft model.",
+        when_to_use="a corpus that the answers resemble, code above all, and no draft model.",
         papers=(Paper("REST: Retrieval-Based Speculative Decoding", "2311.08252"),),
         drafter=DatastoreRetriever,
         shape=Trie,
@@ -225,7 +225,7 @@ ENTRIES = (
             "Phrases are found by hidden state: what followed the most similar earlier states of the target, in text "
             "and references, is drafted."
         ),
-        pays=(
+        when_to_use=(
             "answers from given documents (summaries, questions with sources), where only the meaning tells which of "
             "several places to copy."
         ),
@@ -244,14 +244,14 @@ ENTRIES = (
             "As `sam_recycling`, in a trie that holds as many nodes as make the most tokens per second by learned "
             "acceptance rates and pass times; none where plain decoding is faster."
         ),
-        pays="nearly always a little, hardly ever a loss: for those who do not want to choose.",
-        papers=(_SAM, _RECYCLING),
+        when_to_use="nearly always a little, hardly ever a loss: for those who do not want to choose.",
+        papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
         shape=CostAwareTrie,
         acceptor=Match,
         builder=hybrid,
         options=HybridOptions,
-        drafts_with=_BOTH,
+        drafts_with=_SUFFIX_AND_RECYCLING,
     ),
 )
 """In the order of `foretell methods`."""

@@ -36,7 +36,7 @@ def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
     """Draft & Verify."""
     network = require_network(context)
-    layers, model = network.config.layers, context.source.fingerprint() if context.source else ""
+    layers, model = network.config.layers, context.checkpoint.fingerprint() if context.checkpoint else ""
     skip = read_skip(Path(options.skip_set), model, layers) if options.skip_set else default_skip(layers)
     start = Chain(
         options.num_speculative_tokens,
@@ -51,7 +51,7 @@ def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> 
 def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> AnyMethod:
     """A copy in fewer bits drafts."""
     bits = options.quantization_bits
-    if bits == 8 and context.source is not None:
+    if bits == 8 and context.checkpoint is not None:
         network = changed_copy(context, unchanged, "int8")
     else:
         network = changed_copy(context, partial(quantized, bits=bits, group=options.quantization_group))
@@ -96,7 +96,7 @@ ENTRIES = (
         name="layer_skip",
         family="self-drafting",
         description="The target's own first blocks under its own head draft a chain that stops when unsure.",
-        pays="checkpoints that were trained for early exit, which then need no second model; others agree too rarely.",
+        when_to_use="checkpoints that were trained for early exit, which then need no second model; others agree too rarely.",
         papers=(Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),),
         drafter=DraftModel,
         shape=Chain,
@@ -113,7 +113,7 @@ ENTRIES = (
             "Draft & Verify: the target drafts for itself with some attention and feed-forward parts left out, and "
             "verifies with all of them."
         ),
-        pays="large models, where many parts can go before the draft errs; not models as small as the embedded one.",
+        when_to_use="large models, where many parts can go before the draft errs; not models as small as the embedded one.",
         papers=(
             Paper(
                 "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", "2309.08168"
@@ -131,7 +131,7 @@ ENTRIES = (
         name="quantised_draft",
         family="self-drafting",
         description="The target's own weights in fewer bits draft for it.",
-        pays=(
+        when_to_use=(
             "kernels whose pass time follows the bytes read: acceptance is close to 1 at 8 bits, so what the narrow "
             "pass saves bounds the gain."
         ),
@@ -148,7 +148,7 @@ ENTRIES = (
         name="pruned_draft",
         family="self-drafting",
         description="The target without its least influential blocks drafts for it.",
-        pays=(
+        when_to_use=(
             "deep models whose middle blocks change little, best after distillation; small models lose acceptance "
             "faster than time."
         ),

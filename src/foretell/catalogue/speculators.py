@@ -49,7 +49,7 @@ def target_card(context: BuildContext) -> TargetCard:
         ValueError: the target is not on the own decoder.
     """
     c = require_network(context).config
-    fingerprint = context.source.fingerprint() if context.source else ""
+    fingerprint = context.checkpoint.fingerprint() if context.checkpoint else ""
     return TargetCard(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
 
 
@@ -59,8 +59,8 @@ def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
     Raises:
         ValueError: the target is not on the own decoder, or its weights cannot be read again.
     """
-    if context.source is not None:
-        return context.source.embedding_and_head(context.source.dtype)
+    if context.checkpoint is not None:
+        return context.checkpoint.embedding_and_head(context.checkpoint.dtype)
     network = require_network(context)
     if not isinstance(network, Decoder):
         raise ValueError("this method borrows the target's embedding and head, which cannot be read again here")
@@ -70,22 +70,22 @@ def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
     )
 
 
-def draft_predictor(context: BuildContext) -> Predictor:
+def require_draft_predictor(context: BuildContext) -> Predictor:
     """The draft model, or the mean of several.
 
     Raises:
         ValueError: there is none, or one does not fit.
     """
-    return average(draft_models(context))
+    return mix_draft_models(require_draft_models(context))
 
 
-def average(runners: Sequence[Runner]) -> Predictor:
+def mix_draft_models(runners: Sequence[Runner]) -> Predictor:
     """One draft model, or the mean of several."""
     models = [DraftModel(r) for r in runners]
     return models[0] if len(models) == 1 else MixtureDrafter(models)
 
 
-def draft_models(context: BuildContext) -> tuple[Runner, ...]:
+def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:
     """The draft models.
 
     Raises:
@@ -93,7 +93,7 @@ def draft_models(context: BuildContext) -> tuple[Runner, ...]:
     """
     found = find_draft_models(context)
     if not found:
-        fingerprint = context.source.fingerprint() if context.source else ""
+        fingerprint = context.checkpoint.fingerprint() if context.checkpoint else ""
         raise ValueError(
             f"this method needs a draft model: {how_to_get(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
         )
@@ -115,13 +115,13 @@ def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
     if context.drafts or context.speculators:
         trained = (_draft_network(context, read_speculator(context, folder)) for folder in context.speculators)
         return (*context.drafts, *(network.runner() for network in trained))
-    if context.source is None:
+    if context.checkpoint is None:
         return ()
     installed = find_installed(DRAFT_MODEL, target_card(context).fingerprint)
     return () if installed is None else (_draft_network(context, read_speculator(context, installed)).runner(),)
 
 
-def only_draft_models_named(context: BuildContext) -> bool:
+def names_only_draft_models(context: BuildContext) -> bool:
     """Whether no speculator but trained draft models was named."""
     return all(read_config(folder).get("kind") == DRAFT_MODEL for folder in context.speculators)
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from foretell.cli.errors import spoken
+from foretell.cli.errors import report_errors
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ COMMANDS: Sequence[Command] = (
 """Every command, in the order of the help; a new one is a line here and a file beside this one."""
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """The group over `COMMANDS`: help shows the table; calling a command imports it; errors become one sentence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options before the command; nothing at all asks for help."""
-        with spoken():
+        with report_errors():
             return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -60,12 +60,12 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with spoken():
+        with report_errors():
             return super().invoke(ctx)
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     rich_markup_mode="rich",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,15 +73,15 @@ app = typer.Typer(
 )
 
 
-def _line_of_the_table() -> None:
+def _placeholder() -> None:
     """Stands in the help for a command that is not imported yet."""
 
 
 for _command in COMMANDS:
-    app.command(_command.name, help=_command.summary)(_line_of_the_table)
+    app.command(_command.name, help=_command.summary)(_placeholder)
 
 
-def _version(wanted: bool) -> bool:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"foretell {version('foretell')}")
         raise typer.Exit
@@ -89,9 +89,9 @@ def _version(wanted: bool) -> bool:
 
 
 @app.callback()
-def top(
+def main_options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Large language models that decode faster and say the same, token for token.

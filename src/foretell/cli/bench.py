@@ -30,9 +30,9 @@ from foretell.bench.scripted import Recording
 from foretell.bench.tasks import BUILT_IN
 from foretell.bench.tasks import Tasks as TaskSet
 from foretell.bench.tasks import load as load_tasks
-from foretell.cli.errors import say, spoken
+from foretell.cli.errors import print_error, report_errors
 from foretell.cli.setup import set_threads
-from foretell.load import EMBEDDED, checked_device, load
+from foretell.load import DEFAULT_MODEL, load, parse_device
 from foretell.utils.store import RunStore
 
 
@@ -41,7 +41,7 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with spoken():
+        with report_errors():
             return super().invoke(ctx)
 
 
@@ -113,7 +113,7 @@ def chosen(source: str, per_category: int | None, categories: str) -> tuple[Task
     """All questions of a file, and those asked for; broken lines are told."""
     everything = load_tasks(source)
     for problem in everything.problems:
-        say(problem)
+        print_error(problem)
     return everything, everything.select(per_category, words(categories))
 
 
@@ -123,13 +123,13 @@ def resumable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"interrupted; what was finished is kept in {out}: give the same command again to go on")
+        print_error(f"interrupted; what was finished is kept in {out}: give the same command again to go on")
         raise typer.Exit(130) from None
 
 
 @app.command()
 def step(
-    model: ModelName = EMBEDDED,
+    model: ModelName = DEFAULT_MODEL,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -157,7 +157,7 @@ def step(
     named = words(peers)
     refuse_peers(named, device)
     choose.check(choose.expand(named, "bfloat16", False))
-    models, place = _models(model, shape, words(dtype), device), checked_device(device)
+    models, place = _models(model, shape, words(dtype), device), parse_device(device)
     setting = choose.Setting(
         model, None, models[0].precision, context + max(sizes) + 64, count, gguf_cache or default_folder()
     )
@@ -206,7 +206,7 @@ def _models(reference: str, shape: str | None, precisions: Sequence[str], device
     """The model at every precision, or random ones of a shape."""
     if shape is None:
         return [load(reference, p, device) for p in precisions]
-    return random_models(shape, precisions, checked_device(device))
+    return random_models(shape, precisions, parse_device(device))
 
 
 def _passage(model: Model, length: int, at_random: bool) -> list[int]:
@@ -225,7 +225,7 @@ def run(
     categories: Categories = "",
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
-    model: ModelName = EMBEDDED,
+    model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
     device: Device = "cpu",
     peers: Annotated[
@@ -289,7 +289,7 @@ def record_(
     categories: Categories = "",
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
-    model: ModelName = EMBEDDED,
+    model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
     device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens kept at every position.")] = 32,
@@ -341,7 +341,7 @@ def replay_(
     if pinned is not None:
         differences = pinned.differences(now)
         for line in differences:
-            say(line)
+            print_error(line)
         if differences:
             raise typer.Exit(1)
         typer.echo(f"as pinned in {check}")
@@ -355,7 +355,7 @@ def compare_(
     """Compare two results question by question, with bootstrap confidence intervals."""
     a, b = read(first), read(second)
     for difference in differing(a, b):
-        say(difference)
+        print_error(difference)
     Console().print(tables.comparison_table(compare(a, b), (str(first), str(second))))
 
 

@@ -9,13 +9,13 @@ import typer
 
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli import options
-from foretell.cli.errors import say
+from foretell.cli.errors import print_error
 from foretell.utils.names import unknown
 
 if TYPE_CHECKING:
     from foretell.api import Answer
-    from foretell.cli.prompts import Defaults
-    from foretell.cli.setup import Ready
+    from foretell.cli.prompts import PromptDefaults
+    from foretell.cli.setup import ModelSetup
     from foretell.engine.engine import Engine, Request
     from foretell.tokenizer.codec import Message
 
@@ -54,8 +54,8 @@ def chat(
 
     Lines that start with / are commands, see /help.
     """
-    from foretell.cli.prompts import Defaults
-    from foretell.cli.setup import prepare, understand
+    from foretell.cli.prompts import PromptDefaults
+    from foretell.cli.setup import load_models, parse_method
     from foretell.core.sampling import SamplingParams
 
     sampling = SamplingParams(
@@ -63,23 +63,23 @@ def chat(
     )
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
-    wish = understand(method, speculative_config, draft_model)
-    ready = prepare(model, dtype, device, wish, reference)
-    defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)
-    talk(Conversation(ready, wish.name, defaults))
+    wish = parse_method(method, speculative_config, draft_model)
+    ready = load_models(model, dtype, device, wish, reference)
+    defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)
+    run_conversation(Conversation(ready, wish.name, defaults))
 
 
-def talk(conversation: "Conversation") -> None:
+def run_conversation(conversation: "Conversation") -> None:
     """Read lines until the end of input."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 (gives input() its editing keys)
 
         print(
-            f"{conversation.ready.model.name}, {conversation.engine.method.name}; /help lists the commands",
+            f"{conversation.setup.model.name}, {conversation.engine.method.name}; /help lists the commands",
             file=sys.stderr,
         )
-    while not conversation.over:
+    while not conversation.finished:
         try:
             line = input("> " if terminal else "").strip()
         except EOFError:
@@ -90,34 +90,34 @@ def talk(conversation: "Conversation") -> None:
             print("\n(Ctrl-D or /quit leaves)", file=sys.stderr)
             continue
         try:
-            conversation.hear(line)
+            conversation.handle_line(line)
         except ValueError as error:
-            say(str(error))
+            print_error(str(error))
 
 
 @dataclass
 class Conversation:
     """What was said so far, and the engine that answers."""
 
-    ready: "Ready"
+    setup: "ModelSetup"
     method: str
-    defaults: "Defaults"
+    defaults: "PromptDefaults"
     messages: "list[Message]" = field(default_factory=list)
     answers: "list[Answer]" = field(default_factory=list)
-    over: bool = False
+    finished: bool = False
 
     def __post_init__(self) -> None:
         self.engine = self._engine(self.method)
         self.reset()
 
-    def hear(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         """Answer a line, or do as it commands.
 
         Raises:
             ValueError: no such command or method, or the conversation is longer than the model's context.
         """
         if line.startswith("/"):
-            self._obey(line)
+            self._run_command(line)
         elif line:
             self._answer(line)
 
@@ -125,17 +125,17 @@ class Conversation:
         """Forget everything but the system message."""
         self.messages = [] if self.defaults.system is None else [{"role": "system", "content": self.defaults.system}]
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         commands: Mapping[str, Callable[[str], None]] = {
-            "/method": self._change, "/reset": lambda _: self.reset(), "/stats": lambda _: self._stats(),
+            "/method": self._change_method, "/reset": lambda _: self.reset(), "/stats": lambda _: self._stats(),
             "/help": lambda _: print(HELP, file=sys.stderr), "/quit": lambda _: self._quit(),
         }  # fmt: skip
         if word not in commands:
             raise unknown("command", word, commands)
         commands[word](rest.strip())
 
-    def _change(self, name: str) -> None:
+    def _change_method(self, name: str) -> None:
         if not name:
             raise ValueError(
                 f"the method is {self.engine.method.name}; change it with /method NAME, see `foretell methods`"
@@ -144,25 +144,27 @@ class Conversation:
         print(f"decoding with {self.engine.method.name}", file=sys.stderr)
 
     def _quit(self) -> None:
-        self.over = True
+        self.finished = True
 
     def _stats(self) -> None:
-        from foretell.cli.show import closing, note
+        from foretell.cli.show import print_status, summary_line
 
         if not self.answers:
             raise ValueError("nothing was answered yet")
         for name in dict.fromkeys(a.method for a in self.answers):
             mine = [a for a in self.answers if a.method == name]
-            note(closing(mine, sum(a.statistics.prefill_seconds + a.statistics.decode_seconds for a in mine)))
+            print_status(
+                summary_line(mine, sum(a.statistics.prefill_seconds + a.statistics.decode_seconds for a in mine))
+            )
 
     def _answer(self, line: str) -> None:
         """Stream an answer; what came before Ctrl-C is kept."""
         from foretell.api import Answer
-        from foretell.cli.interrupt import Interrupt, updates
-        from foretell.cli.show import Painter, Stream, closing, note
+        from foretell.cli.interrupt import Interrupt, run_until_interrupt
+        from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
         from foretell.engine.engine import Completion, Update
 
-        d, model = self.defaults, self.ready.model
+        d, model = self.defaults, self.setup.model
         asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
         request = model.request(
             asked,
@@ -172,18 +174,18 @@ class Conversation:
             allow_special_tokens=d.allow_special_tokens,
         )
         number, got = self._submit(request), list[Update]()
-        stream = Stream(Painter(model.codec.detokenizer()))
+        stream = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
         with Interrupt() as interrupt:
-            for update in updates(self.engine, [number], interrupt):
+            for update in run_until_interrupt(self.engine, [number], interrupt):
                 stream.write(update)
                 got.append(update)
-        stream.end()
-        answer = Answer.of(Completion.of(got), self.engine)
+        stream.finish()
+        answer = Answer.from_completion(Completion.of(got), self.engine)
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
-        note(closing([answer], 0.0))
+        print_status(summary_line([answer], 0.0))
         if answer.error:
-            say(answer.error)
+            print_error(answer.error)
 
     def _submit(self, request: "Request") -> int:
         try:
@@ -193,5 +195,5 @@ class Conversation:
 
     def _engine(self, name: str) -> "Engine":
         # The options are those of the method that the command line named.
-        ready = self.ready if name == self.method else replace(self.ready, config=SpeculativeConfig())
+        ready = self.setup if name == self.method else replace(self.setup, config=SpeculativeConfig())
         return ready.model.engine(ready.method(name), rows=1, prefix_caching=True)

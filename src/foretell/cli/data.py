@@ -14,12 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from foretell.api import Model
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
-from foretell.cli.prompts import BadLine, Defaults, Task, read_prompts
-from foretell.cli.show import LINE_SECONDS
+from foretell.cli.prompts import LineError, PromptDefaults, PromptSpec, read_prompts
+from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.core.sampling import SamplingParams
-from foretell.load import EMBEDDED, load
-from foretell.retrieval.corpus import files_of, texts_of
-from foretell.retrieval.datastore import fingerprint
+from foretell.load import DEFAULT_MODEL, load
+from foretell.retrieval.corpus import find_files, read_documents
+from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Collection, Dataset, Manifest
 from foretell.train.data.features import Shelf, hidden_layers_of
 from foretell.train.data.generate import Prompts, answers, pieces
@@ -40,7 +40,7 @@ def main() -> None:
 def generate(
     out: Annotated[Path, typer.Option(help="Folder to fill; one that was interrupted goes on where it was.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to be learned that the set shall have in the end.")],
-    model: ModelReference = EMBEDDED,
+    model: ModelReference = DEFAULT_MODEL,
     own: Annotated[bool, typer.Option("--self", help="The model writes its own prompts, then answers them.")] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts to answer: JSON lines with `prompt`, `messages` or `turns`.")
@@ -79,11 +79,11 @@ def generate(
     console = Console(file=sys.stderr)
     target = load(model, dtype, device)
     hidden_layers = hidden_layers_of(states, target.config.layers + 1, "--states")
-    sources = [prompts] if prompts else files_of(text or ())
+    sources = [prompts] if prompts else find_files(text or ())
     manifest = Manifest(
         model=target.name,
-        fingerprint="" if text else target.source.fingerprint(),
-        tokenizer=fingerprint(target.codec),
+        fingerprint="" if text else target.checkpoint.fingerprint(),
+        tokenizer=tokenizer_fingerprint(target.codec),
         vocab=target.config.vocab,
         kind="self" if own else "prompts" if prompts else "text",
         seed=seed,
@@ -96,7 +96,7 @@ def generate(
     )
     with Collection(out, manifest) as collection:
         if text:
-            work = pieces(target, (t for f in sources for t in texts_of(f)), collection, max_answer, tokens)
+            work = pieces(target, (t for f in sources for t in read_documents(f)), collection, max_answer, tokens)
         else:
             given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in tasks_of(prompts)]
             asked = Prompts(target, manifest, given)
@@ -120,7 +120,7 @@ def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> No
 def _shelf(out: Path, collection: Collection, target: Model, hidden_layers: Sequence[int]) -> Shelf:
     """Room for the states of texts to come, behind that for those which are there."""
     lengths = [len(d.tokens) for d in Dataset.open(out)] if collection.learnable else []
-    return Shelf(out / "features", target.source.fingerprint(), hidden_layers, lengths, target.config.hidden, None)
+    return Shelf(out / "features", target.checkpoint.fingerprint(), hidden_layers, lengths, target.config.hidden, None)
 
 
 def _digest(path: Path) -> str:
@@ -128,15 +128,15 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:12]
 
 
-def tasks_of(path: Path) -> list[Task]:
+def tasks_of(path: Path) -> list[PromptSpec]:
     """The prompts of a file of JSON lines; of a conversation, its first turn.
 
     Raises:
         ValueError: a line that is no prompt, or no prompts at all.
     """
-    out = list[Task]()
-    for number, task in read_prompts(path, Defaults(SamplingParams(), 1, (), False, None)):
-        if isinstance(task, BadLine):
+    out = list[PromptSpec]()
+    for number, task in read_prompts(path, PromptDefaults(SamplingParams(), 1, (), False, None)):
+        if isinstance(task, LineError):
             raise ValueError(f"{path}, line {number}: {task.reason}")
         out.append(task)
     if not out:
@@ -155,7 +155,7 @@ def _watch(work: Iterator[int], collection: Collection, wanted: int, console: Co
             new, now = new + decoded, time.perf_counter()
             done, speed = min(collection.learnable, wanted), f"{new / (now - started):,.0f} tokens/s"
             progress.update(task, completed=done, speed=speed)
-            if not watched and now - told >= LINE_SECONDS:
+            if not watched and now - told >= PROGRESS_INTERVAL:
                 told = now
                 console.print(f"{done:,} of {wanted:,} tokens  {speed}", highlight=False, soft_wrap=True)
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from foretell.load import load_codec
-from foretell.retrieval.corpus import NotTextError, files_of, texts_of, tokenized
-from foretell.retrieval.datastore import DEPTH, Manifest, describe, write
+from foretell.retrieval.corpus import NotTextError, find_files, read_documents, tokenize_documents
+from foretell.retrieval.datastore import DEFAULT_DEPTH, Manifest, read_manifest, write_datastore
 
 app = typer.Typer(
     no_args_is_help=True, help="Index a corpus for drafting by retrieval (method rest).", pretty_exceptions_enable=False
@@ -33,7 +33,7 @@ def build(
     ],
     tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer it is for: alias, directory, GGUF or hub id.")],
     out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
-    depth: Annotated[int, typer.Option(min=1, max=64, help="Longest match to look up, in tokens.")] = DEPTH,
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Longest match to look up, in tokens.")] = DEFAULT_DEPTH,
 ) -> None:
     """Index files; the target must have the same tokenizer.
 
@@ -43,27 +43,27 @@ def build(
     codec = load_codec(tokenizer)
     skipped = list[Path]()
     with Progress(console=console, transient=True) as progress:
-        documents = tokenized(_texts(files, progress, skipped), codec)
-        manifest = write(out, documents, codec, tokenizer, depth)
+        documents = tokenize_documents(_texts(files, progress, skipped), codec)
+        manifest = write_datastore(out, documents, codec, tokenizer, depth)
     if skipped:
         console.print(f"left out {len(skipped)} files that are not UTF-8 text, the first {skipped[0]}")
-    typer.echo(_sentence(out, manifest))
+    typer.echo(_summary(out, manifest))
 
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="Directory of the datastore.")]) -> None:
     """Say what a datastore holds."""
-    typer.echo(_sentence(path, describe(path)))
+    typer.echo(_summary(path, read_manifest(path)))
 
 
 def _texts(paths: Sequence[Path], progress: Progress, skipped: list[Path]) -> Iterator[str]:
     """All documents; `skipped` collects what below a directory is no text."""
-    files = files_of(paths)
+    files = find_files(paths)
     sizes = [f.stat().st_size for f in files]
     task = progress.add_task("tokenising", total=sum(sizes))
     for file, size in zip(files, sizes, strict=True):
         try:
-            yield from texts_of(file)
+            yield from read_documents(file)
         except NotTextError:
             if file in paths:
                 raise
@@ -72,7 +72,7 @@ def _texts(paths: Sequence[Path], progress: Progress, skipped: list[Path]) -> It
     progress.add_task("sorting", total=None)
 
 
-def _sentence(path: Path, manifest: Manifest) -> str:
+def _summary(path: Path, manifest: Manifest) -> str:
     size = sum(f.stat().st_size for f in path.iterdir())
     return (
         f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {size / 1e6:,.1f} MB, "

@@ -18,7 +18,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
-class Scene:
+class DemoPrompt:
     """A prompt of the demo and the lossless method that suits it, by the benchmarks of `docs/benchmarks.md`."""
 
     title: str
@@ -27,7 +27,7 @@ class Scene:
     tokens: int
 
 
-def scenes() -> tuple[Scene, ...]:
+def demo_prompts() -> tuple[DemoPrompt, ...]:
     """Code, a summary of the bundled text, and a chat."""
     text = (files("foretell.cli") / "lighthouse.txt").read_text(encoding="utf-8")
     code = (
@@ -35,9 +35,9 @@ def scenes() -> tuple[Scene, ...]:
         "each with a docstring, then a short test for every method."
     )
     return (
-        Scene("code", code, "hybrid_model", 256),
-        Scene("summary", f"Summarize the following text in a few sentences.\n\n{text}", "hybrid_model", 160),
-        Scene(
+        DemoPrompt("code", code, "hybrid_model", 256),
+        DemoPrompt("summary", f"Summarize the following text in a few sentences.\n\n{text}", "hybrid_model", 160),
+        DemoPrompt(
             "chat",
             "What is the difference between a comet and an asteroid? Explain it to a child, with an example of each.",
             "hybrid_model",
@@ -47,22 +47,22 @@ def scenes() -> tuple[Scene, ...]:
 
 
 @dataclass(frozen=True)
-class Take:
+class Comparison:
     """One scene, decoded plainly and by its method."""
 
-    scene: Scene
+    prompt: DemoPrompt
     plain: "Answer"
-    fast: "Answer"
+    speculative: "Answer"
 
     @property
-    def same(self) -> bool:
+    def identical(self) -> bool:
         """Whether both gave the same tokens."""
-        return self.plain.tokens == self.fast.tokens
+        return self.plain.tokens == self.speculative.tokens
 
     @property
-    def gain(self) -> float:
+    def speedup(self) -> float:
         """Speed over plain decoding."""
-        return self.fast.statistics.tokens_per_second / self.plain.statistics.tokens_per_second
+        return self.speculative.statistics.tokens_per_second / self.plain.statistics.tokens_per_second
 
 
 @app.command()
@@ -86,31 +86,31 @@ def demo(
     # Touches every weight, so that the first scene is not charged for it.
     loaded.generate("Hello.", max_new_tokens=4)
     takes = []
-    for scene in scenes():
+    for scene in demo_prompts():
         console.rule(f"[bold]{scene.title}[/]: {scene.prompt.splitlines()[0]}", align="left")
-        takes.append(Take(scene, play(loaded, scene, "autoregressive"), play(loaded, scene, scene.method)))
-    console.print(summary(takes, f"{model}, {dtype}: the same text in fewer passes of the model"))
+        takes.append(Comparison(scene, decode(loaded, scene, "autoregressive"), decode(loaded, scene, scene.method)))
+    console.print(summary_table(takes, f"{model}, {dtype}: the same text in fewer passes of the model"))
     if picture is not None:
-        draw(picture, takes, f"{model}, {dtype}")
-    if not all(t.same for t in takes):
+        draw_chart(picture, takes, f"{model}, {dtype}")
+    if not all(t.identical for t in takes):
         raise ValueError("a lossless method changed the text; please run `foretell verify` and report what it says")
 
 
-def play(model: "Model", scene: Scene, method: str) -> "Answer":
+def decode(model: "Model", scene: DemoPrompt, method: str) -> "Answer":
     """Decode a scene by one method, streaming, with a closing line."""
     from foretell.api import Answer
-    from foretell.cli.show import Painter, Stream, closing, note
+    from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
 
     engine = model.engine(method, rows=1)
-    stream = Stream(Painter(model.codec.detokenizer()))
+    stream = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
     (done,) = engine.complete([model.request(scene.prompt, max_new_tokens=scene.tokens)], stream.write)
-    stream.end()
-    answer = Answer.of(done, engine)
-    note(closing([answer], 0.0))
+    stream.finish()
+    answer = Answer.from_completion(done, engine)
+    print_status(summary_line([answer], 0.0))
     return answer
 
 
-def summary(takes: "list[Take]", title: str) -> "Table":
+def summary_table(takes: "list[Comparison]", title: str) -> "Table":
     """The closing table."""
     from rich.table import Table
 
@@ -118,14 +118,19 @@ def summary(takes: "list[Take]", title: str) -> "Table":
     for heading in ("prompt", "method", "tokens/s", "tokens/pass", "gain", "text"):
         table.add_column(heading, justify="left" if heading in ("prompt", "method", "text") else "right", no_wrap=True)
     for t in takes:
-        for answer, gain, text in ((t.plain, 1.0, ""), (t.fast, t.gain, "identical" if t.same else "DIFFERENT")):
+        for answer, gain, text in (
+            (t.plain, 1.0, ""),
+            (t.speculative, t.speedup, "identical" if t.identical else "DIFFERENT"),
+        ):
             s = answer.statistics
             speed, passes = f"{s.tokens_per_second:.1f}", f"{s.tokens_per_pass:.2f}"
-            table.add_row(t.scene.title if answer is t.plain else "", answer.method, speed, passes, f"{gain:.2f}", text)
+            table.add_row(
+                t.prompt.title if answer is t.plain else "", answer.method, speed, passes, f"{gain:.2f}", text
+            )
     return table
 
 
-def draw(path: Path, takes: "list[Take]", title: str) -> None:
+def draw_chart(path: Path, takes: "list[Comparison]", title: str) -> None:
     """A bar chart of tokens per second, plain and fast.
 
     Raises:
@@ -138,14 +143,14 @@ def draw(path: Path, takes: "list[Take]", title: str) -> None:
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.subplots()
     for i, t in enumerate(takes):
-        plain, fast = (a.statistics.tokens_per_second for a in (t.plain, t.fast))
+        plain, fast = (a.statistics.tokens_per_second for a in (t.plain, t.speculative))
         axes.barh(i - 0.2, plain, 0.38, color="#9aa5b1", label="plain decoding" if i == 0 else None)
         axes.barh(i + 0.2, fast, 0.38, color="#2f855a", label="best lossless method" if i == 0 else None)
         axes.text(plain, i - 0.2, f" {plain:.0f}", va="center")
-        axes.text(fast, i + 0.2, f" {fast:.0f}   {t.gain:.1f}\u00d7, {t.fast.method}, same text", va="center")
-    axes.set_yticks(range(len(takes)), [t.scene.title for t in takes])
+        axes.text(fast, i + 0.2, f" {fast:.0f}   {t.speedup:.1f}\u00d7, {t.speculative.method}, same text", va="center")
+    axes.set_yticks(range(len(takes)), [t.prompt.title for t in takes])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.7 * max(t.fast.statistics.tokens_per_second for t in takes))
+    axes.set_xlim(0, 1.7 * max(t.speculative.statistics.tokens_per_second for t in takes))
     axes.set_xlabel("tokens per second")
     axes.set_title(title, loc="left")
     figure.legend(loc="outside upper right", frameon=False, ncols=2)

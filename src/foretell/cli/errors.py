@@ -13,7 +13,7 @@ TRACEBACK = "FORETELL_TRACEBACK"
 
 
 @contextmanager
-def spoken() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Turn whatever a user can cause into one sentence and a non-zero exit.
 
     Bad input exits with 1, a wrong command line with 2, Ctrl-C with 130.
@@ -22,16 +22,16 @@ def spoken() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
-        raise _ended("interrupted", 130) from None
+        raise _exit("interrupted", 130) from None
     except typer.TyperException as error:
-        raise _ended(error.format_message(), error.exit_code) from None
+        raise _exit(error.format_message(), error.exit_code) from None
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK):
             raise
-        raise _ended(sentence(error), 1) from None
+        raise _exit(error_message(error), 1) from None
 
 
-def sentence(error: ValueError | OSError) -> str:
+def error_message(error: ValueError | OSError) -> str:
     """What happened and, where it helps, what to do; no line breaks."""
     if isinstance(error, UnicodeDecodeError):
         return f"the input is not UTF-8 text (byte {error.start}); convert it first"
@@ -45,19 +45,19 @@ def sentence(error: ValueError | OSError) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def say(message: str) -> None:
+def print_error(message: str) -> None:
     """A sentence on standard error."""
     with suppress(OSError):
         typer.echo(f"foretell: {message}", err=True)
 
 
-def _ended(message: str, status: int) -> typer.Exit:
-    _abandon_output()
-    say(message)
+def _exit(message: str, status: int) -> typer.Exit:
+    _discard_output()
+    print_error(message)
     return typer.Exit(status)
 
 
-def _abandon_output() -> None:
+def _discard_output() -> None:
     """Where standard output takes no more, let Python's own flush at exit go nowhere instead of failing a second
     time.
     """

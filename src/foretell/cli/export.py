@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 
 from foretell.cli import options
-from foretell.cli.setup import waiting
-from foretell.load import EMBEDDED, load
+from foretell.cli.setup import spinner
+from foretell.load import DEFAULT_MODEL, load
 from foretell.speculator.export import check_free, find_export
 from foretell.speculator.export import export as write
 from foretell.speculator.formats.base import Verifier
 
 app = typer.Typer(pretty_exceptions_enable=False)
-_ON_THE_HUB = {EMBEDDED: "HuggingFaceTB/SmolLM2-135M-Instruct"}
+_ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 @app.command()
@@ -36,7 +36,7 @@ def export(
     """
     find_export(format_name)
     check_free(out)
-    with waiting(f"loading {model}"):
+    with spinner(f"loading {model}"):
         target = load(model, dtype)
         network = target.speculator(speculator)
     write(network, Verifier(verifier or _ON_THE_HUB.get(model, model), target.config, target.codec), format_name, out)

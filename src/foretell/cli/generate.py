@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretell.cli import options
-from foretell.cli.errors import say
+from foretell.cli.errors import print_error
 
 if TYPE_CHECKING:
     from foretell.api import Answer
-    from foretell.cli.batch import Done
-    from foretell.cli.prompts import BadLine, Defaults, Task
-    from foretell.cli.setup import Ready
+    from foretell.cli.batch import AnsweredPrompt
+    from foretell.cli.prompts import LineError, PromptDefaults, PromptSpec
+    from foretell.cli.setup import ModelSetup
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputFormat:
     """In which form answers are wanted; `several`: they need telling apart."""
 
     as_json: bool
     stream: bool
     logprobs: bool
-    several: bool
+    is_batch: bool
 
 
 @app.command()
@@ -80,8 +80,8 @@ def generate(
 
         foretell generate --prompts prompts.jsonl --temperature 0.7 --json > answers.jsonl
     """
-    from foretell.cli.prompts import Defaults
-    from foretell.cli.setup import prepare, understand
+    from foretell.cli.prompts import PromptDefaults
+    from foretell.cli.setup import load_models, parse_method
     from foretell.core.sampling import SamplingParams
 
     sampling = SamplingParams(
@@ -89,77 +89,83 @@ def generate(
     )
     if max_new_tokens < 1 or rows < 1:
         raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
-    wish = understand(method, speculative_config, draft_model)
-    defaults = Defaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
-    tasks, bad = _single(prompt, defaults) if prompts is None else _several(prompt, prompts, defaults)
-    ready = prepare(model, dtype, device, wish, reference, target_memory_limit)
-    form = Form(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
-    status = answer(ready, wish.name, tasks, rows, form)
+    wish = parse_method(method, speculative_config, draft_model)
+    defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
+    tasks, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
+    ready = load_models(model, dtype, device, wish, reference, target_memory_limit)
+    form = OutputFormat(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
+    status = run(ready, wish.name, tasks, rows, form)
     if status or bad:
         raise typer.Exit(status or 1)
 
 
-def _single(prompt: str | None, defaults: "Defaults") -> "tuple[list[tuple[int, Task]], list[BadLine]]":
-    from foretell.cli.prompts import Line, task
+def _read_prompt(
+    prompt: str | None, defaults: "PromptDefaults"
+) -> "tuple[list[tuple[int, PromptSpec]], list[LineError]]":
+    from foretell.cli.prompts import PromptLine, apply_defaults
 
     if prompt is None:
         raise ValueError("no prompt: write one, - for standard input, or --prompts FILE.jsonl")
-    return [(1, task(Line(prompt=sys.stdin.read() if prompt == "-" else prompt), defaults))], []
+    return [(1, apply_defaults(PromptLine(prompt=sys.stdin.read() if prompt == "-" else prompt), defaults))], []
 
 
-def _several(prompt: str | None, path: Path, defaults: "Defaults") -> "tuple[list[tuple[int, Task]], list[BadLine]]":
+def _read_prompts_file(
+    prompt: str | None, path: Path, defaults: "PromptDefaults"
+) -> "tuple[list[tuple[int, PromptSpec]], list[LineError]]":
     """The good lines of a file, and the bad ones, which are reported here."""
-    from foretell.cli.prompts import BadLine, read_prompts
+    from foretell.cli.prompts import LineError, read_prompts
 
     if prompt is not None:
         raise ValueError("a prompt and --prompts were given; leave out one of them")
     found = list(read_prompts(path, defaults))
-    bad = [line for _, line in found if isinstance(line, BadLine)]
+    bad = [line for _, line in found if isinstance(line, LineError)]
     for line in bad:
-        say(f"{path}, line {line.number}: {line.reason}")
-    good = [(number, line) for number, line in found if not isinstance(line, BadLine)]
+        print_error(f"{path}, line {line.number}: {line.reason}")
+    good = [(number, line) for number, line in found if not isinstance(line, LineError)]
     if not good:
         raise ValueError(f"{path}: no prompt in it can be answered")
     return good, bad
 
 
-def answer(ready: "Ready", method: str, tasks: "Sequence[tuple[int, Task]]", rows: int, form: Form) -> int:
+def run(
+    ready: "ModelSetup", method: str, tasks: "Sequence[tuple[int, PromptSpec]]", rows: int, form: OutputFormat
+) -> int:
     """Answer and print; the exit status."""
     from foretell.cli.batch import Batch
     from foretell.cli.interrupt import Interrupt
-    from foretell.cli.show import Painter, Stream, closing, note
+    from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
 
     engine = ready.model.engine(ready.method(method), rows=min(rows, len(tasks)))
-    stream = Stream(Painter(ready.model.codec.detokenizer())) if form.stream else None
+    stream = AnswerWriter(DraftHighlighter(ready.model.codec.detokenizer())) if form.stream else None
     batch, done = Batch(ready.model, engine, form.logprobs, stream), list["Answer"]()
     started = time.perf_counter()
     with Interrupt() as interrupt:
         for item in batch.run(tasks, interrupt):
             done.append(item.answer)
-            emit(item, form)
+            print_answer(item, form)
     if stream is not None and done:
-        stream.end()
-    for line in batch.refused:
-        say(f"line {line.number}: {line.reason}" if form.several else line.reason)
+        stream.finish()
+    for line in batch.errors:
+        print_error(f"line {line.number}: {line.reason}" if form.is_batch else line.reason)
     if done and not form.as_json:
-        note(closing(done, time.perf_counter() - started))
-    if interrupt.asked:
-        say("interrupted; what was generated until then is above")
+        print_status(summary_line(done, time.perf_counter() - started))
+    if interrupt.requested:
+        print_error("interrupted; what was generated until then is above")
         return 130
-    return 1 if batch.refused else 0
+    return 1 if batch.errors else 0
 
 
-def emit(item: "Done", form: Form) -> None:
+def print_answer(item: "AnsweredPrompt", form: OutputFormat) -> None:
     """Print a finished answer, unless it has streamed."""
     if form.as_json:
-        print(json.dumps(record(item.answer, form.logprobs), ensure_ascii=False), flush=True)
-    elif form.several:
+        print(json.dumps(answer_record(item.answer, form.logprobs), ensure_ascii=False), flush=True)
+    elif form.is_batch:
         print(f"── {item.line} ── {item.title[:60]}\n{item.answer.text}\n", flush=True)
     elif not form.stream:
         print(item.answer.text, flush=True)
 
 
-def record(answer: "Answer", logprobs: bool) -> dict[str, object]:
+def answer_record(answer: "Answer", logprobs: bool) -> dict[str, object]:
     """An answer as `--json` prints it; times in seconds."""
     s = answer.statistics
     out: dict[str, object] = {

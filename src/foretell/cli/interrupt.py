@@ -13,10 +13,10 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._ask)
+        self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(
@@ -24,15 +24,15 @@ class Interrupt:
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
 
-def updates(engine: Engine, numbers: Iterable[int], interrupt: Interrupt) -> Iterator[Update]:
+def run_until_interrupt(engine: Engine, numbers: Iterable[int], interrupt: Interrupt) -> Iterator[Update]:
     """All updates of an engine; after Ctrl-C the last ones of what is running. Requests may be submitted meanwhile."""
-    while engine.busy and not interrupt.asked:
+    while engine.busy and not interrupt.requested:
         yield from engine.step()
     for number in list(numbers):
         last = engine.cancel(number)

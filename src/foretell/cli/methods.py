@@ -40,7 +40,7 @@ def methods(
     from rich.console import Console
 
     from foretell.catalogue import catalogue, find
-    from foretell.cli.errors import say
+    from foretell.cli.errors import print_error
     from foretell.speculator.installed import installed
 
     if as_json and markdown:
@@ -48,27 +48,27 @@ def methods(
     entry = None if name is None else find(name)
     entries = list(catalogue().values())
     if as_json:
-        shown = [record(e) for e in entries] if entry is None else record(entry)
+        shown = [entry_record(e) for e in entries] if entry is None else entry_record(entry)
         typer.echo(json.dumps(shown, indent=1, ensure_ascii=False))
     elif markdown:
         typer.echo("\n".join(markdown_table(entries) if entry is None else markdown_section(entry)))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
         if entry is not None:
-            console.print(explanation(entry), width=min(_TEXT_WIDTH, console.width))
+            console.print(method_details(entry), width=min(_TEXT_WIDTH, console.width))
         else:
-            console.print(table(entries) if console.width >= _WIDE else paragraphs(entries))
+            console.print(wide_table(entries) if console.width >= _WIDE else narrow_list(entries))
     for problem in installed().problems:
-        say(problem)
+        print_error(problem)
 
 
-def record(entry: "Entry") -> dict[str, object]:
+def entry_record(entry: "Entry") -> dict[str, object]:
     """A method as `--json` prints it."""
     return {
         "name": entry.name,
         "family": entry.family,
         "description": entry.description,
-        "pays": entry.pays,
+        "pays": entry.when_to_use,
         "draft": entry.draft,
         "tree": entry.tree,
         "accept": entry.accept,
@@ -84,7 +84,7 @@ def record(entry: "Entry") -> dict[str, object]:
             {
                 "name": o.name,
                 "aliases": list(o.aliases),
-                "type": o.kind,
+                "type": o.type,
                 "default": o.default,
                 "description": o.description,
             }
@@ -93,7 +93,7 @@ def record(entry: "Entry") -> dict[str, object]:
     }
 
 
-def cells(entry: "Entry") -> tuple[str, ...]:
+def table_row(entry: "Entry") -> tuple[str, ...]:
     """A method in the order of `COLUMNS`."""
     return (
         entry.name,
@@ -123,7 +123,7 @@ def _needs(entry: "Entry") -> str:
     return f"speculator (ships for {', '.join(ready)})" if ready else "speculator (train one)"
 
 
-def _promise(entry: "Entry") -> str:
+def _guarantee(entry: "Entry") -> str:
     if not entry.lossless:
         return "LOSSY"
     return "lossless, same text for a seed" if entry.same_seed else "lossless, same distribution"
@@ -131,7 +131,7 @@ def _promise(entry: "Entry") -> str:
 
 def markdown_table(entries: "Iterable[Entry]") -> list[str]:
     """The table that the README holds."""
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{c[0]}`", *c[1:]) for c in map(cells, entries))]
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{c[0]}`", *c[1:]) for c in map(table_row, entries))]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
@@ -144,9 +144,9 @@ def markdown_section(entry: "Entry") -> list[str]:
     lines = [
         entry.description,
         "",
-        f"- Parts: {entry.draft} × {entry.tree} × {entry.accept}; {_promise(entry)}.",
+        f"- Parts: {entry.draft} × {entry.tree} × {entry.accept}; {_guarantee(entry)}.",
         *([f"- Needs: {_needs(entry)}."] if _needs(entry) != "-" else []),
-        f"- Pays: {entry.pays}",
+        f"- Pays: {entry.when_to_use}",
         *([f"- Paper: {papers}."] if papers else []),
         *([f"- Other names: {', '.join(f'`{a}`' for a in entry.aliases)}."] if entry.aliases else []),
         "",
@@ -155,7 +155,7 @@ def markdown_section(entry: "Entry") -> list[str]:
     if not options:
         return [*lines, "It has no options."]
     rows = (
-        f"| {', '.join(f'`{n}`' for n in (o.name, *o.aliases))} | {_default(o.default)} | {o.kind} | {o.description} |"
+        f"| {', '.join(f'`{n}`' for n in (o.name, *o.aliases))} | {_default(o.default)} | {o.type} | {o.description} |"
         for o in options
     )
     return [*lines, "| option | default | type | |", "| --- | --- | --- | --- |", *rows]
@@ -165,7 +165,7 @@ def _default(value: object) -> str:
     return "unset" if value is None else json.dumps(value).strip('"')
 
 
-def table(entries: "Iterable[Entry]") -> "RenderableType":
+def wide_table(entries: "Iterable[Entry]") -> "RenderableType":
     """The table for a wide terminal."""
     from rich.table import Table
 
@@ -173,17 +173,17 @@ def table(entries: "Iterable[Entry]") -> "RenderableType":
     for name in COLUMNS:
         out.add_column(name, no_wrap=name in ("method", "family", "lossless", "training"))
     for entry in entries:
-        out.add_row(*cells(entry), style="" if entry.lossless else "red")
+        out.add_row(*table_row(entry), style="" if entry.lossless else "red")
     return out
 
 
-def paragraphs(entries: "Iterable[Entry]") -> "RenderableType":
+def narrow_list(entries: "Iterable[Entry]") -> "RenderableType":
     """The same for a narrow terminal: a heading per family, two lines per method."""
     from rich.console import Group
     from rich.text import Text
 
     def paragraph(entry: "Entry") -> Text:
-        name, _, draft, tree, accept, *_, needs, training, paper = cells(entry)
+        name, _, draft, tree, accept, *_, needs, training, paper = table_row(entry)
         text = Text(name, style="bold" if entry.lossless else "bold red")
         text.append(f"  {draft} × {tree} × {accept}\n", style="not bold")
         extras = (
@@ -191,13 +191,13 @@ def paragraphs(entries: "Iterable[Entry]") -> "RenderableType":
             + [f"training {training}"] * (training != "none")
             + [paper] * (paper != "-")
         )
-        return text.append("    " + " · ".join([_promise(entry), *extras]), style="dim not bold")
+        return text.append("    " + " · ".join([_guarantee(entry), *extras]), style="dim not bold")
 
     groups = groupby(entries, key=lambda e: e.family)
     return Group(*(t for family, some in groups for t in (Text(family, style="underline"), *map(paragraph, some))))
 
 
-def explanation(entry: "Entry") -> "RenderableType":
+def method_details(entry: "Entry") -> "RenderableType":
     """One method for the terminal."""
     from rich.console import Group
     from rich.padding import Padding
@@ -205,11 +205,11 @@ def explanation(entry: "Entry") -> "RenderableType":
     from rich.text import Text
 
     title = Text(entry.name, style="bold" if entry.lossless else "bold red")
-    title.append(f"  {entry.family}, {_promise(entry)}", style="dim not bold")
+    title.append(f"  {entry.family}, {_guarantee(entry)}", style="dim not bold")
     facts = [
         ("parts", f"{entry.draft} × {entry.tree} × {entry.accept}"),
         ("needs", _needs(entry)),
-        ("pays", entry.pays),
+        ("pays", entry.when_to_use),
         *(("paper", f"{p.title}" + (f", arXiv {p.arxiv}" if p.arxiv else "")) for p in entry.papers),
         ("also", ", ".join(entry.aliases) or "-"),
     ]
@@ -219,7 +219,7 @@ def explanation(entry: "Entry") -> "RenderableType":
             grid.add_row(Text(key, style="dim"), Text(value))
     out: list[RenderableType] = [title, Text(entry.description), grid]
     for option in entry.option_list():
-        head = Text.assemble((option.name, "bold"), f" = {_default(option.default)}", (f"  {option.kind}", "dim"))
+        head = Text.assemble((option.name, "bold"), f" = {_default(option.default)}", (f"  {option.type}", "dim"))
         also = f" Also: {', '.join(option.aliases)}." if option.aliases else ""
         out += [head, Padding(Text(option.description + also), (0, 0, 0, 4))]
     return Group(*out)

@@ -13,7 +13,7 @@ from foretell.tokenizer.codec import Message
 from foretell.utils.validation import parse_json, validate
 
 
-class Turn(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a conversation."""
 
     model_config = ConfigDict(frozen=True)
@@ -22,7 +22,7 @@ class Turn(BaseModel):
     content: str
 
 
-class Line(BaseModel):
+class PromptLine(BaseModel):
     """What a line may say.
 
     Exactly one of `prompt`, `messages` and `turns`; other keys (a data set's own) are left alone.
@@ -33,7 +33,7 @@ class Line(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     prompt: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     turns: Annotated[list[str], Field(min_length=1)] | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -49,7 +49,7 @@ class Line(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _spelled(cls, values: object) -> object:
+    def _suggest_keys(cls, values: object) -> object:
         if isinstance(values, dict):
             for key in values:
                 near = get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.8)
@@ -58,14 +58,14 @@ class Line(BaseModel):
         return values
 
     @model_validator(mode="after")
-    def _one(self) -> "Line":
+    def _one_kind(self) -> "PromptLine":
         if sum(x is not None for x in (self.prompt, self.messages, self.turns)) != 1:
             raise ValueError("give one of 'prompt', 'messages' and 'turns'")
         return self
 
 
 @dataclass(frozen=True)
-class Defaults:
+class PromptDefaults:
     """What the command line says for all prompts."""
 
     sampling: SamplingParams
@@ -77,7 +77,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Task:
+class PromptSpec:
     """A prompt ready to be asked: the conversation or raw text so far, and the user's turns still to come."""
 
     prompt: str | tuple[Message, ...]
@@ -96,25 +96,25 @@ class Task:
 
 
 @dataclass(frozen=True)
-class BadLine:
+class LineError:
     """Why a line cannot be answered."""
 
     number: int
     reason: str
 
 
-def read_prompts(path: Path, defaults: Defaults) -> Iterator[tuple[int, Task | BadLine]]:
+def read_prompts(path: Path, defaults: PromptDefaults) -> Iterator[tuple[int, PromptSpec | LineError]]:
     """Every line that is not blank, with its number from 1."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
                 try:
-                    yield number, task(parse(raw), defaults)
+                    yield number, apply_defaults(parse_line(raw), defaults)
                 except ValueError as error:
-                    yield number, BadLine(number, str(error))
+                    yield number, LineError(number, str(error))
 
 
-def parse(raw: bytes) -> Line:
+def parse_line(raw: bytes) -> PromptLine:
     """One line.
 
     Raises:
@@ -125,18 +125,18 @@ def parse(raw: bytes) -> Line:
         value = {"prompt": value}
     if not isinstance(value, dict):
         raise ValueError("a JSON object with 'prompt', 'messages' or 'turns' was expected, or a string")
-    return validate(Line, value)
+    return validate(PromptLine, value)
 
 
-def task(line: Line, defaults: Defaults) -> Task:
+def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
     """A line completed by the defaults."""
-    known = {f.name for f in fields(SamplingParams)} & set(Line.model_fields)
+    known = {f.name for f in fields(SamplingParams)} & set(PromptLine.model_fields)
     said = {name: value for name in known if (value := getattr(line, name)) is not None}
     stop = defaults.stop if line.stop is None else (line.stop,) if isinstance(line.stop, str) else tuple(line.stop)
     raw = defaults.raw if line.raw is None else line.raw
-    prompt, turns = _conversation(line, raw, defaults.system)
+    prompt, turns = _split_turns(line, raw, defaults.system)
     base = {f.name: getattr(defaults.sampling, f.name) for f in fields(SamplingParams)}
-    return Task(
+    return PromptSpec(
         prompt=prompt,
         turns=turns,
         sampling=SamplingParams(**(base | said)),
@@ -147,16 +147,16 @@ def task(line: Line, defaults: Defaults) -> Task:
     )
 
 
-def _conversation(line: Line, raw: bool, system: str | None) -> tuple[str | tuple[Message, ...], tuple[str, ...]]:
+def _split_turns(line: PromptLine, raw: bool, system: str | None) -> tuple[str | tuple[Message, ...], tuple[str, ...]]:
     if line.messages is not None:
         return tuple(t.model_dump() for t in line.messages), ()
     turns: Sequence[str] = [line.prompt or ""] if line.turns is None else line.turns
     if raw and len(turns) > 1:
         raise ValueError("several turns need the chat template, and raw text was asked for")
-    return ask(turns[0], raw, system), tuple(turns[1:])
+    return with_system_message(turns[0], raw, system), tuple(turns[1:])
 
 
-def ask(text: str, raw: bool, system: str | None) -> str | tuple[Message, ...]:
+def with_system_message(text: str, raw: bool, system: str | None) -> str | tuple[Message, ...]:
     """The user's text as a prompt; a conversation where there is a system message.
 
     Raises:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from foretell.cli.errors import say, spoken
+from foretell.cli.errors import print_error, report_errors
 from foretell.roofline import ask, calibrate, report
 from foretell.roofline.analysis import Model, analyse
 from foretell.roofline.changes import cost_changes
@@ -33,7 +33,7 @@ class Spoken(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with spoken():
+        with report_errors():
             return super().invoke(ctx)
 
 
@@ -110,7 +110,7 @@ def console() -> Console:
 def warn(sentence: str | None) -> None:
     """Say what is wrong with the setting and leave with a non-zero status."""
     if sentence:
-        say(sentence)
+        print_error(sentence)
         raise typer.Exit(1)
 
 

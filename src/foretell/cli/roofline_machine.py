@@ -14,7 +14,7 @@ import torch
 
 from foretell.bench.random_model import random_network
 from foretell.core.tree import TokenTree, tree_from_lists
-from foretell.load import EMBEDDED, load
+from foretell.load import DEFAULT_MODEL, load
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner, Network
 from foretell.roofline.calibrate import PROBES, Measure
@@ -104,7 +104,7 @@ def probes(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Measure]]
 
 def embedded(precision: str, repeat: int) -> tuple[Measure, ModelConfig]:
     """The embedded model's timer, and its configuration."""
-    model = load(EMBEDDED, dtype=precision)
+    model = load(DEFAULT_MODEL, dtype=precision)
     return timer(model.network, repeat), model.config
 
 

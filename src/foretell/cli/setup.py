@@ -34,7 +34,7 @@ def set_threads(threads: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Wish:
+class MethodSelection:
     """Which method was asked for, in whichever way it was said."""
 
     name: str
@@ -43,7 +43,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ModelSetup:
     """A model in memory and what methods are built from."""
 
     model: Model
@@ -56,12 +56,12 @@ class Ready:
         return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
 
 
-def understand(
+def parse_method(
     method: str | None,
     speculative_config: str | None,
     drafts: Sequence[str] | None,
     methods: Sequence[str] = (),
-) -> Wish:
+) -> MethodSelection:
     """Bring `--method`, `--draft-model` and `--speculative-config` together.
 
     `methods`: further ones that the config is for.
@@ -76,7 +76,7 @@ def understand(
         raise ValueError(f"--method says {method} and the speculative config says {config.method}; give one of them")
     entries += [find(n) for n in methods]
     for entry in entries:
-        entry.read(config)
+        entry.parse_options(config)
     if config.options and not entries:
         raise ValueError(
             f"the speculative config sets {', '.join(config.options)} and names no method: "
@@ -87,17 +87,17 @@ def understand(
         raise ValueError(
             f"--draft-model says {', '.join(drafts)} and the speculative config says {config.model}; give one of them"
         )
-    return Wish(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
+    return MethodSelection(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
 
 
-def prepare(
+def load_models(
     model: str,
     dtype: str,
     device: str,
-    wish: Wish,
+    wish: MethodSelection,
     references: Sequence[Path] | None,
     memory_limit: int | None = None,
-) -> Ready:
+) -> ModelSetup:
     """Load everything; what can be refused quickly is refused first.
 
     `memory_limit`: MiB that the target's weights may take.
@@ -107,10 +107,10 @@ def prepare(
         OSError: a reference cannot be read.
     """
     texts = tuple(read_text(path) for path in references or ())
-    with waiting(f"loading {model}"):
+    with spinner(f"loading {model}"):
         target = load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         drafts = tuple(load_draft(d, dtype, device) for d in wish.drafts)
-    return Ready(target, wish.config, drafts, texts)
+    return ModelSetup(target, wish.config, drafts, texts)
 
 
 def read_text(path: Path) -> str:
@@ -126,7 +126,7 @@ def read_text(path: Path) -> str:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Callable[[str], None]]:
+def spinner(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner on standard error while something takes its time; silent where nobody watches.
 
     Gives a function that changes its text.

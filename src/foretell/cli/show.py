@@ -11,14 +11,14 @@ from foretell.api import Answer
 from foretell.engine.engine import Update
 from foretell.tokenizer.stream import Detokenizer
 
-DRAFTED = "green"
+DRAFTED_STYLE = "green"
 """Colour of tokens that were drafted and accepted."""
-LINE_SECONDS = 30.0
+PROGRESS_INTERVAL = 30.0
 """Between lines of progress where nobody watches a terminal."""
-_UNSAFE = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in "\n\t"}
+_CONTROL_CHARACTERS = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in "\n\t"}
 
 
-class Painter:
+class DraftHighlighter:
     """Tells which characters of an answer were drafted.
 
     The engine's text stays as it is: it may come in other pieces than the tokens do (characters of several tokens,
@@ -27,24 +27,24 @@ class Painter:
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._origins: list[bool] = []
+        self._drafted: list[bool] = []
 
-    def paint(self, update: Update) -> Iterator[tuple[str, bool]]:
+    def segments(self, update: Update) -> Iterator[tuple[str, bool]]:
         """The update's text in runs of one origin, and whether each was drafted."""
         for i, token in enumerate(update.tokens):
-            self._origins += [i < update.accepted] * len(self._detokenizer.push([token]))
-        known = self._origins[: len(update.text)]
-        del self._origins[: len(update.text)]
+            self._drafted += [i < update.accepted] * len(self._detokenizer.push([token]))
+        known = self._drafted[: len(update.text)]
+        del self._drafted[: len(update.text)]
         known += [False] * (len(update.text) - len(known))
         for drafted, run in groupby(zip(update.text, known, strict=True), key=lambda pair: pair[1]):
             yield "".join(character for character, _ in run), drafted
 
 
-class Stream:
+class AnswerWriter:
     """Writes an answer as it comes: coloured on a terminal, untouched anywhere else."""
 
-    def __init__(self, painter: Painter) -> None:
-        self._painter, self._console = painter, Console(highlight=False, soft_wrap=True)
+    def __init__(self, painter: DraftHighlighter) -> None:
+        self._highlighter, self._console = painter, Console(highlight=False, soft_wrap=True)
         self._plain = not self._console.is_terminal
 
     def write(self, update: Update) -> None:
@@ -53,16 +53,18 @@ class Stream:
             sys.stdout.write(update.text)
             sys.stdout.flush()
             return
-        for text, drafted in self._painter.paint(update):
-            self._console.print(Text(text.translate(_UNSAFE), style=DRAFTED if drafted else "", tab_size=4), end="")
+        for text, drafted in self._highlighter.segments(update):
+            self._console.print(
+                Text(text.translate(_CONTROL_CHARACTERS), style=DRAFTED_STYLE if drafted else "", tab_size=4), end=""
+            )
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Finish the line."""
         sys.stdout.write("\n")
         sys.stdout.flush()
 
 
-def closing(answers: Sequence[Answer], seconds: float) -> Text:
+def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
     """One line on speed and method; `seconds` is the time that several answers took together."""
     if len(answers) == 1:
         rate = answers[0].statistics.tokens_per_second
@@ -78,11 +80,11 @@ def closing(answers: Sequence[Answer], seconds: float) -> Text:
     if answers[0].lossless:
         line.append("lossless" if answers[0].exact else "lossless up to rounding", "dim")
     else:
-        line.append("LOSSY", "bold red not dim").append(f" · {_price(answers)}", "dim")
+        line.append("LOSSY", "bold red not dim").append(f" · {_fidelity_loss(answers)}", "dim")
     return line.append(f" · {answers[0].backend}", "dim")
 
 
-def _price(answers: Sequence[Answer]) -> str:
+def _fidelity_loss(answers: Sequence[Answer]) -> str:
     """What a lossy method changed, per decided token."""
     prices = [a.statistics.fidelity for a in answers]
     tokens = max(1, sum(p.tokens for p in prices))
@@ -92,6 +94,6 @@ def _price(answers: Sequence[Answer]) -> str:
     return f"{changed:.0%} of tokens changed, total variation {variation:.3f}, KL {divergence:.3f} per token"
 
 
-def note(line: Text) -> None:
+def print_status(line: Text) -> None:
     """A line on standard error, out of the way of the answer."""
     Console(file=sys.stderr, highlight=False, soft_wrap=True).print(line)

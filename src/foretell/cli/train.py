@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.show import LINE_SECONDS
+from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.load import load
 from foretell.train.loop import card, curve
 from foretell.train.loop.curve import Row
@@ -134,7 +134,7 @@ def run(settings: Settings, command: str) -> None:
     watcher = _watcher(quiet)
     with Interrupt() as interrupt, watcher if isinstance(watcher, Bar) else _Nothing():
         trainer = Trainer(task, on, states, watcher)
-        trainer.run(lambda: interrupt.asked)
+        trainer.run(lambda: interrupt.requested)
     if not quiet:
         curve.write(trainer.out, trainer.rows, picture=True)
         card.write(trainer, command)
@@ -213,7 +213,7 @@ class Lines(Watcher):
         now = time.monotonic()
         if self._first[1] == 0:
             self._first = now, row.step, row.tokens
-        elif now - self._told >= LINE_SECONDS or row.step == self._steps or row.tokens_per_pass is not None:
+        elif now - self._told >= PROGRESS_INTERVAL or row.step == self._steps or row.tokens_per_pass is not None:
             self._told = now
             self._say(f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  {self._speed(row, now)}{self._best}")
 

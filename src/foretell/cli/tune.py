@@ -9,7 +9,7 @@ from rich.console import Console
 from foretell.cli import options
 from foretell.cli.data import tasks_of
 from foretell.cli.setup import read_text
-from foretell.load import EMBEDDED, load
+from foretell.load import DEFAULT_MODEL, load
 from foretell.model.skip import SkipTrial, kept_share
 from foretell.tune.skip import Drafting, Objective, answers, tune_skip
 
@@ -33,7 +33,7 @@ def skip(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Skip set to write, or to go on with.")],
-    model: options.Model = EMBEDDED,
+    model: options.Model = DEFAULT_MODEL,
     trials: Annotated[int, typer.Option(min=1, help="Trials that the file shall hold in the end.")] = 100,
     objective: Annotated[
         Objective,
@@ -73,7 +73,7 @@ def skip(
 
     drafting = Drafting(draft_length, confidence)
     found = tune_skip(
-        target.network, target.source.fingerprint(), samples, out, trials, objective, drafting, seed, told
+        target.network, target.checkpoint.fingerprint(), samples, out, trials, objective, drafting, seed, told
     )
     unit = "times plain decoding, by weights read" if objective == "counts" else "tokens per second"
     console.print(f"best of {len(found.trials)}: {found.best.value:.3f} {unit}, saved in {out}")

@@ -57,19 +57,19 @@ def verify(
 
         foretell verify draft_model --model big/ --draft-model small/ --samples 20000
     """
-    from foretell.cli.setup import prepare, understand, waiting
+    from foretell.cli.setup import load_models, parse_method, spinner
     from foretell.verify import Settings, Verifier, buildable
     from foretell.verify.prompts import PROMPTS
 
-    wish = understand(None, speculative_config, draft_model, methods or ())
+    wish = parse_method(None, speculative_config, draft_model, methods or ())
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else _texts(prompts)
     settings = Settings(texts, max_new_tokens, samples, seed)
-    ready = prepare(model, dtype, device, wish, reference)
+    ready = load_models(model, dtype, device, wish, reference)
     verifier, reports = Verifier(ready.model, settings), list["Report"]()
     names = [ready.method(n).name for n in chosen] or buildable(ready.model, ready.drafts, ready.references)
     for i, name in enumerate(names):
-        with waiting(f"checking {name}, {i + 1} of {len(names)}"):
+        with spinner(f"checking {name}, {i + 1} of {len(names)}"):
             reports.append(verifier.check(lambda: ready.method(name)))  # noqa: B023 (called before the loop goes on)
         if not as_json:
             show(reports[-1])
@@ -81,15 +81,17 @@ def verify(
 
 def _texts(path: Path) -> tuple[str, ...]:
     """The prompts of a file, which must all be good here."""
-    from foretell.cli.prompts import BadLine, Defaults, read_prompts
+    from foretell.cli.prompts import LineError, PromptDefaults, read_prompts
     from foretell.core.sampling import SamplingParams
 
-    found = [line for _, line in read_prompts(path, Defaults(SamplingParams(), 1, (), False, None))]
-    bad = next((line for line in found if isinstance(line, BadLine)), None)
+    found = [line for _, line in read_prompts(path, PromptDefaults(SamplingParams(), 1, (), False, None))]
+    bad = next((line for line in found if isinstance(line, LineError)), None)
     if bad is not None:
         raise ValueError(f"{path}, line {bad.number}: {bad.reason}")
     return tuple(
-        t.prompt if isinstance(t.prompt, str) else t.prompt[-1]["content"] for t in found if not isinstance(t, BadLine)
+        t.prompt if isinstance(t.prompt, str) else t.prompt[-1]["content"]
+        for t in found
+        if not isinstance(t, LineError)
     )
 
 

@@ -85,9 +85,11 @@ class DatastoreRetriever(Retriever):
             copy = min(self.copy, budget, max_depth)
             ending = text.tokens[-self.longest :].tolist()
             size, first, last = (
-                self.store.longest(ending, self.longest, self.shortest, self.least_hits) if copy > 0 else (0, 0, 0)
+                self.store.longest_suffix(ending, self.longest, self.shortest, self.least_hits)
+                if copy > 0
+                else (0, 0, 0)
             )
-            found = self.store.following(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
+            found = self.store.continuations(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
             counts = frequent(found, budget)
             kind = _KINDS * (0 if size <= 3 else 1 if size <= 6 else 2) + min(len(found).bit_length() - 1, _KINDS - 1)
             odds = self._odds.setdefault(row, AcceptanceEstimator(_PRIOR))

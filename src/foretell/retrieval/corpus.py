@@ -14,12 +14,12 @@ class NotTextError(ValueError):
     """A file that is not UTF-8."""
 
 
-_PIECE = 1 << 17
+_PIECE_CHARACTERS = 1 << 17
 """Characters tokenised at once: long documents are cut after a line, so that one file does not keep one core busy."""
-_BATCH = 64
+_BATCH_PIECES = 64
 
 
-def files_of(paths: Sequence[Path]) -> list[Path]:
+def find_files(paths: Sequence[Path]) -> list[Path]:
     """The files named, and those below the directories named, in alphabetical order; hidden ones below directories are
     left out.
 
@@ -40,7 +40,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     return out
 
 
-def texts_of(file: Path) -> Iterator[str]:
+def read_documents(file: Path) -> Iterator[str]:
     """The documents of a file: one, or for `.jsonl` one per line, its field `text`, else all its strings.
 
     Raises:
@@ -72,25 +72,25 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(part)
 
 
-def tokenized(texts: Iterable[str], codec: TextCodec) -> Iterator[UInt32[np.ndarray, " _"]]:
+def tokenize_documents(texts: Iterable[str], codec: TextCodec) -> Iterator[UInt32[np.ndarray, " _"]]:
     """Token ids of every document, many tokenised at once."""
     pieces, ends = list[str](), list[bool]()
     document = list[UInt32[np.ndarray, " _"]]()
     for text in texts:
-        cut = _cut(text)
+        cut = _split(text)
         pieces += cut
         ends += [False] * (len(cut) - 1) + [True]
-        if len(pieces) >= _BATCH:
+        if len(pieces) >= _BATCH_PIECES:
             yield from _encode(pieces, ends, codec, document)
             pieces, ends = [], []
     yield from _encode(pieces, ends, codec, document)
 
 
-def _cut(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     out, start = list[str](), 0
-    while len(text) - start > _PIECE:
-        line = text.rfind("\n", start, start + _PIECE)
-        end = line + 1 if line >= start else start + _PIECE
+    while len(text) - start > _PIECE_CHARACTERS:
+        line = text.rfind("\n", start, start + _PIECE_CHARACTERS)
+        end = line + 1 if line >= start else start + _PIECE_CHARACTERS
         out.append(text[start:end])
         start = end
     return [*out, text[start:]]

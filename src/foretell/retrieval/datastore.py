@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Int, UInt32
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretell.retrieval.suffix_array import SEPARATOR, suffix_order
+from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.validation import read_model
 
-DEPTH = 16
+DEFAULT_DEPTH = 16
 """Longest n-gram that is looked up by default."""
 _FORMAT = "foretell datastore 1"
 _PROBE = "The quick brown fox:\n\tfor i in range(1024):  # naïve café, 東京 🙂\r\n    don't()"
@@ -46,16 +46,18 @@ class Datastore:
     `depth` tokens.
     """
 
-    def __init__(self, tokens: UInt32[np.ndarray, " t"], order: UInt32[np.ndarray, " t"], depth: int = DEPTH) -> None:
+    def __init__(
+        self, tokens: UInt32[np.ndarray, " t"], order: UInt32[np.ndarray, " t"], depth: int = DEFAULT_DEPTH
+    ) -> None:
         # A memory map is handed on as a plain array: slices of the subclass cost twice as much.
-        self._tokens, self._order = np.asarray(tokens), np.asarray(order)
+        self._tokens, self._suffixes = np.asarray(tokens), np.asarray(order)
         self.depth = depth
 
     @staticmethod
-    def of(documents: Iterable[Sequence[int]], depth: int = DEPTH) -> "Datastore":
+    def from_documents(documents: Iterable[Sequence[int]], depth: int = DEFAULT_DEPTH) -> "Datastore":
         """Index documents in memory."""
-        tokens = joined(np.asarray(d, np.uint32) for d in documents)
-        return Datastore(tokens, suffix_order(tokens, depth), depth)
+        tokens = join_documents(np.asarray(d, np.uint32) for d in documents)
+        return Datastore(tokens, build_suffix_array(tokens, depth), depth)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -67,60 +69,66 @@ class Datastore:
         pattern, size = list(pattern), len(pattern)
 
         def beginning(place: int) -> list[int]:
-            at = int(self._order[place])
+            at = int(self._suffixes[place])
             out: list[int] = self._tokens[at : at + size].tolist()
             return out
 
-        places = range(len(self._order))
+        places = range(len(self._suffixes))
         first = bisect_left(places, pattern, key=beginning)
         return first, bisect_right(places, pattern, lo=first, key=beginning)
 
-    def longest(self, text: Sequence[int], longest: int, shortest: int, least: int = 1) -> tuple[int, int, int]:
+    def longest_suffix(
+        self, context: Sequence[int], max_size: int, min_size: int, min_count: int = 1
+    ) -> tuple[int, int, int]:
         """Size of the longest ending of `text` that occurs `least` times or more, and its places as `find` gives them;
         zeros if there is none.
         """
-        best, low, high = (0, 0, 0), shortest, min(longest, self.depth, len(text))
+        best, low, high = (0, 0, 0), min_size, min(max_size, self.depth, len(context))
         # An ending occurs no more often than a shorter one, so the size can be bisected.
         while low <= high:
             size = (low + high + 1) // 2
-            first, last = self.find(text[len(text) - size :])
-            if last - first >= least:
+            first, last = self.find(context[len(context) - size :])
+            if last - first >= min_count:
                 best, low = (size, first, last), size + 1
             else:
                 high = size - 1
         return best
 
-    def following(self, first: int, last: int, size: int, copy: int, most: int) -> Int[np.ndarray, "h c"]:
+    def continuations(self, first: int, last: int, size: int, length: int, max_count: int) -> Int[np.ndarray, "h c"]:
         """The `copy` tokens after the first `size` of each suffix in these places, -1 from the end of its document on.
 
         Of more than `most` places, as many are taken at even distances.
         """
         places = np.arange(first, last)
-        if len(places) > most:
-            places = places[np.linspace(0, len(places) - 1, most).astype(np.int64)]
-        at = self._order[places].astype(np.int64)[:, None] + size + np.arange(copy)
+        if len(places) > max_count:
+            places = places[np.linspace(0, len(places) - 1, max_count).astype(np.int64)]
+        at = self._suffixes[places].astype(np.int64)[:, None] + size + np.arange(length)
         out = self._tokens[np.minimum(at, len(self._tokens) - 1)]
         return np.where(np.logical_or.accumulate(out == SEPARATOR, 1), -1, out.astype(np.int64))
 
 
-def joined(documents: Iterable[UInt32[np.ndarray, " _"]]) -> UInt32[np.ndarray, " t"]:
+def join_documents(documents: Iterable[UInt32[np.ndarray, " _"]]) -> UInt32[np.ndarray, " t"]:
     """Documents one after another, a separator after each."""
     end = np.full(1, SEPARATOR)
     parts = [part for d in documents if len(d) for part in (d, end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
 
 
-def fingerprint(codec: TextCodec) -> str:
+def tokenizer_fingerprint(codec: TextCodec) -> str:
     """A tokenizer's identity: its vocabulary, and what it makes of a probing text.
 
     Equal for a GGUF and a tokenizer.json of one model.
     """
     vocabulary = sorted((i, t) for t, i in codec.tokenizer.get_vocab(with_added_tokens=True).items())
-    return sha256(json.dumps([vocabulary, codec.encode(_PROBE, special=False)]).encode()).hexdigest()
+    return sha256(json.dumps([vocabulary, codec.encode(_PROBE, add_special_tokens=False)]).encode()).hexdigest()
 
 
-def write(
-    out: Path, documents: Iterable[UInt32[np.ndarray, " _"]], codec: TextCodec, tokenizer: str, depth: int = DEPTH
+def write_datastore(
+    out: Path,
+    documents: Iterable[UInt32[np.ndarray, " _"]],
+    codec: TextCodec,
+    tokenizer: str,
+    depth: int = DEFAULT_DEPTH,
 ) -> Manifest:
     """Index documents and write the datastore to the directory `out`, which appears only when it is complete.
 
@@ -137,7 +145,7 @@ def write(
             count += bool(len(d))
             yield d
 
-    tokens = joined(counted())
+    tokens = join_documents(counted())
     if not len(tokens):
         raise ValueError("there is nothing to index: the files hold no text")
     manifest = Manifest(
@@ -146,13 +154,13 @@ def write(
         documents=count,
         depth=depth,
         tokenizer=tokenizer,
-        fingerprint=fingerprint(codec),
+        fingerprint=tokenizer_fingerprint(codec),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         np.save(unfinished / "tokens.npy", tokens)
-        np.save(unfinished / "suffixes.npy", suffix_order(tokens, depth))
+        np.save(unfinished / "suffixes.npy", build_suffix_array(tokens, depth))
         (unfinished / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
         unfinished.chmod(0o755)
         unfinished.rename(out)
@@ -162,7 +170,7 @@ def write(
     return manifest
 
 
-def describe(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """What the datastore in this directory says of itself.
 
     Raises:
@@ -189,8 +197,8 @@ def open_datastore(path: Path, codec: TextCodec | None = None) -> Datastore:
     Raises:
         ValueError: there is none, a file of it is broken, or it was built with another tokenizer.
     """
-    manifest = describe(path)
-    if codec is not None and manifest.fingerprint != fingerprint(codec):
+    manifest = read_manifest(path)
+    if codec is not None and manifest.fingerprint != tokenizer_fingerprint(codec):
         raise ValueError(
             f"{path}: built with the tokenizer of {manifest.tokenizer}, which is not the target's; build one with "
             f"--tokenizer TARGET"

@@ -7,7 +7,7 @@ SEPARATOR = np.uint32(0xFFFFFFFF)
 """Stands after every document; no text holds it, so no match and no continuation crosses it."""
 
 
-def suffix_order(tokens: UInt32[np.ndarray, " t"], depth: int) -> UInt32[np.ndarray, " t"]:
+def build_suffix_array(tokens: UInt32[np.ndarray, " t"], depth: int) -> UInt32[np.ndarray, " t"]:
     """Starts of all suffixes, sorted by their first `depth` tokens or more; the run must end with a separator.
 
     Prefix doubling (Manber & Myers 1993) that starts from as many tokens as fit 64 bits, sorts again only what is still
@@ -19,11 +19,11 @@ def suffix_order(tokens: UInt32[np.ndarray, " t"], depth: int) -> UInt32[np.ndar
     """
     if len(tokens) >= SEPARATOR:
         raise ValueError(f"a datastore holds fewer than 2^32 tokens, found {len(tokens)}: build several")
-    key, known = _packed(tokens)
+    key, known = _pack(tokens)
     order = np.argsort(key).astype(np.uint32)
-    leads = _changes(key[order])
+    leads = _run_starts(key[order])
     rank = np.empty(len(tokens), np.uint32)
-    rank[order] = _leaders(np.arange(len(order), dtype=np.uint32), leads)
+    rank[order] = _run_leaders(np.arange(len(order), dtype=np.uint32), leads)
     while known < depth:
         tied = np.flatnonzero(~(leads & np.append(leads[1:], True)))
         if not len(tied):
@@ -36,13 +36,13 @@ def suffix_order(tokens: UInt32[np.ndarray, " t"], depth: int) -> UInt32[np.ndar
         )
         by = np.argsort(key)
         start, key = start[by], key[by]
-        order[tied], leads[tied] = start, _changes(key)
-        rank[start] = _leaders(tied.astype(np.uint32), leads[tied])
+        order[tied], leads[tied] = start, _run_starts(key)
+        rank[start] = _run_leaders(tied.astype(np.uint32), leads[tied])
         known *= 2
     return order
 
 
-def _packed(tokens: UInt32[np.ndarray, " t"]) -> tuple[UInt64[np.ndarray, " t"], int]:
+def _pack(tokens: UInt32[np.ndarray, " t"]) -> tuple[UInt64[np.ndarray, " t"], int]:
     """The first tokens of every suffix as one number, and how many they are; a separator counts as the greatest
     token.
     """
@@ -56,13 +56,13 @@ def _packed(tokens: UInt32[np.ndarray, " t"]) -> tuple[UInt64[np.ndarray, " t"],
     return key, 64 // bits
 
 
-def _changes(key: UInt64[np.ndarray, " k"]) -> Bool[np.ndarray, " k"]:
+def _run_starts(key: UInt64[np.ndarray, " k"]) -> Bool[np.ndarray, " k"]:
     """Where a run of equal keys begins."""
     out = np.ones(len(key), bool)
     np.not_equal(key[1:], key[:-1], out=out[1:])
     return out
 
 
-def _leaders(place: UInt32[np.ndarray, " k"], leads: Bool[np.ndarray, " k"]) -> UInt32[np.ndarray, " k"]:
+def _run_leaders(place: UInt32[np.ndarray, " k"], leads: Bool[np.ndarray, " k"]) -> UInt32[np.ndarray, " k"]:
     """The place of the leader of each run."""
     return np.maximum.accumulate(np.where(leads, place, np.uint32(0)))

@@ -58,7 +58,7 @@ _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 _SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate")
 """Filters that take a width, a count or a precision."""
 _WIDE_FIELD = re.compile(r"\d{4}|\*|:[^{}]*\{")
-_OF_THE_COMPILER = ("_loop_vars", "_block_vars")
+_COMPILER_ARGUMENTS = ("_loop_vars", "_block_vars")
 """Arguments that compiled templates pass on beside those of the template."""
 _STEP, _MEASURED = " step", " measured"
 """Names of our own filters: a template cannot write a name with a space."""
@@ -73,7 +73,7 @@ class _Budget:
 
     def __init__(self, input_bytes: int) -> None:
         scale = 1 + input_bytes / SHORT_CONVERSATION_BYTES
-        self.value, self.total = int(MAX_VALUE_BYTES * scale), int(MAX_TOTAL_BYTES * scale)
+        self.max_value, self.total = int(MAX_VALUE_BYTES * scale), int(MAX_TOTAL_BYTES * scale)
         self.steps, self.seconds = int(MAX_STEPS * scale), MAX_SECONDS * scale
         self.deadline = time.monotonic() + self.seconds
 
@@ -92,24 +92,24 @@ class _Budget:
         if self.total < 0:
             raise TemplateLimitError("it makes more values than are allowed")
 
-    def reserve(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
         """Refuse a value of more bytes than allowed."""
-        if size > self.value:
-            raise TemplateLimitError(f"it makes a value of more than {self.value:,} bytes")
+        if size > self.max_value:
+            raise TemplateLimitError(f"it makes a value of more than {self.max_value:,} bytes")
 
-    def measured(self, value: Any) -> Any:
+    def measure(self, value: Any) -> Any:
         """The value itself, counted and found small enough."""
-        self.spend(self._size(value, 0))
+        self.spend(self.full_size(value, 0))
         return value
 
-    def _size(self, value: Any, before: int) -> int:
+    def full_size(self, value: Any, before: int) -> int:
         """Bytes of a value written out in full (what it refers to twice counts twice), added to `before`."""
         size = before + sys.getsizeof(value)
         if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
             raise TemplateLimitError("it makes a number that is too large")
-        self.reserve(size)
+        self.check_size(size)
         for part in _parts(value):
-            size = self._size(part, size)
+            size = self.full_size(part, size)
         return size
 
 
@@ -146,7 +146,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         self.filters = {name: _bounded_filter(name, f) for name, f in self.filters.items()}
-        self.filters |= {_STEP: _step, _MEASURED: _measured}
+        self.filters |= {_STEP: _step, _MEASURED: _measure}
         self.tests = {name: _counted(f) for name, f in self.tests.items()}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
@@ -160,13 +160,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "*":
             many, times = (right, left) if isinstance(left, int) else (left, right)
             if not isinstance(many, int | float) and isinstance(times, int) and times > 1:
-                budget.reserve((_bytes(many * 2) - _bytes(many)) * times)
+                budget.check_size((_bytes(many * 2) - _bytes(many)) * times)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() * right > MAX_INTEGER_BITS:
                 raise TemplateLimitError("it makes a number that is too large")
         elif operator == "%" and isinstance(left, str):
             _check_format(left, right, "%")
-        return budget.measured(super().call_binop(context, operator, left, right))
+        return budget.measure(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = _BUDGET.get()
@@ -175,8 +175,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(owner, str | int | float | list | tuple | Mapping | range | KeysView | ValuesView | ItemsView):
             args = _checked_arguments(owner, obj.__name__, args)
         else:
-            budget.measured((args, {k: v for k, v in kwargs.items() if k not in _OF_THE_COMPILER}))
-        return budget.measured(super().call(context, obj, *args, **kwargs))
+            budget.measure((args, {k: v for k, v in kwargs.items() if k not in _COMPILER_ARGUMENTS}))
+        return budget.measure(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         formatted = super().wrap_str_format(value)
@@ -197,20 +197,20 @@ def _raise_exception(message: str) -> None:
 @jinja2.pass_context
 def _output(context: Any, value: Any) -> Any:
     """Count what is written (`pass_context` keeps Jinja from doing it when the template is compiled)."""
-    return _BUDGET.get().measured(value)
+    return _BUDGET.get().measure(value)
 
 
 def _step(size: int) -> None:
     _BUDGET.get().step(size)
 
 
-def _measured(value: Any) -> Any:
-    return _BUDGET.get().measured(value)
+def _measure(value: Any) -> Any:
+    return _BUDGET.get().measure(value)
 
 
 def _bytes(value: Any) -> int:
     """Bytes of a value written out in full, at most the limit."""
-    return _BUDGET.get()._size(value, 0)
+    return _BUDGET.get().full_size(value, 0)
 
 
 def _checked_arguments(owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -224,23 +224,23 @@ def _checked_arguments(owner: Any, name: str, args: tuple[Any, ...]) -> tuple[An
         _check_replace(owner, args[0], args[1])
     elif name == "join" and len(args) == 1:
         args = (list(args[0]),)
-        budget.measured(args)
-        budget.reserve(len(args[0]) * len(owner) * MAX_CHAR_BYTES)
+        budget.measure(args)
+        budget.check_size(len(args[0]) * len(owner) * MAX_CHAR_BYTES)
     elif name in _PADDING and args and isinstance(args[0], int):
-        budget.reserve(args[0] * MAX_CHAR_BYTES)
+        budget.check_size(args[0] * MAX_CHAR_BYTES)
     elif name not in _METHODS:
         raise TemplateLimitError(f"it calls {type(owner).__name__}.{name}, which is not allowed in a chat template")
     return args
 
 
 def _check_replace(text: Any, old: Any, new: Any) -> None:
-    _BUDGET.get().reserve(str(text).count(str(old)) * len(str(new)) * MAX_CHAR_BYTES)
+    _BUDGET.get().check_size(str(text).count(str(old)) * len(str(new)) * MAX_CHAR_BYTES)
 
 
 def _check_format(text: str, values: Any, mark: str) -> None:
     if _WIDE_FIELD.search(text):
         raise TemplateLimitError("it formats a field with a width that is too large")
-    _BUDGET.get().reserve(text.count(mark) * (MAX_FIELD_CHARS + REPR_FACTOR * _bytes(values)))
+    _BUDGET.get().check_size(text.count(mark) * (MAX_FIELD_CHARS + REPR_FACTOR * _bytes(values)))
 
 
 def _counted(function: Any) -> Any:
@@ -266,15 +266,15 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             _check_replace(value, rest[0], rest[1])
         elif name == "join":
             value = list(value)
-            budget.reserve(len(value) * len(str(rest[0])) * MAX_CHAR_BYTES if rest else 0)
+            budget.check_size(len(value) * len(str(rest[0])) * MAX_CHAR_BYTES if rest else 0)
         elif name == "indent":
             width = max((x if isinstance(x, int) else len(str(x)) for x in rest), default=0)
-            budget.reserve(len(str(value).splitlines()) * width * MAX_CHAR_BYTES)
+            budget.check_size(len(str(value).splitlines()) * width * MAX_CHAR_BYTES)
         elif name == "format":
             _check_format(str(value), rest, "%")
         elif name == "sum" and any(isinstance(x, list | tuple) for x in rest):
             raise TemplateLimitError("the filter 'sum' takes numbers alone")
-        return budget.measured(function(*args[:leading], value, *args[leading + 1 :], **kwargs))
+        return budget.measure(function(*args[:leading], value, *args[leading + 1 :], **kwargs))
 
     return wrapper
 
@@ -287,14 +287,14 @@ class _Instrument(NodeTransformer):
         node = super().generic_visit(node)
         if isinstance(node, nodes.For):
             written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-            node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(written), _STEP, node), lineno=node.lineno))
+            node.body.insert(0, nodes.ExprStmt(_apply_filter(nodes.Const(written), _STEP, node), lineno=node.lineno))
         makes = isinstance(node, nodes.Concat | nodes.Dict | nodes.List | nodes.Tuple)
         slices = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         is_target = getattr(node, "ctx", "load") == "store"
-        return _filtered(node, _MEASURED, node) if (makes or slices) and not is_target else node
+        return _apply_filter(node, _MEASURED, node) if (makes or slices) and not is_target else node
 
 
-def _filtered(value: nodes.Node, name: str, at: nodes.Node) -> nodes.Filter:
+def _apply_filter(value: nodes.Node, name: str, at: nodes.Node) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None, lineno=at.lineno)
 
 
@@ -331,7 +331,7 @@ class ChatTemplate:
                 messages=given, add_generation_prompt=True, bos_token=bos, eos_token=eos
             ):
                 size += sys.getsizeof(piece)
-                budget.reserve(size)
+                budget.check_size(size)
                 written.append(piece)
         except TemplateLimitError as error:
             raise ValueError(f"the chat template was stopped: {_reason(error)}") from error

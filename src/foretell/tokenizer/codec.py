@@ -19,7 +19,7 @@ from foretell.tokenizer.stream import Detokenizer
 Message = Mapping[str, str]
 """A turn of a conversation: `role` (system, user, assistant) and `content`."""
 
-_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+_CONTENT_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 """Code points that Unicode keeps free of characters, for the use of programs."""
 
@@ -33,13 +33,13 @@ class TextCodec:
     bos: str | None = None
     eos: str | None = None
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text; `special`: add what the tokenizer puts around a prompt.
 
         Raises:
             ValueError: the text holds a lone surrogate.
         """
-        return list(self.tokenizer.encode(_characters(text), add_special_tokens=special).ids)
+        return list(self.tokenizer.encode(_checked_text(text), add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -56,20 +56,22 @@ class TextCodec:
         """
         for number, message in enumerate(messages, 1):
             _check_message(number, message)
-        if allow_special_tokens or not any(self._holds_special(x) for m in messages for x in m.values()):
-            return self.encode(self._rendered(messages), special=False)
-        return self._encoded_apart(messages)
+        if allow_special_tokens or not any(self._contains_special_token(x) for m in messages for x in m.values()):
+            return self.encode(self._render(messages), add_special_tokens=False)
+        return self._encode_with_special_text(messages)
 
-    def users_turn(self) -> list[int]:
+    def user_turn_prefix(self) -> list[int]:
         """Token ids of a conversation up to where the user speaks: what a model continues that writes its own
         questions.
 
         Raises:
             ValueError: the model has no chat template.
         """
-        return self.encode(self._rendered([{"role": "user", "content": _MARK}]).split(_MARK)[0], special=False)
+        return self.encode(
+            self._render([{"role": "user", "content": _CONTENT_MARK}]).split(_CONTENT_MARK)[0], add_special_tokens=False
+        )
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         if self.chat_template is None:
             raise ValueError("this model has no chat template: use raw text (--raw)")
         return self._template.render(messages, self.bos or "", self.eos or "")
@@ -79,32 +81,34 @@ class TextCodec:
         return ChatTemplate(self.chat_template or "")
 
     @cached_property
-    def _special(self) -> re.Pattern[str] | None:
+    def _special_token_pattern(self) -> re.Pattern[str] | None:
         """What matches the text of a special token."""
         texts = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special and t.content]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
     @cached_property
-    def _matches_normalized(self) -> bool:
+    def _matches_normalized_text(self) -> bool:
         """Whether the tokenizer looks for some special token in text that it has normalized first."""
         added = self.tokenizer.get_added_tokens_decoder().values()
         return self.tokenizer.normalizer is not None and any(t.special and t.normalized for t in added)
 
-    def _holds_special(self, text: str) -> bool:
-        if self._special is None:
+    def _contains_special_token(self, text: str) -> bool:
+        if self._special_token_pattern is None:
             return False
-        normalized = self.tokenizer.normalizer.normalize_str(_characters(text)) if self._matches_normalized else ""
-        return bool(self._special.search(text) or self._special.search(normalized))
+        normalized = (
+            self.tokenizer.normalizer.normalize_str(_checked_text(text)) if self._matches_normalized_text else ""
+        )
+        return bool(self._special_token_pattern.search(text) or self._special_token_pattern.search(normalized))
 
-    def _encoded_apart(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_with_special_text(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation whose messages hold the text of special tokens.
 
         While the template runs, a placeholder stands for each such text. The special tokens left in its output are the
         template's own: they are renamed, and a tokenizer that knows them by their new names alone encodes the output
         with the messages' text put back.
         """
-        assert self._special is not None
-        tokenizer, names, ids = self._renamed
+        assert self._special_token_pattern is not None
+        tokenizer, names, ids = self._with_renamed_special_tokens
         written = "".join(x for m in messages for x in m.values()) + (self.chat_template or "")
         mark = next(c for c in map(chr, _NONCHARACTERS) if c not in written)
         hidden = list[str]()
@@ -113,14 +117,14 @@ class TextCodec:
             hidden.append(match[0])
             return f"{mark}{len(hidden) - 1}{mark}"
 
-        masked = [{k: self._special.sub(hide, x) for k, x in m.items()} for m in messages]
-        text = self._special.sub(lambda match: names[match[0]], self._rendered(masked))
+        masked = [{k: self._special_token_pattern.sub(hide, x) for k, x in m.items()} for m in messages]
+        text = self._special_token_pattern.sub(lambda match: names[match[0]], self._render(masked))
         text = re.sub(f"{mark}([0-9]+){mark}", lambda match: hidden[int(match[1])], text)
-        found = tokenizer.encode(_characters(text), add_special_tokens=False).ids
+        found = tokenizer.encode(_checked_text(text), add_special_tokens=False).ids
         return [ids.get(i, i) for i in found]
 
     @cached_property
-    def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+    def _with_renamed_special_tokens(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
         """The tokenizer with its special tokens under names that no text holds, those names, and its own ids of these
         tokens.
         """
@@ -159,7 +163,7 @@ class TextCodec:
         return frozenset(i for name in names if (i := self.tokenizer.token_to_id(name)) is not None) | special
 
 
-def _characters(text: str) -> str:
+def _checked_text(text: str) -> str:
     """The text itself.
 
     Raises:
@@ -195,7 +199,7 @@ def from_directory(path: Path) -> TextCodec:
         raise ValueError(
             f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first"
         )
-    raw = _settings(path / "tokenizer_config.json")
+    raw = _read_tokenizer_config(path / "tokenizer_config.json")
     template = raw.get("chat_template")
     if isinstance(template, list):
         template = next(
@@ -213,10 +217,10 @@ def from_directory(path: Path) -> TextCodec:
             raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a text, found {value!r:.80}")
         return value
 
-    return TextCodec(_tokenizer(file), template, token("bos_token"), token("eos_token"))
+    return TextCodec(_read_tokenizer(file), template, token("bos_token"), token("eos_token"))
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _read_tokenizer_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
@@ -225,7 +229,7 @@ def _settings(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: not a JSON object ({error}); download it again") from error
 
 
-def _tokenizer(file: Path) -> Tokenizer:
+def _read_tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower

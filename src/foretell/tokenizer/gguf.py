@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from foretell.tokenizer.codec import TextCodec
 
 
-def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
+def codec_from_gguf(meta: Mapping[str, Any]) -> TextCodec:
     """Build the tokenizer that a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
 
     Raises:
@@ -20,7 +20,7 @@ def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
             f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)"
         )
     try:
-        return _from_gguf(meta)
+        return _build_codec(meta)
     except Exception as error:  # tokenizers raises nothing narrower
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -28,7 +28,7 @@ def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
         ) from error
 
 
-def _from_gguf(meta: Mapping[str, Any]) -> TextCodec:
+def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
     tokens: list[str] = list(meta["tokenizer.ggml.tokens"])
     types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
     vocab = {t: i for i, t in enumerate(tokens)}

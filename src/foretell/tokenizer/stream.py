@@ -15,28 +15,30 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
         self._decode, self._run_tokens = decode, run_tokens
         self._tokens: list[int] = []
-        self._start = 0
-        self._done = 0
+        self._window_start = 0
+        self._decoded = 0
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that these tokens complete."""
         self._tokens.extend(tokens)
         end = len(self._tokens)
-        while end > self._done and self._tokens[end - 1] in self._run_tokens:
+        while end > self._decoded and self._tokens[end - 1] in self._run_tokens:
             end -= 1
-        if end == self._done:
+        if end == self._decoded:
             return ""
-        known = self._decode(self._tokens[self._start : self._done])
-        text = self._decode(self._tokens[self._start : end])
+        known = self._decode(self._tokens[self._window_start : self._decoded])
+        text = self._decode(self._tokens[self._window_start : end])
         if len(text) <= len(known) or text.endswith("\ufffd"):
             return ""
-        self._start, self._done = self._done, end
+        self._window_start, self._decoded = self._decoded, end
         return text[len(known) :]
 
     def finish(self) -> str:
         """What was held back, as it stands."""
-        text = self._decode(self._tokens[self._start :])[len(self._decode(self._tokens[self._start : self._done])) :]
-        self._start = self._done = len(self._tokens)
+        text = self._decode(self._tokens[self._window_start :])[
+            len(self._decode(self._tokens[self._window_start : self._decoded])) :
+        ]
+        self._window_start = self._decoded = len(self._tokens)
         return text
 
 

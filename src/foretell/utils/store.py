@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from foretell.utils.validation import read_json, validate, validate_json
 
-HEADER, LINES, LOCK = "settings.json", "records.jsonl", ".lock"
+SETTINGS_FILE, RECORDS_FILE, LOCK_FILE = "settings.json", "records.jsonl", ".lock"
 _DAMAGED = "remove the folder or choose another one"
 R = TypeVar("R", bound=BaseModel)
 
@@ -31,7 +31,7 @@ class RunStore(Generic[R]):
     def __init__(self, folder: Path, settings: BaseModel, kind: type[R]) -> None:
         self.folder, self._kind = folder, kind
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / LOCK).open("w")
+        self._lock = (folder / LOCK_FILE).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -40,16 +40,16 @@ class RunStore(Generic[R]):
                 f"{folder}: another run is writing into this folder; wait for it, or choose another one with --out"
             ) from error
         try:
-            self._claim(settings)
-            self.records = list(read(folder, kind, repair=True))
-            self._file = (folder / LINES).open("a", encoding="utf-8")
+            self._check_settings(settings)
+            self.records = list(read_records(folder, kind, repair=True))
+            self._file = (folder / RECORDS_FILE).open("a", encoding="utf-8")
         except BaseException:
             self._lock.close()
             raise
 
-    def _claim(self, settings: BaseModel) -> None:
+    def _check_settings(self, settings: BaseModel) -> None:
         """Note the settings, or check that they are those of the records here."""
-        path, wanted = self.folder / HEADER, settings.model_dump(mode="json")
+        path, wanted = self.folder / SETTINGS_FILE, settings.model_dump(mode="json")
         if not path.is_file():
             path.write_text(json.dumps(wanted, indent=1))
             return
@@ -89,19 +89,19 @@ class RunStore(Generic[R]):
         self.close()
 
 
-def settings(folder: Path, kind: type[R]) -> R:
+def read_settings(folder: Path, kind: type[R]) -> R:
     """The settings that a folder was filled with.
 
     Raises:
         ValueError: the folder holds no run of this kind.
     """
-    path = folder / HEADER
+    path = folder / SETTINGS_FILE
     if not path.is_file():
-        raise ValueError(f"{folder}: no {HEADER} here, so this folder holds no run")
+        raise ValueError(f"{folder}: no {SETTINGS_FILE} here, so this folder holds no run")
     return validate(kind, read_json(path, _DAMAGED), f"{path}: not the settings of such a run")
 
 
-def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
+def read_records(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
     """The records of a folder in the order of writing.
 
     A last line without an end was interrupted: left out, and with `repair` cut off.
@@ -109,7 +109,7 @@ def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
     Raises:
         ValueError: a whole line is no such record.
     """
-    path = folder / LINES
+    path = folder / RECORDS_FILE
     if not path.is_file():
         return
     raw = path.read_bytes()
@@ -123,7 +123,7 @@ def read(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
         )
 
 
-def write_through(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     """Write a file; when this returns it is on the disk."""
     with path.open("wb") as file:
         file.write(data)

@@ -6,7 +6,7 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
-from foretell.load import resolve
+from foretell.load import resolve_reference
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
 """Formats of the matrices; the embedding (and tied head) of q4_0 is q8_0, as in llama.cpp's own mixes of small
@@ -25,7 +25,7 @@ def export(reference: str, precision: str, folder: Path) -> Path:
     Raises:
         ValueError: the model is not a GGUF file.
     """
-    source = resolve(reference)
+    source = resolve_reference(reference)
     if source.is_dir():
         raise ValueError(
             f"{reference}: the peer llama.cpp reads GGUF files; give one, or convert the directory with llama.cpp's "

@@ -8,7 +8,7 @@ import torch
 
 from foretell.bench.arrivals import Arrivals, Clock
 from foretell.bench.peers.base import Peer, Stepper
-from foretell.load import resolve
+from foretell.load import resolve_reference
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.transformers import cannot_load
@@ -37,7 +37,7 @@ def load(reference: str, dtype: torch.dtype) -> Any:
         ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped
             here.
     """
-    package, path = transformers(), resolve(reference)
+    package, path = transformers(), resolve_reference(reference)
     if path.is_dir():
         try:
             model = package.AutoModelForCausalLM.from_pretrained(

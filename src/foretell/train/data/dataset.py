@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from foretell.utils.store import HEADER, RunStore, read, settings, write_through
+from foretell.utils.store import SETTINGS_FILE, RunStore, read_records, read_settings, write_synced
 
 SHARD = 1000
 """Texts per shard."""
@@ -145,7 +145,7 @@ def _write_shard(path: Path, records: Sequence[Record]) -> None:
     }
     part = path.with_suffix(".part")
     # Not with `save_file`, which lets nobody but the owner read what it writes.
-    write_through(part, save(arrays))
+    write_synced(part, save(arrays))
     os.replace(part, path)
 
 
@@ -190,14 +190,14 @@ class Dataset(Sequence[Document]):
         Raises:
             ValueError: there is no set, or it is damaged or empty.
         """
-        if not (folder / HEADER).is_file():
+        if not (folder / SETTINGS_FILE).is_file():
             raise ValueError(f"{folder}: no training set here; make one with: foretell data generate --out {folder}")
-        manifest = settings(folder, Manifest)
+        manifest = read_settings(folder, Manifest)
         documents, seen = list[Document](), set[int]()
         for shard in map(_read_shard, _shards(folder)):
             seen |= set(shard["number"].tolist())
             documents += _documents(shard)
-        for record in read(folder, Record):
+        for record in read_records(folder, Record):
             if record.number not in seen and record.tokens:
                 documents.append(Document(np.array(record.tokens, np.int32), record.start, record.greedy))
         if not documents:

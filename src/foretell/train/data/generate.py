@@ -10,7 +10,7 @@ from foretell.api import Model
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
-from foretell.retrieval.corpus import tokenized
+from foretell.retrieval.corpus import tokenize_documents
 from foretell.shape import RootOnly
 from foretell.train.data.dataset import Collection, Manifest, Record
 from foretell.train.data.features import Shelf
@@ -30,7 +30,7 @@ class Prompts:
 
     def __init__(self, model: Model, manifest: Manifest, given: Sequence[Sequence[int]] | None) -> None:
         self._model, self._manifest, self._given = model, manifest, given
-        self._turn = model.codec.users_turn() if given is None else []
+        self._turn = model.codec.user_turn_prefix() if given is None else []
         self._seen: set[bytes] = set()
 
     @property
@@ -45,7 +45,7 @@ class Prompts:
     def asking(self, number: int) -> Request:
         """What has the model write question `number`."""
         sampling = SamplingParams(temperature=1.0, min_p=MIN_P, seed=_seed(self._manifest.seed, number, 0))
-        begun = self._turn + self._model.codec.encode(self.opening(number), special=False)
+        begun = self._turn + self._model.codec.encode(self.opening(number), add_special_tokens=False)
         return Request(begun, sampling, self._manifest.max_question, (), self._model.eos)
 
     def opening(self, number: int) -> str:
@@ -211,7 +211,7 @@ def pieces(model: Model, texts: Iterator[str], collection: Collection, length: i
     document.
     """
     number = 0
-    for document in tokenized(texts, model.codec):
+    for document in tokenize_documents(texts, model.codec):
         for begin in range(0, len(document), length):
             piece = document[begin : begin + length]
             if len(piece) > 1:

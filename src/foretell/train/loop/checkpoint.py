@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 
 from foretell.train.loop.curve import Row
 from foretell.train.loop.settings import Settings, flag
-from foretell.utils.store import write_through
+from foretell.utils.store import write_synced
 from foretell.utils.validation import read_model
 
 FOLDER = "checkpoint"
@@ -118,7 +118,7 @@ class Store:
         with _room(part, self.newest()):
             part.mkdir(parents=True, exist_ok=True)
             packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-            write_through(part / f"tensors-{self.rank}.safetensors", save(packed))
+            write_synced(part / f"tensors-{self.rank}.safetensors", save(packed))
 
     def finish(self, stand: Stand) -> None:
         """Move the checkpoint into place, and delete those before it.
@@ -128,7 +128,7 @@ class Store:
         """
         part = self._part(stand.step)
         with _room(part, self.newest()):
-            write_through(part / _STATE, stand.model_dump_json().encode())
+            write_synced(part / _STATE, stand.model_dump_json().encode())
             _sync(part)
         final = part.with_suffix("")
         if final.exists():

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from foretell.api import Model
 from foretell.model.load.checkpoint import ends_of
-from foretell.retrieval.datastore import fingerprint as tokenizer_of
+from foretell.retrieval.datastore import tokenizer_fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
@@ -88,7 +88,7 @@ def prepare(settings: Settings, model: Model, recipe: type[Recipe]) -> Task:
     data = tuple(Dataset.open(Path(p.folder)) for p in settings.data)
     for one in data:
         check_data(one, model)
-    fingerprint = model.source.fingerprint()
+    fingerprint = model.checkpoint.fingerprint()
     splits = [one.split(held) for one, held in zip(data, _held_out(data, settings.measure_prompts), strict=True)]
     rows = pieces(data, [train for train, _ in splits], settings.sequence)
     order = Order(settings.seed, settings.batch_tokens, settings.accumulate, tuple(p.weight for p in settings.data))
@@ -157,10 +157,10 @@ def check_data(data: Dataset, model: Model) -> None:
             f"{data.folder}: its tokens are of another tokenizer ({known.model}, {known.vocab} tokens) than that of "
             f"{model.name} ({model.config.vocab} tokens); make a set with foretell data generate --model {model.name}"
         )
-    if known.fingerprint and known.fingerprint != model.source.fingerprint():
+    if known.fingerprint and known.fingerprint != model.checkpoint.fingerprint():
         raise ValueError(
             f"{data.folder}: {known.model} (fingerprint {known.fingerprint}) wrote these answers, and the target is "
-            f"{model.name} (fingerprint {model.source.fingerprint()}); make a set with foretell data generate --model "
+            f"{model.name} (fingerprint {model.checkpoint.fingerprint()}); make a set with foretell data generate --model "
             f"{model.name}"
         )
 
@@ -170,13 +170,13 @@ def _setup(
 ) -> Setup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    ends = model.source.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
+    ends = model.checkpoint.embedding_and_head(dtype) if decoder is None else ends_of(decoder)
     card = TargetCard(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if origin is not None and settings.draft_vocab is None:
         kept = load_own(origin, ends).token_of
     else:
         kept = frequent(data, rows, c.vocab, DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab)
-    return Setup(card, c, ends, model.source, kept, settings.seed, settings.options, model.codec, model.network)
+    return Setup(card, c, ends, model.checkpoint, kept, settings.seed, settings.options, model.codec, model.network)
 
 
 def dtype_of(settings: Settings) -> torch.dtype:

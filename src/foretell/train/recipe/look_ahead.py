@@ -6,7 +6,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.options import PassOptions
+from foretell.catalogue.options import LookAheadEmbeddingsOptions
 from foretell.catalogue.parallel_decoding import parallel_method
 from foretell.engine.method import AnyMethod
 from foretell.model.decoder import Decoder
@@ -88,7 +88,7 @@ class LookAheadRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """The best guess of every place ahead, matched."""
         assert isinstance(network, LookAheadEmbeddings)
-        return parallel_method(network, PassOptions(draft_sample_method="greedy"))
+        return parallel_method(network, LookAheadEmbeddingsOptions(draft_sample_method="greedy"))
 
     def groups(self) -> list[dict[str, object]]:
         """The vectors, at their own pace."""

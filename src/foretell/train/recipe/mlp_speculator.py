@@ -8,7 +8,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.feature_level import stages_method
+from foretell.catalogue.feature_level import mlp_speculator_method
 from foretell.catalogue.options import MLPSpeculatorOptions as DraftingOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
@@ -108,4 +108,4 @@ class MLPSpeculatorRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A whole tree by confidence, matched."""
         assert isinstance(network, MLPSpeculator)
-        return stages_method(network, DraftingOptions(num_draft_tokens=TREE))
+        return mlp_speculator_method(network, DraftingOptions(num_draft_tokens=TREE))
