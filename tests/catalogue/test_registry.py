@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from command import run_foretell
 from foretell.bench.contender import Spec
-from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
+from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, installed_methods, registry
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions
 from foretell.catalogue.registry import find
@@ -160,18 +161,33 @@ def test_schedules_and_drawn_trees() -> None:
     assert chain == Chain(3, draw=False)
 
 
-def test_methods_of_other_packages_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Entry(
-        name="mine", family="retrieval", description="-", when_to_use="-", drafter=BUILT_IN[0].drafter,
-        shape=BUILT_IN[0].shape,
-        acceptor=BUILT_IN[0].acceptor, builder=BUILT_IN[0].builder,
-    )  # fmt: skip
+MINE = Entry(
+    name="mine",
+    family="retrieval",
+    description="-",
+    when_to_use="-",
+    drafter=BUILT_IN[0].drafter,
+    shape=BUILT_IN[0].shape,
+    acceptor=BUILT_IN[0].acceptor,
+    builder=BUILT_IN[0].builder,
+)
 
-    def points(loaded: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name="mine", value="some.module:ENTRY", load=lambda: loaded)]
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: points(mine))
-    assert catalogue()["mine"] is mine and find("mine").options is MethodOptions
-    monkeypatch.setattr(registry, "entry_points", lambda group: points("no entry"))
-    with pytest.raises(ValueError, match=r"mine = some\.module:ENTRY names no foretell\.catalogue.Entry"):
-        catalogue()
+def test_methods_of_other_packages_are_found_and_broken_ones_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> object:
+        raise ImportError("no module\nnamed torch_plus")
+
+    points = [
+        SimpleNamespace(name="broken", value="broken.module:ENTRY", load=fail),
+        SimpleNamespace(name="text", value="some.module:NAME", load=lambda: "no entry"),
+        SimpleNamespace(name="mine", value="good.module:ENTRY", load=lambda: MINE),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    assert catalogue()["mine"] is MINE and find("mine").options is MethodOptions
+    first, second = installed_methods().problems
+    assert "broken = broken.module:ENTRY" in first and "(ImportError: no module named torch_plus); upgrade or" in first
+    assert "text = some.module:NAME" in second and "no foretell.catalogue.Entry" in second
+    with pytest.raises(ValueError, match=r"unknown method 'broken'.*no module named torch_plus"):
+        find("broken")
+    shown = run_foretell("methods", "--json")
+    assert shown.exit_code == 0 and '"mine"' in shown.stdout and shown.stderr.count("foretell: the method") == 2

@@ -36,7 +36,7 @@ def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() ->
 
 
 def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:
-    with pytest.raises(ValueError, match="drafts with small models, and a speculator of another kind was named"):
+    with pytest.raises(ValueError, match="drafts with draft models, and a speculator of another kind was named"):
         build("draft_model", parts("medusa"))
     with pytest.raises(ValueError, match=r"several trained speculators were named .* drafts with one; name one"):
         build("online", parts("draft_model", "draft_model"))

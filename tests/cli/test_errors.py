@@ -235,7 +235,7 @@ def test_a_reader_that_leaves() -> None:
         process.stdout.close()
         said = process.stderr.read().decode().splitlines()
     assert process.returncode == 1 and said == [
-        "foretell: whoever read the output has closed it; the rest was not written"
+        "foretell: the reader of the output has closed it; the rest was not written"
     ]
 
 

@@ -14,10 +14,9 @@ from foretell.load import load
 from foretell.tokenizer.stream import Detokenizer
 
 KEYS = [
-    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "exact", "backend", "target_passes",
-    "tokens_per_pass",
-    "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds",
-    "tokens_per_second", "finish_reason",
+    "text", "tokens", "prompt_tokens", "new_tokens", "method", "drafter", "lossless", "exact", "backend",
+    "target_passes", "tokens_per_pass", "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds",
+    "verify_seconds", "tokens_per_second", "finish_reason",
 ]  # fmt: skip
 
 
@@ -37,6 +36,7 @@ def test_json_has_exactly_the_keys() -> None:
     (record,) = records("hello", "--max-new-tokens", "9")
     assert list(record) == KEYS
     assert record["new_tokens"] == 9 and record["method"] == "autoregressive" and record["lossless"] is True
+    assert record["drafter"] == "nothing"
     assert isinstance(record["tokens"], list) and len(record["tokens"]) == 9
     (record,) = records("hello", "--max-new-tokens", "3", "--logprobs")
     assert list(record) == [*KEYS, "logprobs"]
@@ -57,10 +57,12 @@ def test_methods_give_the_same_text(tmp_path: Path) -> None:
     reference = tmp_path / "notes.txt"
     reference.write_text("some text to copy from")
     for name, *extra in (
-        ("suffix",), ("layer_skip",), ("llma", "--reference", str(reference)), ("draft_model", "--draft-model",
-        str(tiny_draft())),
+        ("suffix",),
+        ("layer_skip",),
+        ("llma", "--reference", str(reference)),
+        ("draft_model", "--draft-model", str(tiny_draft())),
         ("specinfer", "--draft-model", str(tiny_draft()), "--draft-model", str(tiny_draft())),
-    ):  # fmt: skip
+    ):
         (record,) = records("abcabcabc", "--max-new-tokens", "24", "--method", name, *extra)
         assert record["tokens"] == wanted and record["method"] == name
 
@@ -119,10 +121,11 @@ def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
     )  # fmt: skip
     together = records("--prompts", file, "--max-new-tokens", "12", "--rows", "2")
     alone = [
-        *records(long, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "12"), *records(short,
-        "--max-new-tokens", "3"),
+        *records(long, "--max-new-tokens", "12"),
+        *records(short, "--max-new-tokens", "12"),
+        *records(short, "--max-new-tokens", "3"),
         *records(short, "--max-new-tokens", "12", "--temperature", "0.9", "--seed", "7", "--stop", "zz"),
-    ]  # fmt: skip
+    ]
     assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]
 
 

@@ -1,6 +1,4 @@
-"""Between characters and tokens: the tokenizer, the chat template, and text that streams without splitting a
-character.
-"""
+"""A tokenizer together with its model's chat template."""
 
 import json
 import re
@@ -21,7 +19,7 @@ Message = Mapping[str, str]
 
 _CONTENT_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
-"""Code points that Unicode keeps free of characters, for the use of programs."""
+"""Code points that Unicode reserves for the internal use of programs."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +32,22 @@ class TextCodec:
     eos: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of raw text; `special`: add what the tokenizer puts around a prompt.
+        """Token ids of raw text; `add_special_tokens`: with the special tokens that the tokenizer adds to a prompt.
 
         Raises:
-            ValueError: the text holds a lone surrogate.
+            ValueError: the text contains a lone surrogate.
         """
         return list(self.tokenizer.encode(_checked_text(text), add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Message], allow_special_tokens: bool = False) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers.
+        """Token ids of a conversation with the generation prompt.
 
-        The template's own special tokens are encoded as such. What looks like one inside a message is ordinary text,
-        unless `allow_special_tokens`.
+        Special tokens of the template are encoded as such. The text of a special token inside a message is encoded as
+        ordinary text unless `allow_special_tokens`.
 
         Raises:
             ValueError: a message without role or content, no chat template, or the template refuses the conversation.
@@ -61,8 +59,8 @@ class TextCodec:
         return self._encode_with_special_text(messages)
 
     def user_turn_prefix(self) -> list[int]:
-        """Token ids of a conversation up to where the user speaks: what a model continues that writes its own
-        questions.
+        """Token ids of a conversation up to the content of the first user message: a model that continues them writes
+        a question.
 
         Raises:
             ValueError: the model has no chat template.
@@ -73,7 +71,7 @@ class TextCodec:
 
     def _render(self, messages: Sequence[Message]) -> str:
         if self.chat_template is None:
-            raise ValueError("this model has no chat template: use raw text (--raw)")
+            raise ValueError("this model has no chat template: give raw text (`foretell generate --raw`)")
         return self._template.render(messages, self.bos or "", self.eos or "")
 
     @cached_property
@@ -82,13 +80,13 @@ class TextCodec:
 
     @cached_property
     def _special_token_pattern(self) -> re.Pattern[str] | None:
-        """What matches the text of a special token."""
+        """A pattern that matches the text of every special token."""
         texts = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special and t.content]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
     @cached_property
     def _matches_normalized_text(self) -> bool:
-        """Whether the tokenizer looks for some special token in text that it has normalized first."""
+        """Whether the tokenizer searches normalized text for a special token."""
         added = self.tokenizer.get_added_tokens_decoder().values()
         return self.tokenizer.normalizer is not None and any(t.special and t.normalized for t in added)
 
@@ -101,11 +99,11 @@ class TextCodec:
         return bool(self._special_token_pattern.search(text) or self._special_token_pattern.search(normalized))
 
     def _encode_with_special_text(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation whose messages hold the text of special tokens.
+        """Token ids of a conversation whose messages contain the text of special tokens.
 
-        While the template runs, a placeholder stands for each such text. The special tokens left in its output are the
-        template's own: they are renamed, and a tokenizer that knows them by their new names alone encodes the output
-        with the messages' text put back.
+        The template is rendered with a placeholder for each such text. The special tokens in its output are then those
+        of the template: they are renamed, the placeholders are replaced by the messages' text, and a tokenizer that
+        knows the special tokens by their new names only encodes the result.
         """
         assert self._special_token_pattern is not None
         tokenizer, names, ids = self._with_renamed_special_tokens
@@ -125,8 +123,8 @@ class TextCodec:
 
     @cached_property
     def _with_renamed_special_tokens(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """The tokenizer with its special tokens under names that no text holds, those names, and its own ids of these
-        tokens.
+        """The tokenizer with its special tokens renamed to random texts, the new names by old name, and the original
+        ids by new id.
         """
         state, key = json.loads(self.tokenizer.to_str()), secrets.token_hex(16)
         special = {t["content"]: t["id"] for t in state["added_tokens"] if t["special"]}
@@ -147,13 +145,13 @@ class TextCodec:
         return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder."""
+        """A new incremental detokenizer."""
         return Detokenizer(self.decode, self._run_tokens)
 
     @cached_property
     def _run_tokens(self) -> frozenset[int]:
-        """Where single bytes have tokens (`<0x0A>`, Hugging Face's ByteFallback decoder): these, and the tokens that
-        decoding leaves out.
+        """Tokens whose text depends on their neighbours: of a ByteFallback decoder the tokens of single bytes
+        (`<0x0A>`), and the special tokens, which decoding leaves out. Empty for other decoders.
         """
         decoder = self.tokenizer.decoder
         if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
@@ -164,17 +162,17 @@ class TextCodec:
 
 
 def _checked_text(text: str) -> str:
-    """The text itself.
+    """The text unchanged.
 
     Raises:
-        ValueError: it holds a lone surrogate.
+        ValueError: it contains a lone surrogate.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = f"U+{ord(text[error.start]):04X}"
         raise ValueError(
-            f"the text holds {code}, which is no character (half of a surrogate pair, or a byte that is not UTF-8); "
+            f"the text contains {code}, which is no character (half of a surrogate pair, or a byte that is not UTF-8); "
             f"remove it"
         ) from None
     return text
@@ -182,7 +180,7 @@ def _checked_text(text: str) -> str:
 
 def _check_message(number: int, message: Message) -> None:
     if not isinstance(message, Mapping) or not all(isinstance(x, str) for x in message.values()):
-        raise ValueError(f"message {number} is no mapping of texts: give it as {{'role': 'user', 'content': '...'}}")
+        raise ValueError(f"message {number} is no mapping of strings: give it as {{'role': 'user', 'content': '...'}}")
     for key in ("role", "content"):
         if key not in message:
             raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
@@ -208,13 +206,13 @@ def from_directory(path: Path) -> TextCodec:
     if (path / "chat_template.jinja").is_file():
         template = (path / "chat_template.jinja").read_text("utf-8")
     if not isinstance(template, str | None):
-        raise ValueError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, found {template!r:.80}")
+        raise ValueError(f"{path / 'tokenizer_config.json'}: chat_template must be a string, found {template!r:.80}")
 
     def token(name: str) -> str | None:
         value = raw.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if not isinstance(value, str | None):
-            raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a text, found {value!r:.80}")
+            raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a string, found {value!r:.80}")
         return value
 
     return TextCodec(_read_tokenizer(file), template, token("bos_token"), token("eos_token"))

@@ -7,9 +7,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from foretell.tokenizer.codec import TextCodec
 
+_CONTROL, _USER_DEFINED = 3, 4
+"""Token types of GGUF files."""
+
 
 def codec_from_gguf(meta: Mapping[str, Any]) -> TextCodec:
-    """Build the tokenizer that a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
+    """The tokenizer that the metadata of a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
 
     Raises:
         ValueError: another kind of tokenizer, or a damaged one.
@@ -43,12 +46,11 @@ def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
         tokenizer = _sentencepiece(
             tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0))
         )
-    control, user_defined = 3, 4
     tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == control]
+        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
     )
     tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == user_defined]
+        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
     )
 
     def token(name: str) -> str | None:
@@ -79,7 +81,7 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Tokenizer:
-    """SentencePiece BPE: a pair merges into a known piece, better scores first."""
+    """SentencePiece BPE: every pair that forms a known piece merges, higher scores first."""
     vocab = {t: i for i, t in enumerate(tokens)}
     merges = []
     for piece, score in zip(tokens, scores, strict=True):

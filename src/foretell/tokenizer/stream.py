@@ -1,15 +1,14 @@
-"""Incremental detokenization and stop strings: text that streams without splitting a character."""
+"""Incremental detokenization and stop strings for streamed answers."""
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into text that never takes back a character and never splits one.
+    """Turns a growing list of tokens into text: the same text as that of all tokens decoded at once.
 
-    Decodes a short window of tokens around the edge; a tail that is not yet a whole character is held until it is. A
-    run of `run_tokens`, whose text depends on the whole run, is held until another token ends it. So the text is that
-    of all tokens decoded at once, however many come at a time.
+    Decodes a window of the last tokens. An incomplete character at the end is held back until it is complete. A run of
+    `run_tokens`, whose text depends on the whole run, is held back until another token ends it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
@@ -19,7 +18,7 @@ class Detokenizer:
         self._decoded = 0
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens complete."""
+        """The text that these tokens complete."""
         self._tokens.extend(tokens)
         end = len(self._tokens)
         while end > self._decoded and self._tokens[end - 1] in self._run_tokens:
@@ -34,23 +33,22 @@ class Detokenizer:
         return text[len(known) :]
 
     def finish(self) -> str:
-        """What was held back, as it stands."""
-        text = self._decode(self._tokens[self._window_start :])[
-            len(self._decode(self._tokens[self._window_start : self._decoded])) :
-        ]
+        """The text that was held back, complete or not."""
+        known = self._decode(self._tokens[self._window_start : self._decoded])
+        text = self._decode(self._tokens[self._window_start :])
         self._window_start = self._decoded = len(self._tokens)
-        return text
+        return text[len(known) :]
 
 
 class StopStrings:
-    """Cuts streamed text at the first stop string, holding back what may be the beginning of one."""
+    """Ends streamed text before the first stop string; holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [s for s in stops if s]
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string was met."""
+        """The text that can be shown now, and whether a stop string was found."""
         if not self._stops:
             return text, False
         self._held += text
@@ -58,14 +56,15 @@ class StopStrings:
         if hits:
             shown, self._held = self._held[: min(hits)], ""
             return shown, True
-        longest = max(
+        held_back = max(
             (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
             default=0,
         )
-        shown, self._held = self._held[: len(self._held) - longest], self._held[len(self._held) - longest :]
+        end = len(self._held) - held_back
+        shown, self._held = self._held[:end], self._held[end:]
         return shown, False
 
     def finish(self) -> str:
-        """What was held back: no stop string came of it."""
+        """The text that was held back: it was not a stop string."""
         text, self._held = self._held, ""
         return text

@@ -160,8 +160,8 @@ def check_data(data: Dataset, model: Model) -> None:
     if known.fingerprint and known.fingerprint != model.checkpoint.fingerprint():
         raise ValueError(
             f"{data.folder}: {known.model} (fingerprint {known.fingerprint}) wrote these answers, and the target is "
-            f"{model.name} (fingerprint {model.checkpoint.fingerprint()}); make a set with foretell data generate --model "
-            f"{model.name}"
+            f"{model.name} (fingerprint {model.checkpoint.fingerprint()}); make a set with foretell data generate "
+            f"--model {model.name}"
         )
 
 
