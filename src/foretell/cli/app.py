@@ -41,6 +41,9 @@ COMMANDS: Sequence[Command] = (
 )
 """Every command, in the order of the help; a new one is a line here and a file beside this one."""
 
+_COMPLETION_OPTIONS = ("install_completion", "show_completion")
+"""Options that typer adds to an application that is run alone."""
+
 
 class CommandGroup(TyperGroup):
     """The commands of `COMMANDS`: help shows the table, calling a command imports its module."""
@@ -54,7 +57,11 @@ class CommandGroup(TyperGroup):
         """Replace the placeholder of a command by the real one."""
         name, placeholder, rest = super().resolve_command(ctx, args)
         module = next((c.module for c in COMMANDS if placeholder is not None and c.name == name), None)
-        return name, placeholder if module is None else get_command(import_module(module).app), rest
+        if module is None:
+            return name, placeholder, rest
+        command = get_command(import_module(module).app)
+        command.params = [p for p in command.params if p.name not in _COMPLETION_OPTIONS]
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error becomes one sentence."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
-
 _TITLE_WIDTH = 60
 """Characters of a prompt that are printed above its answer."""
 
@@ -39,7 +38,7 @@ class OutputFormat:
 @app.command()
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="Prompt; - reads it from standard input.", metavar="[PROMPT | -]")
+        str | None, typer.Argument(help="Prompt; - reads it from standard input.", metavar="PROMPT | -")
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     method: options.Method = None,
@@ -76,8 +75,8 @@ def generate(
 ) -> None:
     """Answer a prompt, or a file of prompts, with any decoding method.
 
-    On a terminal, the text of accepted draft tokens is green. The answer goes to standard output, all else to standard
-    error.
+    On a terminal, the text of accepted draft tokens is green.
+    The answer goes to standard output, everything else to standard error.
 
         foretell generate "Why is the sky blue?" --method sam_recycling
 

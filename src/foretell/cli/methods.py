@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -21,12 +22,12 @@ COLUMNS = (
 _WIDE = 200
 """Terminal columns from which the table is printed: every method then takes a line or two."""
 _TEXT_WIDTH = 100
-"""Most columns of the explanation of one method."""
+"""Most columns of the explanation of one method, and of Markdown prose."""
 
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="Explain this method.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="METHOD", help="Explain this method.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
@@ -141,7 +142,7 @@ def markdown_section(entry: "Entry") -> list[str]:
         f"*{p.title}*" + (f", [arXiv {p.arxiv}](https://arxiv.org/abs/{p.arxiv})" if p.arxiv else "")
         for p in entry.papers
     )
-    lines = [
+    facts = [
         entry.description,
         "",
         f"- Parts: {entry.draft} × {entry.tree} × {entry.accept}; {_guarantee(entry)}.",
@@ -151,6 +152,7 @@ def markdown_section(entry: "Entry") -> list[str]:
         *([f"- Other names: {', '.join(f'`{a}`' for a in entry.aliases)}."] if entry.aliases else []),
         "",
     ]
+    lines = [line for fact in facts for line in _wrapped(fact)]
     options = entry.option_list()
     if not options:
         return [*lines, "It has no options."]
@@ -159,6 +161,13 @@ def markdown_section(entry: "Entry") -> list[str]:
         for o in options
     )
     return [*lines, "| option | default | type | |", "| --- | --- | --- | --- |", *rows]
+
+
+def _wrapped(text: str) -> list[str]:
+    """A paragraph or a list item of Markdown in lines."""
+    indent = "  " if text.startswith("- ") else ""
+    lines = textwrap.wrap(text, _TEXT_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
 
 
 def _default(value: object) -> str:

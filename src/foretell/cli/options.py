@@ -14,7 +14,7 @@ Model = Annotated[
     ),
 ]
 Method = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. [default: autoregressive]")
+    str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. Default: autoregressive.")
 ]
 DraftModel = Annotated[
     list[str] | None,
