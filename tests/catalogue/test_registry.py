@@ -1,4 +1,4 @@
-"""The catalogue says what its methods are: the columns are those of the parts, and an option is read or refused."""
+"""The catalogue: columns follow from the parts of a method, and unknown options are errors."""
 
 import re
 from collections.abc import Iterator
@@ -140,7 +140,7 @@ def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
         Spec.parse("plain@4")
 
 
-def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
+def test_the_drafter_beside_retrieval_has_its_own_options() -> None:
     method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
     assert isinstance(method.tree, RetrievalOrModel)
     assert method.tree.guess == DynamicTree(7, 10, 60) and method.tree.frugal.budget == 9
@@ -152,7 +152,7 @@ def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
     assert isinstance(early, RetrievalOrModel) and early.guess == Chain(2, draw=False, confidence=0.4)
 
 
-def test_schedules_and_drawn_trees() -> None:
+def test_schedules_and_fixed_trees() -> None:
     adaptive = build("draft_model", context(drafts=1), {"num_assistant_tokens_schedule": "heuristic"})
     assert isinstance(adaptive.tree, AdaptiveChain) and isinstance(adaptive.draft, DraftModel)
     fixed = build("eagle2", context("eagle"), {"acceptance": [0.5, 0.2], "num_draft_tokens": 6}).tree

@@ -60,7 +60,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -
     assert err.count("tokens per pass") == 2
 
 
-def test_a_turn_goes_on_from_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_reuses_the_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     cached, real = list[int](), Answer.from_completion
 
     def watched(completion: Completion, engine: Engine) -> Answer:
@@ -76,5 +76,5 @@ def test_a_model_without_chat_template_is_refused_before_the_first_line(tmp_path
     path = tmp_path / "base"
     shutil.copytree(tiny_target(), path)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    said = expect_error("chat", "--model", path, stdin="hello\n")
-    assert "a chat needs a chat template, and this model has none; use `foretell generate`" in said
+    message = expect_error("chat", "--model", path, stdin="hello\n")
+    assert "a chat needs a chat template, and this model has none; use `foretell generate`" in message

@@ -12,9 +12,11 @@ from foretell.speculator.installed import Installed, InstalledSpeculator
 
 def test_a_missing_speculator_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(str(tiny_target()), "float32")
-    said = missing_speculator(model)
-    assert "no trained speculator is installed for" in said and "beside it the target's first blocks, which" in said
-    assert "train one with `foretell train eagle3`" in said and "\n" not in said
+    message = missing_speculator(model)
+    assert (
+        "no trained speculator is installed for" in message and "beside it the target's first blocks, which" in message
+    )
+    assert "train one with `foretell train eagle3`" in message and "\n" not in message
     found = InstalledSpeculator("tiny", "eagle3", model.checkpoint.fingerprint(), tiny_target())
     monkeypatch.setattr(installed, "installed", lambda: Installed((found,), ()))
     assert missing_speculator(model) == ""

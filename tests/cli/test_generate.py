@@ -77,7 +77,7 @@ def test_config_names_method_and_draft_model() -> None:
     assert record["method"] == "ngram"
 
 
-def test_lossy_is_said_aloud() -> None:
+def test_a_lossy_method_is_labelled() -> None:
     result = run_foretell(
         "generate",
         "hello",
@@ -129,7 +129,7 @@ def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
     assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]
 
 
-def test_turns_see_the_earlier_answers(tmp_path: Path) -> None:
+def test_turns_follow_the_earlier_answers(tmp_path: Path) -> None:
     file = prompts(tmp_path, {"turns": ["one", "two"]}, {"prompt": "three"})
     first, second, third = records("--prompts", file, "--max-new-tokens", "6")
     text = f"u:one\na:{first['text']}\nu:two\na:"
@@ -166,13 +166,13 @@ def test_colour_never_changes_the_text() -> None:
     codec = load(str(tiny_target())).codec
     text = "naïve 你好 🙂 end"
     tokens = codec.encode(text)
-    painter, engine = DraftHighlighter(codec.detokenizer()), Detokenizer(codec.decode)
+    highlighter, engine = DraftHighlighter(codec.detokenizer()), Detokenizer(codec.decode)
     shown, drafted, at = "", "", 0
     for size, accepted in ((3, 2), (1, 0), (4, 4), (2, 1), (5, 3), (100, 99)):
         part = tuple(tokens[at : at + size])
         at += size
         whole = engine.push(part) + (engine.finish() if at >= len(tokens) else "")
-        for piece, mark in painter.segments(Update(1, part, whole, min(accepted, len(part)))):
+        for piece, mark in highlighter.segments(Update(1, part, whole, min(accepted, len(part)))):
             shown += piece
             drafted += piece if mark else "·" * len(piece)
     assert shown == text and len(drafted) == len(text)

@@ -1,11 +1,11 @@
-"""Files as documents: what counts as one, and that tokenising many at once, in parts, changes nothing that matters."""
+"""Documents of files, and their tokens, which do not depend on pieces and batches."""
 
 from pathlib import Path
 
 import pytest
 
 from foretell.retrieval.corpus import NotTextError, find_files, read_documents, tokenize_documents
-from words import word_codec
+from word_codec import word_codec
 
 
 def test_files_are_documents_and_lines_of_json_too(tmp_path: Path) -> None:

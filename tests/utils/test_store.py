@@ -1,4 +1,4 @@
-"""What an interruption leaves is whole, and goes on."""
+"""A run store keeps every finished record through an interruption."""
 
 from pathlib import Path
 

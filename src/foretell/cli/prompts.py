@@ -130,7 +130,7 @@ def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
     """The prompt of a line; the defaults hold where the line names no parameter.
 
     Raises:
-        ValueError: the prompt is empty, a parameter is out of range, or raw text cannot have what is asked for.
+        ValueError: the prompt is empty, a parameter is out of range, or raw text has several turns or a system message.
     """
     names = {f.name for f in fields(SamplingParams)} & set(PromptLine.model_fields)
     given = {name: value for name in names if (value := getattr(line, name)) is not None}

@@ -75,7 +75,9 @@ def parse_method(
     entries = [find(n) for n in (method, config.method) if n is not None]
     names = [entry.name for entry in entries]
     if len(set(names)) > 1:
-        raise ValueError(f"--method says {method} and the speculative config says {config.method}; give one of them")
+        raise ValueError(
+            f"--method is {method} and the method of --speculative-config is {config.method}; give one of them"
+        )
     entries += [find(n) for n in methods]
     for entry in entries:
         entry.parse_options(config)
@@ -87,7 +89,7 @@ def parse_method(
     in_config = tuple(config.model.split(",")) if config.model else ()
     if drafts and in_config and tuple(drafts) != in_config:
         raise ValueError(
-            f"--draft-model says {', '.join(drafts)} and the speculative config says {config.model}; give one of them"
+            f"--draft-model is {', '.join(drafts)} and the model of --speculative-config is {config.model}; give one of them"
         )
     return MethodSelection(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
 

@@ -112,11 +112,11 @@ def read_records(folder: Path, kind: type[R], repair: bool = False) -> Iterator[
     if not path.is_file():
         return
     raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if repair and len(whole) < len(raw):
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if repair and len(complete) < len(raw):
         with path.open("r+b") as file:
-            file.truncate(len(whole))
-    for number, line in enumerate(whole.splitlines(), 1):
+            file.truncate(len(complete))
+    for number, line in enumerate(complete.splitlines(), 1):
         yield validate_json(
             kind, line, f"{path}, line {number}: a damaged record", "delete that line to measure it again"
         )
