@@ -89,7 +89,8 @@ def parse_method(
     in_config = tuple(config.model.split(",")) if config.model else ()
     if drafts and in_config and tuple(drafts) != in_config:
         raise ValueError(
-            f"--draft-model is {', '.join(drafts)} and the model of --speculative-config is {config.model}; give one of them"
+            f"--draft-model is {', '.join(drafts)} and the model of --speculative-config is {config.model}; "
+            f"give one of them"
         )
     return MethodSelection(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
 
