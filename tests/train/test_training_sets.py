@@ -198,7 +198,7 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(data, "PROGRESS_INTERVAL", 0.0)
     (tmp_path / "text").mkdir()
     for i in range(10):
         (tmp_path / "text" / f"{i}.txt").write_text("some plain text to learn")
@@ -271,7 +271,7 @@ def test_a_damaged_line_of_the_journal_is_refused_in_a_sentence(line: str, tmp_p
 
 def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (small_set(tmp_path) / SETTINGS_FILE).write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"settings.json: damaged"):
+    with pytest.raises(ValueError, match=r"settings.json: not valid JSON"):
         Dataset.open(tmp_path)
 
 
