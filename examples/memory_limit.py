@@ -1,8 +1,8 @@
-"""A target that may not stay in memory: peak resident memory and blocks read per token, with and without drafts
+"""A target that does not fit in memory: peak resident memory and blocks read per token, with and without drafts
 (LLMCad, arXiv 2309.04255).
 
-Every way runs in a process of its own. Without `--draft-model`, the blocks of the target that stay in memory draft for
-it, which costs no memory at all; a small model trained for the purpose drafts better.
+Every configuration runs in its own process. Without `--draft-model`, the target's blocks that stay in memory are the
+draft model, which needs no further memory; a trained draft model drafts better.
 
     python examples/memory_limit.py --limit-mb 120 --tokens 48
 """
@@ -24,27 +24,27 @@ from foretell.model.offload import OffloadedDecoder
 from foretell.model.runner import DecoderRunner
 from foretell.shape import LLMCadTree
 
-WAYS = ("whole, plain", "limited, plain", "limited, suffix", "limited, llmcad")
+CONFIGURATIONS = ("whole, plain", "limited, plain", "limited, suffix", "limited, llmcad")
 TEXT = "Here is a list of the months with their number of days: January 31, February 28, March 31, April"
 
 
 def resident_mb(peak: bool) -> float:
-    """Memory of this process that is resident now, or was at most since `forget_peak`."""
+    """Resident memory of this process now, or its peak since `reset_peak`, in MiB."""
     wanted = "VmHWM" if peak else "VmRSS"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(wanted))
 
 
-def forget_peak() -> None:
-    """Start the peak anew at the present size (Linux)."""
+def reset_peak() -> None:
+    """Set the peak to the present resident memory (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def method_of(way: str, model: Model, draft: str | None) -> AnyMethod:
-    """The method of one way to decode."""
-    if way.endswith("plain"):
+def build_method(configuration: str, model: Model, draft: str | None) -> AnyMethod:
+    """The method of a configuration."""
+    if configuration.endswith("plain"):
         return model.method("autoregressive")
-    if way.endswith("suffix"):
+    if configuration.endswith("suffix"):
         return model.method("suffix")
     if draft is not None:
         return model.method("llmcad", drafts=[load(draft)])
@@ -53,15 +53,15 @@ def method_of(way: str, model: Model, draft: str | None) -> AnyMethod:
     return Method(DraftModel(DecoderRunner(inner)), LLMCadTree(8), Match())
 
 
-def measure(way: str, name: str, draft: str | None, limit: int, tokens: int) -> dict[str, float | str]:
-    """Decode in one way, in this process."""
+def measure(configuration: str, name: str, draft: str | None, limit: int, tokens: int) -> dict[str, float | str]:
+    """Decode with one configuration in this process."""
     before = resident_mb(peak=False)
-    model = load(name, memory_limit=None if way.startswith("whole") else limit)
-    method = method_of(way, model, draft)
+    model = load(name, memory_limit=None if configuration.startswith("whole") else limit)
+    method = build_method(configuration, model, draft)
     gc.collect()
-    forget_peak()
+    reset_peak()
     store = model.network.store if isinstance(model.network, OffloadedDecoder) else None
-    fetched = store.fetch_count if store else 0
+    fetched = store.fetched if store else 0
     start = time.perf_counter()
     answer = model.generate(TEXT, method, max_new_tokens=tokens, raw=True)[0]
     seconds = time.perf_counter() - start
@@ -75,29 +75,30 @@ def measure(way: str, name: str, draft: str | None, limit: int, tokens: int) -> 
 
 
 def main() -> None:
-    """Compare all ways."""
+    """Compare all configurations."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft-model")
     parser.add_argument("--limit-mb", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--configuration", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.way is not None:
-        found = measure(options.way, options.model, options.draft_model, options.limit_mb * 2**20, options.tokens)
-        print(json.dumps(found))
+    if options.configuration is not None:
+        limit = options.limit_mb * 2**20
+        print(json.dumps(measure(options.configuration, options.model, options.draft_model, limit, options.tokens)))
         return
     print(f"{'':18}{'peak MB':>9}{'tokens/pass':>13}{'blocks read/token':>19}{'seconds':>9}  same text")
     plain = None
-    for way in WAYS:
-        run = subprocess.run([sys.executable, *sys.argv, "--way", way], capture_output=True, text=True, check=False)
+    for configuration in CONFIGURATIONS:
+        command = [sys.executable, *sys.argv, "--configuration", configuration]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             sys.exit(run.stderr.strip().splitlines()[-1])
         r = json.loads(run.stdout.splitlines()[-1])
         plain = r["text"] if plain is None else plain
-        same = "yes" if r["text"] == plain else "no: a tie within rounding fell the other way"
+        same = "yes" if r["text"] == plain else "no: rounding decided a tie differently"
         numbers = f"{r['peak_mb']:9.0f}{r['tokens_per_pass']:13.2f}{r['blocks_per_token']:19.1f}{r['seconds']:9.1f}"
-        print(f"{way:18}{numbers}  {same}")
+        print(f"{configuration:18}{numbers}  {same}")
 
 
 if __name__ == "__main__":

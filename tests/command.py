@@ -1,4 +1,4 @@
-"""The command line in this process, and tiny random Llamas saved as users have theirs: config.json, model.safetensors,
+"""Runs the command line in this process, and saves tiny random Llama checkpoints: config.json, model.safetensors and
 tokenizer.json.
 """
 
@@ -20,7 +20,7 @@ LAYERS, HIDDEN, HEADS, FFN = 2, 16, 2, 24
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 
 ENVIRONMENT: Mapping[str, str] = {"FORETELL_NATIVE": "0", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-"""No compiler is needed to test a command line."""
+"""Tests of the command line run without the compiled kernels."""
 
 
 def run_foretell(*arguments: str | Path, stdin: str | None = None) -> Result:
@@ -29,7 +29,7 @@ def run_foretell(*arguments: str | Path, stdin: str | None = None) -> Result:
 
 
 def expect_error(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
-    """Run a command line that must end in one sentence; the sentence."""
+    """Run a command line that must fail with one sentence; returns the sentence."""
     result = run_foretell(*arguments, stdin=stdin)
     assert result.exit_code == status, (result.exit_code, result.output, result.exception)
     assert "Traceback" not in result.output
@@ -40,13 +40,13 @@ def expect_error(*arguments: str | Path, stdin: str | None = None, status: int =
 
 @cache
 def tiny_target() -> Path:
-    """A target."""
+    """Directory of a target model."""
     return save_tiny_model(_folder("target"))
 
 
 @cache
 def tiny_draft() -> Path:
-    """A draft model: the target's first layer."""
+    """Directory of a draft model: the target's first layer."""
     return save_tiny_model(_folder("draft"), layers=1)
 
 
@@ -60,7 +60,7 @@ def _folder(name: str) -> Path:
 
 
 def save_tiny_model(path: Path, seed: int = 0, vocab: int = 257, context: int = 512, layers: int = LAYERS) -> Path:
-    """Write the model; its tokens are the 256 bytes and an end, and fillers where the vocabulary is larger."""
+    """Save a model; its tokens are the 256 bytes, `<end>`, and fillers up to the size of the vocabulary."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama", "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": layers,
@@ -76,7 +76,7 @@ def save_tiny_model(path: Path, seed: int = 0, vocab: int = 257, context: int = 
 
 
 def _tensors(vocab: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
-    weights, half = RandomWeights(seed), HIDDEN // HEADS
+    weights, head_dim = RandomWeights(seed), HIDDEN // HEADS
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, HIDDEN),
         "lm_head.weight": (vocab, HIDDEN),
@@ -87,8 +87,8 @@ def _tensors(vocab: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
             f"model.layers.{i}.{name}.weight": shape
             for name, shape in {
                 "self_attn.q_proj": (HIDDEN, HIDDEN),
-                "self_attn.k_proj": (half, HIDDEN),
-                "self_attn.v_proj": (half, HIDDEN),
+                "self_attn.k_proj": (head_dim, HIDDEN),
+                "self_attn.v_proj": (head_dim, HIDDEN),
                 "self_attn.o_proj": (HIDDEN, HIDDEN),
                 "mlp.gate_proj": (FFN, HIDDEN),
                 "mlp.up_proj": (FFN, HIDDEN),

@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 
 from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
-from foretell.catalogue.speculators import require_draft_predictor, embedding_and_head, target_card
+from foretell.catalogue.speculators import embedding_and_head, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import TokenTree, root_tree
@@ -32,7 +32,7 @@ from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, 
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 
 Distribution = np.ndarray
 LLAMA3 = {

@@ -1,4 +1,4 @@
-"""What a user of the library hands over: prompts, conversations and stop strings."""
+"""The Python interface: prompts, conversations, stop strings and special tokens."""
 
 import pytest
 
@@ -12,17 +12,17 @@ def model() -> Model:
     return foretell.load(str(tiny_target()), dtype="float32")
 
 
-def test_a_stop_string_alone_is_one_stop_string(model: Model) -> None:
-    whole = model.generate("hello", max_new_tokens=24)[0].text
-    stop = whole[5:8]
+def test_stop_may_be_one_string(model: Model) -> None:
+    full = model.generate("hello", max_new_tokens=24)[0].text
+    stop = full[5:8]
     alone = model.generate("hello", max_new_tokens=24, stop=stop)[0]
-    assert alone.text == model.generate("hello", max_new_tokens=24, stop=[stop])[0].text == whole[: whole.index(stop)]
+    assert alone.text == model.generate("hello", max_new_tokens=24, stop=[stop])[0].text == full[: full.index(stop)]
     assert "".join(u.text for u in model.stream("hello", max_new_tokens=24, stop=stop)) == alone.text
     assert model.request("hello", stop="Paris").stop == ("Paris",)
     assert model.request("hello").stop == ()
 
 
-def test_what_cannot_be_asked_is_one_sentence(model: Model) -> None:
+def test_an_invalid_prompt_is_one_sentence(model: Model) -> None:
     with pytest.raises(ValueError, match="message 1 has no 'content'"):
         model.request([{"role": "user"}])
     with pytest.raises(ValueError, match=r"U\+D800, which is no character"):

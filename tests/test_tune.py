@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from command import run_foretell, expect_error, tiny_target
+from command import expect_error, run_foretell, tiny_target
 from foretell.accept import Match
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
@@ -143,7 +143,9 @@ def test_missing_and_empty_searches_are_refused(tmp_path: Path) -> None:
 
 def tuned(prompts: Path, out: Path, *more: str) -> dict[str, Any]:
     """What a search of one trial on the tiny model writes."""
-    result = run_foretell("tune", "skip", "--prompts", prompts, "--out", out, "--model", tiny_target(), "--trials", "1", *more)
+    result = run_foretell(
+        "tune", "skip", "--prompts", prompts, "--out", out, "--model", tiny_target(), "--trials", "1", *more
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     assert "best of 1:" in result.stdout
     found: dict[str, Any] = json.loads(out.read_text())
@@ -171,7 +173,9 @@ def test_files_without_prompts_are_refused_in_a_sentence(
     name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    assert message in expect_error("tune", "skip", "--prompts", tmp_path / name, "--out", tmp_path / "o", "--model", tiny_target())
+    assert message in expect_error(
+        "tune", "skip", "--prompts", tmp_path / name, "--out", tmp_path / "o", "--model", tiny_target()
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so asking for one is no mistake")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheels into dist/, checks that the library wheel is under 3 MB, and installs both into a venv in build/wheels, where the
-# speculators must be found. Their dependencies come from .venv, which `make test` makes.
+# Builds the wheels in dist/, checks that the library's wheel is smaller than 3 MB, and installs them in a virtual
+# environment in build/wheels, where the speculators must be found. The dependencies come from .venv (`make test`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 limit=3000000
@@ -15,14 +15,15 @@ size=$(stat -c %s "$library" 2>/dev/null || stat -f %z "$library")
 echo "$library: $size bytes"
 [ "$size" -lt "$limit" ] || { echo "$library: more than $limit bytes" >&2; exit 1; }
 listing=$(.venv/bin/python -m zipfile --list "$library")
-grep -q model/kernels/csrc/kernels.cpp <<<"$listing"
+grep -q kernels/csrc/kernels.cpp <<<"$listing"
+grep -q cli/lighthouse.txt <<<"$listing"
 speculators=$(.venv/bin/python -m zipfile --list dist/foretell_smollm2_135m-*.whl)
 grep -q eagle3/model.safetensors <<<"$speculators"
 if grep -q curve <<<"$speculators"; then echo "training curves in the wheel" >&2; exit 1; fi
 
 .venv/bin/python -m venv "$venv"
 "$venv/bin/pip" install --quiet --no-deps --no-index dist/*.whl
-# Python processes no .pth files in a directory that a .pth file adds, so the editable installations of .venv stay out.
+# Python ignores .pth files in a directory that a .pth file adds, so the editable installations of .venv are not used.
 packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 .venv/bin/python -c "$packages" >"$("$venv/bin/python" -c "$packages")/dependencies.pth"
 methods=$("$venv/bin/foretell" methods --markdown)

@@ -1,5 +1,5 @@
-"""Keeps the documents true: runs the README's commands, and holds its table of methods and the generated parts of
-docs/methods.md against the catalogue (`--write` renews them).
+"""Runs the commands of README.md, and compares its table of methods and the generated parts of docs/methods.md with the
+catalogue. `--write` updates them instead.
 """
 
 import re
@@ -17,14 +17,14 @@ BLOCK = re.compile(r"<!-- run: (\w+) -->\n```\w*\n(.*?)```", re.DOTALL)
 
 
 def main() -> None:
-    """Check everything; exit 1 with a sentence where something does not hold."""
+    """Check everything; exit with 1 and a sentence where something differs or fails."""
     for path in (README, METHODS):
         text = path.read_text(encoding="utf-8")
-        renewed = generate(text)
+        generated = generate(text)
         if "--write" in sys.argv:
-            path.write_text(renewed, encoding="utf-8")
-        elif renewed != text:
-            sys.exit(f"{path.name}: not what the catalogue says; run: python tools/readme_commands.py --write")
+            path.write_text(generated, encoding="utf-8")
+        elif generated != text:
+            sys.exit(f"{path.name}: differs from the catalogue; run: python tools/readme_commands.py --write")
     if "--write" in sys.argv:
         return
     text = README.read_text(encoding="utf-8")
@@ -39,13 +39,13 @@ def main() -> None:
 
 
 def generate(text: str) -> str:
-    """A document with its generated parts renewed: the table of methods, and what the catalogue says of single ones."""
+    """A document with its generated parts updated: the table of methods, and the sections of single methods."""
 
-    def renewed(m: re.Match[str]) -> str:
+    def replacement(m: re.Match[str]) -> str:
         lines = markdown_table(catalogue().values()) if m[2] == "table" else markdown_section(find(m[3]))
         return m[1] + "\n" + "\n".join(lines) + "\n\n" + m[4]
 
-    return GENERATED.sub(renewed, text)
+    return GENERATED.sub(replacement, text)
 
 
 def run(command: list[str]) -> str:

@@ -1,7 +1,8 @@
-"""Foretell: large language models that decode faster and say the same.
+"""Foretell: speculative decoding for open-weight language models.
 
-A decoding method is a drafter that guesses, a shape that arranges the guesses into a token tree, and an acceptor that
-decides which of them stand; one batched engine runs them all.
+A decoding method is a drafter that proposes tokens, a shape that arranges them in a token tree, and an acceptor that
+accepts or rejects them after one forward pass of the target. One batched engine runs every method. Lossless methods
+keep the target's distribution exactly.
 
     import foretell
 
@@ -42,39 +43,43 @@ __all__ = [
     "catalogue",
     "load",
 ]
-_HOME = {
+_MODULES = {
     "Answer": "api",
     "Completion": "engine.engine",
     "Engine": "engine.engine",
     "Method": "engine.method",
     "Model": "api",
     "Request": "engine.engine",
+    "RequestStatistics": "engine.statistics",
     "SamplingParams": "core.sampling",
     "SpeculativeConfig": "catalogue.config",
-    "RequestStatistics": "engine.statistics",
     "Update": "engine.engine",
     "catalogue": "catalogue",
     "load": "load",
 }
+"""The module of every public name, relative to the package."""
 
 
-class _Package(ModuleType):
-    """Imports a public name when it is first used: torch takes seconds, and `foretell --help` does not need it.
+class _LazyPackage(ModuleType):
+    """Imports a public name when it is first used: torch takes seconds to import, and `foretell --help` does not need
+    it.
 
-    `load` and `catalogue` are functions as well as the modules they live in; importing such a module must not hide its
-    function.
+    `load` and `catalogue` are functions and modules. Importing such a module must not replace the function.
     """
 
     def __getattr__(self, name: str) -> object:
-        if name not in _HOME:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = vars(import_module(f"{__name__}.{_HOME[name]}"))[name]
+        value: object = vars(import_module(f"{__name__}.{_MODULES[name]}"))[name]
         setattr(self, name, value)
         return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
+        if not (name in _MODULES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_MODULES})
 
-sys.modules[__name__].__class__ = _Package
+
+sys.modules[__name__].__class__ = _LazyPackage

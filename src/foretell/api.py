@@ -1,4 +1,4 @@
-"""What users hold: a model that generates with any method, and what it generated."""
+"""The Python interface: a model that generates with any method, and its answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,28 +25,32 @@ from foretell.utils.names import unknown
 
 @dataclass(frozen=True)
 class Answer:
-    """One generated text, with what it cost."""
+    """A generated text with its tokens and statistics."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: str
     method: str
+    drafter: str
+    """What drafted, in a few words."""
     lossless: bool
+    """Whether the method keeps the target's distribution."""
     statistics: RequestStatistics
     backend: Backend
-    """What computed the target's passes, in which precision."""
+    """Implementation and precision of the target's passes."""
     logprobs: tuple[float, ...] = ()
     error: str = ""
-    """What ended it, where `finish_reason` is `error`."""
+    """The error message, where `finish_reason` is `error`."""
 
     @staticmethod
     def from_completion(completion: Completion, engine: Engine) -> "Answer":
-        """A completed request of an engine."""
+        """The answer of a request that an engine has completed."""
         return Answer(
             text=completion.text,
             tokens=completion.tokens,
             finish_reason=completion.finish_reason,
             method=engine.method.name,
+            drafter=engine.method.drafter_label or engine.method.draft.label,
             lossless=engine.method.lossless,
             statistics=completion.statistics,
             backend=engine.runner.backend,
@@ -56,20 +60,18 @@ class Answer:
 
     @property
     def exact(self) -> bool:
-        """Whether the target's numbers were bit for bit those of plain decoding: drafts, batch and prompt chunks
-        change nothing.
+        """Whether the output is bit for bit the same without drafts, in any batch and with any prompt chunks.
 
-        A lossless answer that is not exact is equal in distribution up to rounding: a pass over several tokens rounds
-        differently from a pass over one, so that a near-tie may fall the other way, and log-probabilities differ in
-        their last digits.
+        False for a lossless method where a pass over several tokens rounds differently from a pass over one: the
+        distribution is then equal up to rounding, and a tie between two tokens may be decided differently.
         """
         return self.lossless and self.backend.batch_invariant
 
 
 class Model:
-    """A language model ready to generate: weights, tokenizer, and the methods that decode it.
+    """A loaded language model with its tokenizer; `foretell.load` makes it.
 
-    Made by `foretell.load`. `network`: its weights on the own decoder, or what makes a runner of any other kind.
+    `network`: the model's weights on the own decoder, or a function that makes a runner of another kind.
     """
 
     def __init__(
@@ -115,11 +117,11 @@ class Model:
         )
 
     def cache_checkpoint(self) -> None:
-        """Read changed copies of the weights once, however many methods draft with them."""
+        """Keep changed copies of the weights in memory, so that several methods that draft with them read them once."""
         self._checkpoint = None if self._checkpoint is None else CachedCheckpoint(self._checkpoint)
 
     def runner(self) -> Runner:
-        """The model bound to a fresh cache."""
+        """A runner of the model with an empty cache."""
         return self._runner()
 
     def method(
@@ -130,20 +132,20 @@ class Model:
         drafts: "Sequence[Model | Path]" = (),
         references: Sequence[str] = (),
     ) -> AnyMethod:
-        """A method of the catalogue for this model, with fresh memory.
+        """Build a method of the catalogue for this model, with its initial state.
 
         `config`: the method's options by name; `foretell methods NAME` lists them. `drafts`: draft models, and
-        directories of trained speculators; methods that need one of these take the one installed for this model where
-        none is named. `references`: texts that may be copied from.
+        directories of trained speculators; where none is named, methods use the one installed for this model.
+        `references`: documents to draft from.
 
         Raises:
-            ValueError: unknown name, an option that the method does not read, or a part that it needs is missing or
+            ValueError: unknown name, an option that the method does not have, or something that it needs is missing or
                 does not fit.
         """
         return build(name, self._build_context(drafts, references), config)
 
     def speculator(self, reference: str | Path) -> Speculator:
-        """A trained speculator for this model: the directory it lies in, or the kind of an installed one.
+        """A trained speculator for this model, by its directory or by the kind of an installed one.
 
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.
@@ -172,7 +174,7 @@ class Model:
     def engine(
         self, method: AnyMethod | str = "autoregressive", rows: int = 16, prefix_caching: bool = False
     ) -> Engine:
-        """An engine that serves this model with one method; see `Engine`."""
+        """An engine that serves this model with one method, at most `rows` requests at a time; see `Engine`."""
         method = self.method(method) if isinstance(method, str) else method
         return Engine(
             self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer, prefix_caching=prefix_caching
@@ -181,11 +183,11 @@ class Model:
     def tokens(
         self, prompt: str | Sequence[Message], raw: bool = False, *, allow_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a prompt: a conversation, or text (wrapped in the chat template as the user's turn unless
-        `raw`).
+        """Token ids of a prompt: a conversation, or text, which is one user message unless `raw` or the model has no
+        chat template.
 
-        The text of a special token inside a message is ordinary text unless `allow_special_tokens`; raw text is encoded
-        as it is.
+        The text of a special token inside a message is encoded as ordinary text unless `allow_special_tokens`. Raw text
+        is encoded without the chat template, special tokens as such.
 
         Raises:
             ValueError: a message without role or content, a lone surrogate, or the chat template refuses the
@@ -207,18 +209,18 @@ class Model:
         logprobs: bool = False,
         allow_special_tokens: bool = False,
     ) -> Request:
-        """A prompt as the engine takes it; for `raw` and `allow_special_tokens` see `tokens`.
+        """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`.
 
         `stop`: one stop string, or several.
 
         Raises:
-            ValueError: the prompt is empty or cannot be encoded, or a stop string is no text.
+            ValueError: the prompt is empty or cannot be encoded, or a stop string is no string.
         """
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            raise ValueError("the prompt is empty: write what the model shall answer")
+            raise ValueError("the prompt is empty: write what the model should answer")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(s, str) for s in stop):
-            raise ValueError(f"stop must be a text or several, found {stop!r}")
+            raise ValueError(f"stop must be a string or several strings, found {stop!r}")
         tokens = self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens)
         return Request(tokens, sampling or SamplingParams(), max_new_tokens, stop, self.eos, logprobs)
 
@@ -233,7 +235,7 @@ class Model:
         raw: bool = False,
         allow_special_tokens: bool = False,
     ) -> Iterator[Update]:
-        """Generate one text, step by step."""
+        """Generate one answer and yield its updates, one per step."""
         engine = self.engine(method, rows=1)
         engine.submit(
             self.request(
@@ -260,10 +262,9 @@ class Model:
         rows: int = 16,
         allow_special_tokens: bool = False,
     ) -> list[Answer]:
-        """Generate texts for one prompt or several, decoded together `rows` at a time; answers in the order of the
-        prompts.
+        """Answer one prompt or several, at most `rows` at a time; answers come in the order of the prompts.
 
-        A text that cannot be gone on with ends with `finish_reason` `error`; the others go on.
+        A request that fails ends with `finish_reason` `error`; the others continue.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         engine = self.engine(method, rows=rows)

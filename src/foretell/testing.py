@@ -1,4 +1,4 @@
-"""Small random models for tests, yours and ours: real decoders of any architecture in milliseconds, without a file."""
+"""Small random models for tests: decoders of any architecture, built in milliseconds without a file."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ TINY = ModelConfig(
 
 
 class RandomWeights(Weights):
-    """Gaussian matrices (scaled by their input width) and norms near one, the same for equal seeds and names."""
+    """Gaussian matrices (scaled by their input width) and norms near one; equal seeds and names give equal weights."""
 
     source = "random weights"
 
@@ -25,11 +25,11 @@ class RandomWeights(Weights):
         self._seed, self._sharpness = seed, sharpness
 
     def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
-        """Nothing is missing, but shapes are known to `need` only."""
+        """None: shapes are known to `need` only."""
         return None
 
     def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
-        """A tensor of this shape, drawn from the seed and the name."""
+        """A random tensor of this shape for the seed and the name."""
         generator = torch.Generator().manual_seed(hash_name(name) + self._seed)
         noise = torch.randn(*shape, generator=generator, dtype=torch.float64)
         if len(shape) == 1:
@@ -38,11 +38,11 @@ class RandomWeights(Weights):
         return (noise * scale).float()
 
     def release_pages(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no tensor is kept."""
 
 
 def hash_name(name: str) -> int:
-    """A number that depends on the letters only (Python's own hash changes from run to run)."""
+    """A hash of the string that is the same in every process (Python's own hash is not)."""
     value = 0
     for letter in name:
         value = (value * 131 + ord(letter)) % (1 << 31)
@@ -56,13 +56,13 @@ def tiny_decoder(
     sharpness: float = 1.0,
     device: str = "cpu",
 ) -> Decoder:
-    """A random decoder; float64 by default, so that argmaxes do not depend on the order of additions."""
+    """A random decoder; float64 by default, so that the argmax does not depend on the order of additions."""
     return build_decoder(config, RandomWeights(seed, sharpness), dtype, torch.device(device))
 
 
 def letter_codec(vocab: int, first: int = 0) -> TextCodec:
-    """A tokenizer of single letters from `a` on, of which token 0 is the one numbered `first`: two of them are two
-    tokenizers of one language.
+    """A tokenizer of the letters from `a` on. Token 0 is letter number `first`, so that different values of `first`
+    give different tokenizers of the same text.
     """
     order = {chr(ord("a") + (i + first) % vocab): i for i in range(vocab)}
     tokenizer = Tokenizer(models.BPE(vocab=order, merges=[]))
@@ -71,6 +71,6 @@ def letter_codec(vocab: int, first: int = 0) -> TextCodec:
 
 
 def tiny_moe(config: ModelConfig = TINY) -> ModelConfig:
-    """The Mixtral form of a configuration: four experts, two per token."""
+    """The Mixtral configuration of these sizes: four experts, two per token."""
     experts = MoEConfig(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
     return replace(config, architecture="mixtral", experts=experts)

@@ -1,10 +1,13 @@
 """`foretell chat` with lines from a pipe."""
 
+import json
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
-from command import run_foretell, tiny_target
+from command import expect_error, run_foretell, tiny_target
 from foretell.api import Answer
 from foretell.engine.engine import Completion, Engine, Update
 
@@ -33,9 +36,9 @@ def test_stats_help_quit_and_blank_lines() -> None:
 
 def test_mistakes_do_not_end_the_conversation() -> None:
     out, err = chat("/stats", "/method", "/metod x", "/method sufix", "x" * 600, "hello")
-    assert "nothing was answered" in err and "the method is autoregressive" in err
+    assert "there is no answer yet" in err and "the method is autoregressive" in err
     assert (
-        "did you mean '/method'" in err and "did you mean 'suffix'" in err and "/reset forgets the conversation" in err
+        "did you mean '/method'" in err and "did you mean 'suffix'" in err and "/reset starts a new conversation" in err
     )
     assert out == chat("hello")[0]
 
@@ -57,13 +60,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -
     assert err.count("tokens per pass") == 2
 
 
-def test_a_turn_goes_on_from_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_reuses_the_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     cached, real = list[int](), Answer.from_completion
 
     def watched(completion: Completion, engine: Engine) -> Answer:
         cached.append(completion.statistics.cached_tokens)
         return real(completion, engine)
 
-    monkeypatch.setattr(Answer, "of", watched)
+    monkeypatch.setattr(Answer, "from_completion", watched)
     chat("hello", "hello", "/reset", "hello")
     assert cached[0] == 0 and cached[1] > 5 and 0 < cached[2] < cached[1]
+
+
+def test_a_model_without_chat_template_is_refused_before_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "base"
+    shutil.copytree(tiny_target(), path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    message = expect_error("chat", "--model", path, stdin="hello\n")
+    assert "a chat needs a chat template, and this model has none; use `foretell generate`" in message

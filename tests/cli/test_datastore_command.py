@@ -9,7 +9,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli.datastore import app
 from foretell.draft import DatastoreRetriever
-from words import word_codec
+from word_codec import word_codec
 
 CODEC = word_codec("a", "b", "c")
 
@@ -31,9 +31,9 @@ def test_builds_what_rest_opens(tmp_path: Path) -> None:
     (tmp_path / "texts" / "a.txt").write_text("a b c a b")
     (tmp_path / "texts" / "b.bin").write_bytes(b"\xff")
     (tmp_path / "c.jsonl").write_text('{"text": "b b"}\n{"text": "c"}\n')
-    said = call("build", tmp_path / "texts", tmp_path / "c.jsonl", "--tokenizer", "any", "--out", tmp_path / "store")
-    assert "3 documents, 11 tokens" in said and "tokenizer of any" in said
-    assert call("show", tmp_path / "store") == said
+    message = call("build", tmp_path / "texts", tmp_path / "c.jsonl", "--tokenizer", "any", "--out", tmp_path / "store")
+    assert "3 documents, 11 tokens" in message and "tokenizer of any" in message
+    assert call("show", tmp_path / "store") == message
     config = SpeculativeConfig(datastore=str(tmp_path / "store"))
     draft = build("rest", BuildContext(4, None, codec=CODEC), config).draft
     assert isinstance(draft, DatastoreRetriever) and len(draft.store) == 11

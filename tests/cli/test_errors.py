@@ -1,4 +1,4 @@
-"""Everything that can be wrong on a command line ends in one sentence and a non-zero exit."""
+"""Every error on a command line becomes one sentence and a non-zero exit status."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from command import ENVIRONMENT, TEMPLATE, run_foretell, expect_error, save_tiny_model, tiny_draft, tiny_target
+from command import ENVIRONMENT, TEMPLATE, expect_error, run_foretell, save_tiny_model, tiny_draft, tiny_target
 from foretell.bench.peers.hf import load as load_peer
 
 
@@ -20,15 +20,15 @@ def generate(*arguments: str | Path, stdin: str | None = None, status: int = 1) 
     return expect_error("generate", *arguments, stdin=stdin, status=status)
 
 
-def asked(*arguments: str | Path) -> str:
+def generate_hello(*arguments: str | Path) -> str:
     return generate("hello", "--model", tiny_target(), *arguments)
 
 
 def test_unknown_names_get_a_suggestion() -> None:
-    assert "did you mean 'suffix'" in asked("--method", "sufix")
+    assert "did you mean 'suffix'" in generate_hello("--method", "sufix")
     assert "did you mean 'smollm2-135m'" in generate("hello", "--model", "smolm2-135m")
-    assert "did you mean 'bfloat16'" in asked("--dtype", "bfloat61")
-    assert "unknown device" in asked("--device", "tpu")
+    assert "did you mean 'bfloat16'" in generate_hello("--dtype", "bfloat61")
+    assert "unknown device" in generate_hello("--device", "tpu")
     assert "Did you mean 'generate'" in expect_error("generat", "hello", status=2)
     assert "--max-new-token" in expect_error("generate", "--max-new-token", "3", status=2)
     assert "--bogus" in expect_error("--bogus", status=2)
@@ -38,13 +38,13 @@ def test_unknown_names_get_a_suggestion() -> None:
 
 def test_draft_models(tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", vocab=300)
-    assert "vocabulary has 300 tokens" in asked("--method", "draft_model", "--draft-model", other)
-    assert "needs a draft model" in asked("--method", "draft_model")
-    assert "reference" in asked("--method", "llma")
-    assert "no-such-file" in asked("--method", "llma", "--reference", tmp_path / "no-such-file")
+    assert "vocabulary has 300 tokens" in generate_hello("--method", "draft_model", "--draft-model", other)
+    assert "needs a draft model" in generate_hello("--method", "draft_model")
+    assert "reference" in generate_hello("--method", "llma")
+    assert "no-such-file" in generate_hello("--method", "llma", "--reference", tmp_path / "no-such-file")
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "not UTF-8" in asked("--method", "llma", "--reference", binary)
+    assert "not UTF-8" in generate_hello("--method", "llma", "--reference", binary)
 
 
 def test_prompts_that_cannot_be_answered() -> None:
@@ -52,12 +52,12 @@ def test_prompts_that_cannot_be_answered() -> None:
     assert "prompt is empty" in generate("", "--model", tiny_target())
     assert "prompt is empty" in generate("-", "--model", tiny_target(), stdin=" \n")
     assert "no prompt" in generate("--model", tiny_target())
-    assert "leave out one" in asked("--raw", "--system", "be brief")
+    assert "leave out one" in generate_hello("--raw", "--system", "be brief")
 
 
-def test_text_that_is_no_text() -> None:
-    half = "x\udcff"  # how Python passes on an argument with a byte that is not UTF-8
-    for arguments in ((half,), (half, "--raw"), ("hello", "--system", half)):
+def test_text_with_lone_surrogates_or_invalid_utf8() -> None:
+    surrogate = "x\udcff"  # How Python decodes an argument with a byte that is not UTF-8.
+    for arguments in ((surrogate,), (surrogate, "--raw"), ("hello", "--system", surrogate)):
         assert "U+DCFF, which is no character" in generate(*arguments, "--model", tiny_target())
     strict = environment() | {"PYTHONIOENCODING": "utf-8:strict"}
     piped = command("generate", "-", "--model", tiny_target())
@@ -65,7 +65,7 @@ def test_text_that_is_no_text() -> None:
     assert done.returncode == 1 and done.stderr == b"foretell: the input is not UTF-8 text (byte 1); convert it first\n"
 
 
-def test_a_template_without_end(tmp_path: Path) -> None:
+def test_a_template_that_exceeds_the_limits(tmp_path: Path) -> None:
     path = tmp_path / "hostile"
     shutil.copytree(tiny_target(), path)
     for template in ("{{ 'a' * 10**10 }}", "{% for i in range(10**12) %}{% endfor %}"):
@@ -74,31 +74,31 @@ def test_a_template_without_end(tmp_path: Path) -> None:
 
 
 def test_numbers_out_of_range() -> None:
-    assert "at least 1, found -5" in asked("--max-new-tokens", "-5")
-    assert "temperature must be" in asked("--temperature", "nan")
-    assert "temperature must be" in asked("--temperature", "-1")
-    assert "top_p must be" in asked("--top-p", "0")
-    assert "top_k must be" in asked("--top-k", "-1")
-    assert "at least 1" in asked("--rows", "0")
+    assert "at least 1, found -5" in generate_hello("--max-new-tokens", "-5")
+    assert "temperature must be" in generate_hello("--temperature", "nan")
+    assert "temperature must be" in generate_hello("--temperature", "-1")
+    assert "top_p must be" in generate_hello("--top-p", "0")
+    assert "top_k must be" in generate_hello("--top-k", "-1")
+    assert "at least 1" in generate_hello("--rows", "0")
     assert "--max-new-tokens" in expect_error("generate", "hello", "--max-new-tokens", "many", status=2)
     assert "samples must be at least 1" in expect_error("verify", "suffix", "--model", tiny_target(), "--samples", "0")
 
 
 def test_speculative_config() -> None:
-    assert "sets num_steps and names no method" in asked("--speculative-config", '{"num_steps": 3}')
-    assert "method specinfer does not read 'num_steps'; it reads: num_draft_tokens" in asked(
+    assert "sets num_steps and names no method" in generate_hello("--speculative-config", '{"num_steps": 3}')
+    assert "method specinfer does not read 'num_steps'; it reads: num_draft_tokens" in generate_hello(
         "--method", "specinfer", "--speculative-config", '{"num_steps": 3}'
     )
-    assert "not valid JSON" in asked("--speculative-config", "{method: ngram}")
-    assert "a JSON object was expected" in asked("--speculative-config", "[]")
-    assert "did you mean 'num_speculative_tokens'" in asked(
+    assert "not valid JSON" in generate_hello("--speculative-config", "{method: ngram}")
+    assert "a JSON object was expected" in generate_hello("--speculative-config", "[]")
+    assert "did you mean 'num_speculative_tokens'" in generate_hello(
         "--method", "ngram", "--speculative-config", '{"num_speculativ_tokens": 3}'
     )
-    assert "num_speculative_tokens" in asked(
+    assert "num_speculative_tokens" in generate_hello(
         "--method", "ngram", "--speculative-config", '{"num_speculative_tokens": -3}'
     )
-    assert "give one of them" in asked("--speculative-config", '{"method": "ngram"}', "--method", "suffix")
-    assert "give one of them" in asked("--speculative-config", '{"model": "a"}', "--draft-model", "b")
+    assert "give one of them" in generate_hello("--speculative-config", '{"method": "ngram"}', "--method", "suffix")
+    assert "give one of them" in generate_hello("--speculative-config", '{"model": "a"}', "--draft-model", "b")
 
 
 def test_damaged_checkpoints(tmp_path: Path) -> None:
@@ -147,27 +147,15 @@ def test_bad_lines_are_named_and_good_ones_answered(tmp_path: Path) -> None:
         '{"prompt": "good"}', "{not json", "", '{"question": "no prompt"}', '{"prompt": "a", "temperatur": 1}',
         '{"prompt": "a", "top_p": 7}',
         '{"prompt": "a", "seed": "x"}', "17", '{"prompt": "' + "x" * 600 + '"}', '{"prompt": " "}', '{"turns": []}',
-        '{"messages": [{"role": "boss", "content": "a"}]}', '{"prompt": "a", "turns": ["b"]}', '"also good"',
+        '{"messages": [{"role": "boss", "content": "a"}]}', '{"prompt": "a", "turns": ["b"]}',
+        "[" * 100_000, '{"prompt": "a\\ud800"}', '"also good"',
     )  # fmt: skip
     file.write_text("\n".join(lines) + "\n\xff\xfe\n", "latin-1")
     result = run_foretell("generate", "--prompts", file, "--model", tiny_target(), "--max-new-tokens", "3", "--json")
     assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
     complaints = result.stderr.splitlines()
     assert all(c.startswith("foretell: ") for c in complaints)
-    assert sorted(int(c.split("line ")[1].split(":")[0]) for c in complaints) == [
-        2,
-        4,
-        5,
-        6,
-        7,
-        8,
-        9,
-        10,
-        11,
-        12,
-        13,
-        15,
-    ]
+    assert sorted(int(c.split("line ")[1].split(":")[0]) for c in complaints) == [2, *range(4, 16), 17]
     assert "did you mean 'temperature'" in result.stderr and "not UTF-8" in result.stderr
 
 
@@ -201,12 +189,12 @@ def test_code_that_comes_with_a_model_is_never_run_and_never_asked_about(tmp_pat
     auto_map = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
     (path / "config.json").write_text(json.dumps({"model_type": "strange", "auto_map": auto_map}))
     if load == "generate":
-        said = generate("-", "--model", path, stdin="y\n")
+        message = generate("-", "--model", path, stdin="y\n")
     else:
         with pytest.raises(ValueError, match="code") as error:
             load_peer(str(path), torch.float32)
-        said = str(error.value)
-    assert "never runs code from a checkpoint" in said
+        message = str(error.value)
+    assert "never runs code from a checkpoint" in message
     assert not marker.exists()
 
 
@@ -237,7 +225,7 @@ def test_no_space_for_the_output() -> None:
     assert done.stderr.startswith("foretell: no space left") and len(done.stderr.splitlines()) == 1
 
 
-def test_a_reader_that_leaves() -> None:
+def test_a_closed_output() -> None:
     arguments = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "400")
     with subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
@@ -245,23 +233,32 @@ def test_a_reader_that_leaves() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
-        said = process.stderr.read().decode().splitlines()
-    assert process.returncode == 1 and said == [
-        "foretell: whoever read the output has closed it; the rest was not written"
+        message = process.stderr.read().decode().splitlines()
+    assert process.returncode == 1 and message == [
+        "foretell: the reader of the output has closed it; the rest was not written"
     ]
 
 
-def test_ctrl_c_in_a_process_of_its_own() -> None:
-    arguments = ("generate", "hello", "--model", tiny_target(), "--draft-model", tiny_draft(), "--max-new-tokens", "450")
+def test_ctrl_c_in_a_separate_process() -> None:
+    arguments = (
+        "generate",
+        "hello",
+        "--model",
+        tiny_target(),
+        "--draft-model",
+        tiny_draft(),
+        "--max-new-tokens",
+        "450",
+    )
     with subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        rest, said = process.stdout.read().decode(errors="replace"), process.stderr.read().decode()
-    assert process.returncode == 130, said
-    assert first and rest.endswith("\n") and "foretell: interrupted" in said and "Traceback" not in said
+        rest, message = process.stdout.read().decode(errors="replace"), process.stderr.read().decode()
+    assert process.returncode == 130, message
+    assert first and rest.endswith("\n") and "foretell: interrupted" in message and "Traceback" not in message
 
 
 def test_help_imports_nothing_heavy() -> None:

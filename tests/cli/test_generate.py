@@ -11,13 +11,12 @@ from foretell.catalogue import catalogue
 from foretell.cli.show import DraftHighlighter
 from foretell.engine.engine import Engine, Update
 from foretell.load import load
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 
 KEYS = [
-    "text", "tokens", "prompt_tokens", "new_tokens", "method", "lossless", "exact", "backend", "target_passes",
-    "tokens_per_pass",
-    "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds",
-    "tokens_per_second", "finish_reason",
+    "text", "tokens", "prompt_tokens", "new_tokens", "method", "drafter", "lossless", "exact", "backend",
+    "target_passes", "tokens_per_pass", "accepted_per_position", "prefill_seconds", "decode_seconds", "draft_seconds",
+    "verify_seconds", "tokens_per_second", "finish_reason",
 ]  # fmt: skip
 
 
@@ -37,6 +36,7 @@ def test_json_has_exactly_the_keys() -> None:
     (record,) = records("hello", "--max-new-tokens", "9")
     assert list(record) == KEYS
     assert record["new_tokens"] == 9 and record["method"] == "autoregressive" and record["lossless"] is True
+    assert record["drafter"] == "nothing"
     assert isinstance(record["tokens"], list) and len(record["tokens"]) == 9
     (record,) = records("hello", "--max-new-tokens", "3", "--logprobs")
     assert list(record) == [*KEYS, "logprobs"]
@@ -57,10 +57,12 @@ def test_methods_give_the_same_text(tmp_path: Path) -> None:
     reference = tmp_path / "notes.txt"
     reference.write_text("some text to copy from")
     for name, *extra in (
-        ("suffix",), ("layer_skip",), ("llma", "--reference", str(reference)), ("draft_model", "--draft-model",
-        str(tiny_draft())),
+        ("suffix",),
+        ("layer_skip",),
+        ("llma", "--reference", str(reference)),
+        ("draft_model", "--draft-model", str(tiny_draft())),
         ("specinfer", "--draft-model", str(tiny_draft()), "--draft-model", str(tiny_draft())),
-    ):  # fmt: skip
+    ):
         (record,) = records("abcabcabc", "--max-new-tokens", "24", "--method", name, *extra)
         assert record["tokens"] == wanted and record["method"] == name
 
@@ -75,7 +77,7 @@ def test_config_names_method_and_draft_model() -> None:
     assert record["method"] == "ngram"
 
 
-def test_lossy_is_said_aloud() -> None:
+def test_a_lossy_method_is_labelled() -> None:
     result = run_foretell(
         "generate",
         "hello",
@@ -119,14 +121,15 @@ def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
     )  # fmt: skip
     together = records("--prompts", file, "--max-new-tokens", "12", "--rows", "2")
     alone = [
-        *records(long, "--max-new-tokens", "12"), *records(short, "--max-new-tokens", "12"), *records(short,
-        "--max-new-tokens", "3"),
+        *records(long, "--max-new-tokens", "12"),
+        *records(short, "--max-new-tokens", "12"),
+        *records(short, "--max-new-tokens", "3"),
         *records(short, "--max-new-tokens", "12", "--temperature", "0.9", "--seed", "7", "--stop", "zz"),
-    ]  # fmt: skip
+    ]
     assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]
 
 
-def test_turns_see_the_earlier_answers(tmp_path: Path) -> None:
+def test_turns_follow_the_earlier_answers(tmp_path: Path) -> None:
     file = prompts(tmp_path, {"turns": ["one", "two"]}, {"prompt": "three"})
     first, second, third = records("--prompts", file, "--max-new-tokens", "6")
     text = f"u:one\na:{first['text']}\nu:two\na:"
@@ -163,13 +166,13 @@ def test_colour_never_changes_the_text() -> None:
     codec = load(str(tiny_target())).codec
     text = "naïve 你好 🙂 end"
     tokens = codec.encode(text)
-    painter, engine = DraftHighlighter(codec.detokenizer()), Detokenizer(codec.decode)
+    highlighter, engine = DraftHighlighter(codec.detokenizer()), Detokenizer(codec.decode)
     shown, drafted, at = "", "", 0
     for size, accepted in ((3, 2), (1, 0), (4, 4), (2, 1), (5, 3), (100, 99)):
         part = tuple(tokens[at : at + size])
         at += size
         whole = engine.push(part) + (engine.finish() if at >= len(tokens) else "")
-        for piece, mark in painter.segments(Update(1, part, whole, min(accepted, len(part)))):
+        for piece, mark in highlighter.segments(Update(1, part, whole, min(accepted, len(part)))):
             shown += piece
             drafted += piece if mark else "·" * len(piece)
     assert shown == text and len(drafted) == len(text)
@@ -189,7 +192,13 @@ def test_methods_shows_the_whole_catalogue() -> None:
 def test_methods_explains_one_method() -> None:
     entry = catalogue()["eagle3"]
     shown = " ".join(run_foretell("methods", "eagle3").stdout.split())
-    for fact in (entry.description, entry.when_to_use, "arXiv 2503.01840", "num_draft_tokens = 12", "eagle_topk = unset"):
+    for fact in (
+        entry.description,
+        entry.when_to_use,
+        "arXiv 2503.01840",
+        "num_draft_tokens = 12",
+        "eagle_topk = unset",
+    ):
         assert fact in shown
     found = json.loads(run_foretell("methods", "eagle3", "--json").stdout)
     assert found["papers"][0]["arxiv"] == "2503.01840"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command import run_foretell, expect_error, tiny_draft, tiny_target
+from command import expect_error, run_foretell, tiny_draft, tiny_target
 from foretell.accept import Match
 from foretell.accept.base import AcceptResult
 from foretell.core.tree import TokenTree

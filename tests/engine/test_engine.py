@@ -16,7 +16,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 from helpers import (
     VARIANTS,
     VOCAB,

@@ -21,7 +21,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly, Trie
 from foretell.testing import TINY, letter_codec, tiny_decoder
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 from helpers import (
     VARIANTS,
     VOCAB,

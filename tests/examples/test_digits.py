@@ -1,4 +1,4 @@
-"""The example that writes pictures: a few training steps, then the same pictures in every way."""
+"""examples/digits.py: after a few training steps, every method gives the same pictures."""
 
 import sys
 from pathlib import Path
@@ -15,10 +15,10 @@ import digits  # type: ignore[import-not-found]
 def test_pictures_do_not_depend_on_the_method(tmp_path: Path) -> None:
     torch.manual_seed(0)
     target, small = digits.train(8, 1, 12), digits.train(4, 1, 12, seed=1)
-    written = {name: digits.write(target, method, 3) for name, method in digits.methods(small).items()}
-    plain, passes, _ = written.pop("plain")
+    results = {name: digits.generate(target, method, 3) for name, method in digits.methods(small).items()}
+    plain, passes, _ = results.pop("plain")
     assert passes == digits.PIXELS and plain.shape == (3, 8, 8) and plain.max() < digits.LEVELS
-    for name, (pictures, fewer, _) in written.items():
+    for name, (pictures, fewer, _) in results.items():
         assert fewer < digits.PIXELS
         assert name == "draft, rejection" or (pictures == plain).all()
     digits.save(plain, tmp_path / "plain.png")

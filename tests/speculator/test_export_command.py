@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy import card_of
 
-from command import run_foretell, expect_error, save_tiny_model, tiny_target
+from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.load import load
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.medusa import Medusa, MedusaConfig

@@ -15,12 +15,16 @@ SMALL = (
 
 
 def train(out: Path, *more: str) -> None:
-    result = run_foretell("train", "draft_model", "--model", tiny_target(), "--data", shared(), "--out", out, *SMALL, *more)
+    result = run_foretell(
+        "train", "draft_model", "--model", tiny_target(), "--data", shared(), "--out", out, *SMALL, *more
+    )
     assert result.exit_code == 0, (result.output, result.exception)
 
 
 def generate(*more: str | Path) -> str:
-    result = run_foretell("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--dtype", "float32", *more)
+    result = run_foretell(
+        "generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--dtype", "float32", *more
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from command import run_foretell, expect_error, tiny_target
+from command import expect_error, run_foretell, tiny_target
 from foretell.api import Model
 from foretell.cli import data
 from foretell.core.sampling import SamplingParams
@@ -21,7 +21,7 @@ from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter,
 from foretell.train.data.features import compute_hidden_states
 from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
 from foretell.train.data.hidden_state_cache import HiddenStateCache
-from foretell.utils.store import SETTINGS_FILE, RECORDS_FILE
+from foretell.utils.store import RECORDS_FILE, SETTINGS_FILE
 
 LETTERS = replace(TINY, vocab=26, hidden=16)
 ENDS = tuple(range(23, 26))
@@ -201,7 +201,7 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(data, "PROGRESS_INTERVAL", 0.0)
     (tmp_path / "text").mkdir()
     for i in range(10):
         (tmp_path / "text" / f"{i}.txt").write_text("some plain text to learn")

@@ -30,7 +30,11 @@ def wordnet(path: Path) -> Path:
 def talks(folder: Path) -> Path:
     model = load(DEFAULT_MODEL)
     known = DatasetManifest(
-        model=model.name, fingerprint="", tokenizer=tokenizer_fingerprint(model.codec), vocab=model.config.vocab, kind="self"
+        model=model.name,
+        fingerprint="",
+        tokenizer=tokenizer_fingerprint(model.codec),
+        vocab=model.config.vocab,
+        kind="self",
     )
     prompt = model.codec.chat([{"role": "user", "content": "Why is the sky blue?"}])
     answer = [*model.codec.encode("It scatters light.", add_special_tokens=False), model.eos[0]]

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from training_helpers import answers, shared, target
 
-from command import ENVIRONMENT, run_foretell, expect_error, save_tiny_model, tiny_target
+from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.cli.train import LogCallback, ProgressBarCallback
 from foretell.speculator.checkpoint import read_config
 from foretell.train.loop import job

@@ -146,7 +146,7 @@ def test_no_space_for_a_checkpoint_leaves_the_last_one(tmp_path: Path, monkeypat
         real(path, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "write_through", full)
+    monkeypatch.setattr(checkpoint, "write_synced", full)
     with pytest.raises(ValueError, match=r"no space left for a checkpoint in .*: that of step 4 stays"):
         trained(settings(tmp_path))
     monkeypatch.undo()

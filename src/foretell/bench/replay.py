@@ -173,7 +173,11 @@ def method_replays(
     specs = MethodSpec.parse_all(methods)
     drafts = [load(r, settings.dtype) for r in (draft_model or "").split(",") if r]
     codec = load(settings.model, settings.dtype).codec if references or drafts else None
-    texts = [] if codec is None else [tuple(codec.encode(p.read_text("utf-8"), add_special_tokens=False)) for p in references]
+    texts = (
+        []
+        if codec is None
+        else [tuple(codec.encode(p.read_text("utf-8"), add_special_tokens=False)) for p in references]
+    )
 
     def context() -> BuildContext:
         return BuildContext(

@@ -1,8 +1,18 @@
-"""The catalogue of methods: a file per family builds and describes them, `registry.py` lists them."""
+"""The catalogue of methods: one module per family builds and describes them, `registry.py` lists them."""
 
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import MethodOptions
-from foretell.catalogue.registry import BUILT_IN, build, catalogue, find
+from foretell.catalogue.registry import BUILT_IN, build, catalogue, find, installed_methods
 
-__all__ = ["BUILT_IN", "BuildContext", "Entry", "MethodOptions", "Paper", "build", "catalogue", "find"]
+__all__ = [
+    "BUILT_IN",
+    "BuildContext",
+    "Entry",
+    "MethodOptions",
+    "Paper",
+    "build",
+    "catalogue",
+    "find",
+    "installed_methods",
+]

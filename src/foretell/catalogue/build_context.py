@@ -1,4 +1,4 @@
-"""What methods are built from, and the helpers that builders share."""
+"""What methods are built from, and helpers that several builders use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,18 +32,18 @@ from foretell.shape import (
 from foretell.tokenizer.codec import TextCodec
 
 _MIN_EXPANDED_NODES = 4
-"""Nodes expanded per level of a dynamic tree: enough for trees of 12 to 16 nodes."""
+"""Nodes that a dynamic tree expands per level at least: enough for trees of 12 to 16 nodes."""
 _NODES_PER_EXPANDED_NODE = 6
-"""Nodes of a tree for each that is expanded per level: EAGLE-2's 60 and 10 (arXiv 2406.16858)."""
+"""Nodes of a dynamic tree per node that is expanded in a level: EAGLE-2's 60 and 10 (arXiv 2406.16858)."""
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a method may be built from: the target, other models, reference documents as tokens."""
+    """What a method is built from: the target, draft models and speculators, and reference documents as tokens."""
 
     vocab: int
     network: Network | None
-    """The target's weights, where the own decoder runs it (a method that cuts the target needs them)."""
+    """The target's weights; None where transformers runs the target."""
     drafts: tuple[Runner, ...] = ()
     references: tuple[tuple[int, ...], ...] = ()
     eos: tuple[int, ...] = ()
@@ -53,16 +53,16 @@ class BuildContext:
     draft_codecs: tuple[TextCodec, ...] = ()
     """The tokenizers of `drafts`."""
     checkpoint: Checkpoint | None = None
-    """The target's checkpoint. Not needed for changed copies where `network` is a plain decoder."""
+    """The target's checkpoint. Changed copies of the weights need it, unless `network` is a plain `Decoder`."""
     speculators: tuple[Path, ...] = ()
-    """Directories of trained speculators; none: what ships for this target."""
+    """Directories of trained speculators; empty: the one that is installed for this target is used."""
 
     @property
     def speculator(self) -> Path | None:
-        """The trained speculator that was named; None: none was.
+        """The directory of the trained speculator that was named; None: none was named.
 
         Raises:
-            ValueError: several were.
+            ValueError: several were named.
         """
         if len(self.speculators) > 1:
             names = ", ".join(map(str, self.speculators))
@@ -73,10 +73,10 @@ class BuildContext:
 
 
 def require_network(context: BuildContext, purpose: str = "drafts with parts of the target") -> Network:
-    """The target on the own decoder. `purpose` completes the sentence «this method ...».
+    """The target's network. `purpose` completes the error message "this method ...".
 
     Raises:
-        ValueError: something else runs it.
+        ValueError: transformers runs the target.
     """
     if context.network is None:
         raise ValueError(f"this method {purpose}, which works with models of the own decoder only; use another method")
@@ -84,7 +84,11 @@ def require_network(context: BuildContext, purpose: str = "drafts with parts of 
 
 
 def changed_copy(context: BuildContext, change: DecoderTransform, dtype: str | None = None) -> Network:
-    """The target read again, changed."""
+    """A copy of the target whose weights `change` has changed.
+
+    Raises:
+        ValueError: the weights cannot be read again.
+    """
     if context.checkpoint is not None:
         return context.checkpoint.load_network(change, dtype)
     network = require_network(context)
@@ -98,60 +102,58 @@ def changed_copy(context: BuildContext, change: DecoderTransform, dtype: str | N
 def early_exit_draft(context: BuildContext, exit_layer: int | None) -> DraftModel:
     """The target's first blocks as a draft model (LayerSkip, arXiv 2404.16710); by default a third of them.
 
-    The draft shares the target's weights but has its own cache: the drafter decides itself which rows it reads and
-    keeps, and the target's pass starts from embeddings. So accepted tokens pass through the shared blocks twice, which
-    the paper's self-verification avoids.
+    The draft shares the target's weights but not its cache, and the target's pass starts from the embeddings. So
+    accepted tokens pass through the shared blocks twice, which the paper's self-verification avoids.
     """
     network = require_network(context, "cuts the target after some layers")
     return DraftModel(DecoderRunner(network.first_layers(exit_layer or max(1, network.config.layers // 3))))
 
 
 def chain(options: ChainOptions) -> Shape[Predictor]:
-    """A chain of the length, confidence and schedule of the options."""
-    start = Chain(
+    """A chain with the length, confidence and schedule of the options."""
+    fixed = Chain(
         options.num_speculative_tokens,
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
     )
-    schedule = options.num_assistant_tokens_schedule
-    return (
-        start
-        if schedule == "constant"
-        else AdaptiveChain(start, HeuristicSchedule() if schedule == "heuristic" else ConfidenceRule())
-    )
+    if options.num_assistant_tokens_schedule == "constant":
+        return fixed
+    heuristic = options.num_assistant_tokens_schedule == "heuristic"
+    return AdaptiveChain(fixed, HeuristicSchedule() if heuristic else ConfidenceRule())
 
 
 def rejection(options: RejectionOptions) -> Acceptor:
-    """Rejection token by token, or in blocks."""
+    """Rejection sampling token by token, or block verification."""
     return BlockVerification() if options.rejection_sample_method == "block" else Rejection()
 
 
 def trie(options: TrieOptions) -> Trie:
-    """A trie of the size and confidence of the options."""
+    """A trie with the size and confidence of the options."""
     return Trie(options.num_speculative_tokens, options.confidence_threshold)
 
 
 def dynamic_tree(options: BeamOptions, depth: int) -> DynamicTree:
-    """A tree by confidence. A number of nodes that was given is used whole and widens large trees.
+    """EAGLE-2's tree of this depth.
 
-    Else nodes below the confidence are left out.
+    Where the number of nodes is set, it widens large trees and all nodes are used; else nodes below the confidence are
+    left out.
     """
-    nodes, given = options.num_draft_tokens, options.is_set("num_draft_tokens")
-    width = options.eagle_topk or max(_MIN_EXPANDED_NODES, nodes // _NODES_PER_EXPANDED_NODE if given else 0)
-    whole = given and not options.is_set("confidence_threshold")
-    return DynamicTree(depth, width, nodes, 0.0 if whole else options.confidence_threshold)
+    nodes, is_set = options.num_draft_tokens, options.is_set("num_draft_tokens")
+    width = options.eagle_topk or max(_MIN_EXPANDED_NODES, nodes // _NODES_PER_EXPANDED_NODE if is_set else 0)
+    use_all = is_set and not options.is_set("confidence_threshold")
+    return DynamicTree(depth, width, nodes, 0.0 if use_all else options.confidence_threshold)
 
 
 def sorted_paths(tree: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Rank paths as fixed trees take them: shorter ones first."""
+    """Rank paths in the order of fixed trees: shorter ones first."""
     return tuple(sorted((tuple(p) for p in tree), key=lambda p: (len(p), p)))
 
 
 def text_retrievers(context: BuildContext) -> CombinedRetriever:
-    """The retrievers that need nothing but the text."""
+    """The retrievers that need no model and no index: suffix matches and recycled tokens."""
     return CombinedRetriever([SuffixRetriever(context.references), TokenRecycling(context.vocab)])
 
 
 def cost_aware_trie(options: HybridOptions) -> CostAwareTrie:
-    """Tries as large as a pass is worth."""
+    """A trie whose size maximizes the expected tokens per second."""
     return CostAwareTrie(options.num_draft_tokens, PassCost(options.pass_cost))

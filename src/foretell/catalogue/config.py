@@ -1,6 +1,4 @@
-"""The JSON object of `--speculative-config`, as vLLM takes it: a method, its draft model, and the options of the
-method.
-"""
+"""The JSON object of `--speculative-config`, as in vLLM: a method, its draft models and its options."""
 
 from collections.abc import Mapping
 
@@ -10,9 +8,9 @@ _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 8}'
 
 
 class SpeculativeConfig:
-    """`method`, `model` (draft models, separated by commas), and the options of the method by name, not yet validated.
+    """`method`, `model` (draft models, separated by commas), and the options of the method by name.
 
-    The method's entry in the catalogue says which options it reads and validates them: see `Entry.parse_options`.
+    The options are not validated here; the method's entry in the catalogue does it, see `Entry.parse_options`.
     """
 
     def __init__(self, /, method: str | None = None, model: str | None = None, **options: object) -> None:
@@ -21,10 +19,10 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, text: str) -> "SpeculativeConfig":
-        """Read the JSON of `--speculative-config`.
+        """Parse the JSON of `--speculative-config`.
 
         Raises:
-            ValueError: invalid JSON, no object, or a method or model that is no text, in one sentence.
+            ValueError: invalid JSON, no object, or a method or model that is no string.
         """
         values = parse_object(text, f"speculative config {text!r}", f"write for example {_EXAMPLE!r}")
         for key in ("method", "model"):

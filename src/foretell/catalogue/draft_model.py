@@ -1,4 +1,4 @@
-"""Methods that draft with a smaller model."""
+"""Methods that draft with a draft model."""
 
 from collections.abc import Iterator
 from itertools import chain as concatenated
@@ -18,7 +18,12 @@ from foretell.catalogue.options import (
     SpecTrOptions,
     UniversalDraftOptions,
 )
-from foretell.catalogue.speculators import DRAFT_MODEL, require_draft_models, require_draft_predictor, trained_speculator
+from foretell.catalogue.speculators import (
+    DRAFT_MODEL,
+    require_draft_models,
+    require_draft_predictor,
+    trained_speculator,
+)
 from foretell.draft import (
     CascadeDrafter,
     CrossTokenizerDrafter,
@@ -32,26 +37,28 @@ from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, LLMCadT
 from foretell.speculator.network.draft_model import DraftNetwork
 
 _CASCADE_TRIE_NODES, _CASCADE_CHAIN_LENGTH = 8, 5
-"""Tokens that n-gram copies, or a still smaller model, propose to a draft model of a cascade."""
+"""Tokens that prompt lookup, or a smaller draft model, proposes to a draft model of a cascade."""
 
 
 def draft_model(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
-    """A draft model drafts a chain."""
+    """Speculative sampling with a chain of a draft model."""
     return Method(require_draft_predictor(context), chain(options), rejection(options))
 
 
 def block_verification(context: BuildContext, options: ChainOptions) -> AnyMethod:
-    """The same, accepted in blocks."""
+    """A chain of a draft model under block verification."""
     return Method(require_draft_predictor(context), chain(options), BlockVerification())
 
 
 def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
-    """Several drafts at every node, drawn from the mixed models."""
-    return Method(require_draft_predictor(context), BranchingTree(tuple(_branching(options.num_draft_tokens))), Rejection())
+    """A tree with fixed branching, sampled from a mixture of draft models."""
+    return Method(
+        require_draft_predictor(context), BranchingTree(tuple(_branching(options.num_draft_tokens))), Rejection()
+    )
 
 
 def _branching(nodes: int) -> Iterator[int]:
-    """Children per node at every depth: two, two, then one, as long as the levels fit into so many nodes."""
+    """Children per node at every depth: two, two, then one, until `nodes` nodes are used."""
     level = 1
     for wanted in concatenated((2, 2), repeat(1)):
         width = min(wanted, nodes // level)
@@ -63,7 +70,7 @@ def _branching(nodes: int) -> Iterator[int]:
 
 
 def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
-    """The tree that is best for the acceptance by rank."""
+    """The optimal fixed tree for the acceptance rates by rank."""
     draw = options.draft_sample_method == "probabilistic"
     if options.speculative_tree is not None:
         shape = FixedTree(sorted_paths(options.speculative_tree), draw)
@@ -73,18 +80,18 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
 
 
 def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
-    """A tree where the draft model is confident."""
+    """EAGLE-2's tree of a draft model."""
     return Method(require_draft_predictor(context), dynamic_tree(options, options.num_steps), Match())
 
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
-    """Chains side by side, accepted by K-SEQ."""
+    """Independent chains, accepted by K-SEQ."""
     chains = BranchingTree((options.eagle_topk, *[1] * (options.num_steps - 1)), distinct=False)
     return Method(require_draft_predictor(context), chains, KSequentialSelection())
 
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
-    """Every model drafts for the next larger one."""
+    """Every draft model drafts for the next larger one."""
     *larger_first, last = require_draft_models(context)
     drafter = CascadeDrafter(
         last, Method(PromptLookup(references=context.references), Trie(_CASCADE_TRIE_NODES), Match())
@@ -105,18 +112,18 @@ def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> An
     length = options.num_speculative_tokens
     model = DraftModel(context.drafts[0])
     draft = CrossTokenizerDrafter(model, context.codec, context.draft_codecs[0], length, options.confidence_threshold)
-    # A draft token may be several of the target's.
+    # One token of the draft model may be several tokens of the target.
     return Method(draft, Trie(2 * length), Match())
 
 
 def llmcad(context: BuildContext, options: LLMCadOptions) -> AnyMethod:
-    """A tree paced by confidence."""
+    """LLMCad's tree, grown token by token."""
     shape = LLMCadTree(options.num_draft_tokens, threshold=options.confidence_threshold)
     return Method(require_draft_predictor(context), shape, Match())
 
 
 def online(context: BuildContext, options: OnlineOptions) -> AnyMethod:
-    """A trained draft model that keeps learning; matched, so that no answer depends on how far it has come."""
+    """A trained draft model that keeps learning. Drafts are matched, so that no answer depends on its training."""
     network = trained_speculator(context, DRAFT_MODEL)
     assert isinstance(network, DraftNetwork)
     draft = OnlineDrafter(network, options.online_update_interval, options.online_buffer, options.online_learning_rate)
@@ -129,10 +136,10 @@ ENTRIES = (
         name="draft_model",
         family="draft model",
         description=(
-            "Speculative sampling: a draft model with the target's tokenizer draws a chain, which the target tests by "
-            "rejection with a residual draw."
+            "Speculative sampling: a draft model with the target's tokenizer samples a chain, and rejection sampling "
+            "accepts or rejects its tokens."
         ),
-        when_to_use="a draft model that is at least ten times cheaper and agrees on most tokens.",
+        when_to_use="with a draft model that is at least ten times cheaper than the target and agrees on most tokens.",
         papers=(
             Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),
             Paper("Accelerating Large Language Model Decoding with Speculative Sampling", "2302.01318"),
@@ -148,9 +155,9 @@ ENTRIES = (
     Entry(
         name="block_verification",
         family="draft model",
-        description="As `draft_model`, with the chain judged as a whole.",
+        description="As `draft_model`, but the tokens of a chain are accepted jointly, not one by one.",
         when_to_use=(
-            "sampling, wherever `draft_model` does: it accepts at least as many of the same drafts, at no cost; at "
+            "in place of `draft_model` when sampling: it accepts at least as many draft tokens, at no cost; at "
             "temperature 0 the two are equal."
         ),
         papers=(Paper("Block Verification Accelerates Speculative Decoding", "2403.10444"),),
@@ -165,10 +172,10 @@ ENTRIES = (
         name="universal_draft",
         family="draft model",
         description=(
-            "Universal assisted generation: a draft model with another tokenizer continues the text, which is encoded "
-            "again with the target's tokenizer."
+            "Universal assisted generation: a draft model with another tokenizer continues the text, and its "
+            "continuation is encoded with the target's tokenizer."
         ),
-        when_to_use="when the only small model of good quality has another vocabulary.",
+        when_to_use="when the only good draft model has another vocabulary.",
         papers=(
             Paper(
                 (
@@ -190,12 +197,12 @@ ENTRIES = (
         name="llmcad",
         family="draft model",
         description=(
-            "A resident draft model grows a tree at the pace of its confidence, and the target is brought into memory "
-            "only to verify."
+            "A draft model that stays in memory grows a tree until its confidence is low, and the target is read into "
+            "memory only to verify."
         ),
         when_to_use=(
-            "when reading the target takes far longer than drafting, as from flash on a phone; else `dynamic_tree` "
-            "needs fewer passes of the draft model."
+            "when reading the target's weights takes far longer than drafting, for example from the flash memory of a "
+            "phone; otherwise `dynamic_tree` needs fewer passes of the draft model."
         ),
         papers=(Paper("LLMCad: Fast and Scalable On-device Large Language Model Inference", "2309.04255"),),
         drafter=DraftModel,
@@ -210,10 +217,10 @@ ENTRIES = (
         name="specinfer",
         family="draft model",
         description=(
-            "One or several draft models, their distributions averaged, draw a tree with fixed branching, siblings "
-            "without replacement."
+            "One or several draft models, their distributions averaged, sample a tree with fixed branching; siblings "
+            "are sampled without replacement."
         ),
-        when_to_use="sampling at temperature 0.5 and above with draft models whose second choices matter.",
+        when_to_use="when sampling at temperature 0.5 and above, where second choices of a draft model count.",
         papers=(
             Paper(
                 (
@@ -235,10 +242,10 @@ ENTRIES = (
         name="spectr",
         family="draft model",
         description=(
-            "Independent chains of a draft model are judged by optimal transport between their tokens and the "
-            "target's distribution."
+            "A draft model samples independent chains, and optimal transport between their tokens and the target's "
+            "distribution decides which tokens are accepted."
         ),
-        when_to_use="sampling at high temperature with a draft model that is often nearly right.",
+        when_to_use="when sampling at high temperature with a draft model close to the target.",
         papers=(Paper("SpecTr: Fast Speculative Decoding via Optimal Transport", "2310.15141"),),
         drafter=DraftModel,
         shape=BranchingTree,
@@ -251,8 +258,8 @@ ENTRIES = (
         name="sequoia",
         family="draft model",
         description=(
-            "A draft model fills the fixed tree that promises most tokens for its number of nodes under measured "
-            "acceptance rates per rank."
+            "A draft model fills the fixed tree with the most expected accepted tokens for its number of nodes, given "
+            "measured acceptance rates by rank."
         ),
         when_to_use="where verifying tens of nodes costs about as much as one, and acceptance rates are known.",
         papers=(Paper("Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", "2402.12374"),),
@@ -267,10 +274,10 @@ ENTRIES = (
         name="dynamic_tree",
         family="draft model",
         description=(
-            "A draft model grows EAGLE-2's tree: the likeliest nodes of every level are expanded, and the likeliest "
-            "of all are verified."
+            "A draft model grows EAGLE-2's tree: the most probable nodes of every level are expanded, and the most "
+            "probable nodes of all levels are verified."
         ),
-        when_to_use="wherever `draft_model` does, with less to lose where the draft model is unsure.",
+        when_to_use="in place of `draft_model` for greedy decoding; it drafts less where the draft model is unsure.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=DraftModel,
         shape=DynamicTree,
@@ -283,10 +290,10 @@ ENTRIES = (
         name="cascade",
         family="draft model",
         description=(
-            "Speculation inside the drafter: n-gram copies or smaller models draft for the draft model, which then "
+            "Speculative decoding of the draft model itself: prompt lookup or smaller models draft for it, so that it "
             "needs fewer passes for the same chain."
         ),
-        when_to_use="draft models whose own pass is dear (above a fifth of the target's), on text that copies.",
+        when_to_use="with a large draft model (a pass above a fifth of the target's), on text that repeats itself.",
         papers=(
             Paper("Cascade Speculative Drafting for Even Faster LLM Inference", "2312.11462"),
             Paper("Accelerating LLM Inference with Staged Speculative Decoding", "2308.04623"),
@@ -303,10 +310,10 @@ ENTRIES = (
         name="online",
         family="draft model",
         description=(
-            "Online speculative decoding: a trained draft model goes on learning from the target's corrections while "
-            "it serves."
+            "Online speculative decoding: a trained draft model keeps learning from the tokens that the target "
+            "corrects while it serves."
         ),
-        when_to_use="a server whose questions differ from what the draft model was trained on, or change.",
+        when_to_use="on a server whose prompts differ from the draft model's training data, or change over time.",
         papers=(Paper("Online Speculative Decoding", "2310.07177"),),
         drafter=OnlineDrafter,
         shape=Chain,

@@ -1,4 +1,4 @@
-"""An entry of the catalogue: what a method is, what it is made of, and which options it reads."""
+"""An entry of the catalogue: the description of a method, its parts, and its options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ Family = Literal[
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a method was published; `arxiv`: its number there, if it has one."""
+    """The publication of a method; `arxiv`: its arXiv number, if it has one."""
 
     title: str
     arxiv: str = ""
@@ -38,7 +38,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Option:
-    """An option that a method reads."""
+    """An option of a method."""
 
     name: str
     aliases: tuple[str, ...]
@@ -50,55 +50,55 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A method of the catalogue. What its parts decide is derived from their classes."""
+    """A method of the catalogue. Its properties are derived from the classes of its parts."""
 
     name: str
     family: Family
     description: str
     """What the method does, in one sentence."""
     when_to_use: str
-    """When it is worth using, in one sentence."""
+    """When it is worth using, as the end of the sentence "Use it ..."."""
     papers: tuple[Paper, ...] = ()
     drafter: type[Drafter]
     shape: type[Shape[Any]]
     acceptor: type[Acceptor]
-    """The parts of the method that `builder` makes with default options."""
+    """Class of each part of the method that `builder` makes with default options."""
     builder: Callable[[BuildContext, Any], AnyMethod]
-    """From the target and the options to a method. Raises ValueError where something that it needs is not there."""
+    """Builds the method from the target and the options. Raises ValueError where something that it needs is missing."""
     options: type[MethodOptions] = MethodOptions
     needs: str = ""
-    """What the user has to bring: a draft model, references."""
+    """What the user has to provide: a draft model, references."""
     speculator: str = ""
     """Kind of the trained speculator that it drafts with."""
     drafts_with: str = ""
-    """What drafts, where the drafter's class alone does not say it."""
+    """What drafts, where the label of the drafter's class is too general."""
     aliases: tuple[str, ...] = ()
 
     @property
     def draft(self) -> str:
-        """What drafts, in a few words."""
+        """Label of the drafter."""
         return self.drafts_with or self.drafter.label or self.drafter.__name__
 
     @property
     def tree(self) -> str:
-        """How the drafts are arranged, in a few words."""
+        """Label of the shape."""
         if self.shape is Trie and issubclass(self.drafter, Retriever) and self.drafter.single:
             return "chain"
         return self.shape.label or self.shape.__name__
 
     @property
     def accept(self) -> str:
-        """Which rule accepts the drafts, in a few words."""
+        """Label of the acceptance rule."""
         return self.acceptor.label or self.acceptor.__name__
 
     @property
     def lossless(self) -> bool:
-        """Whether the text follows the target's distribution exactly."""
+        """Whether the output follows the target's distribution exactly."""
         return self.acceptor.lossless
 
     @property
     def same_seed(self) -> bool:
-        """Whether equal seeds give the text of plain decoding."""
+        """Whether the output equals that of plain decoding for equal seeds."""
         return self.acceptor.same_seed
 
     @property
@@ -109,11 +109,13 @@ class Entry:
         return "required" if self.speculator else "optional" if "draft model" in self.needs else "none"
 
     def option_list(self) -> list[Option]:
-        """The options that the method reads, those of fixed trees last."""
+        """The options of the method, those of fixed trees last."""
         schemas = self.options.model_json_schema(by_alias=False)["properties"] if self.options.model_fields else {}
         fields = sorted(self.options.model_fields.items(), key=lambda item: item[0] in FixedTreeOptions.model_fields)
         return [
-            Option(name, tuple(option_names(name, f)[1:]), _describe_schema(schemas[name]), f.default, f.description or "")
+            Option(
+                name, tuple(option_names(name, f)[1:]), _describe_schema(schemas[name]), f.default, f.description or ""
+            )
             for name, f in fields
         ]
 
@@ -121,21 +123,22 @@ class Entry:
         """Validate option values.
 
         Raises:
-            ValueError: an option that the method does not read, or a bad value.
+            ValueError: an option that the method does not have, or an invalid value.
         """
         return self.options.from_values(self.name, config.options if isinstance(config, SpeculativeConfig) else config)
 
     def build(self, context: BuildContext, config: SpeculativeConfig | Mapping[str, object] | None = None) -> AnyMethod:
-        """The method, with fresh memory.
+        """Build the method with its initial state.
 
         Raises:
-            ValueError: a bad option, or something that the method needs is missing or does not fit.
+            ValueError: an invalid option, or something that the method needs is missing or does not fit.
         """
-        return replace(self.builder(context, self.parse_options(config or {})), name=self.name)
+        method = self.builder(context, self.parse_options(config or {}))
+        return replace(method, name=self.name, drafter_label=method.drafter_label or self.draft)
 
 
 def _describe_schema(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Type and range of a JSON schema, in words."""
     if "anyOf" in schema:
         return " or ".join(_describe_schema(s) for s in schema["anyOf"] if s.get("type") != "null")
     if "const" in schema:

@@ -21,17 +21,17 @@ _EAGLE1_TREE = (
 )
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
 _DEFAULT_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04)
-"""Acceptance by rank that is assumed where none was measured."""
+"""Acceptance rates by rank where none are given."""
 _DEFAULT_DEPTH = 5
-"""Levels of a tree, where neither they nor its nodes are given: those of EAGLE-1's."""
+"""Levels of a tree where neither levels nor nodes are set: those of EAGLE-1's tree."""
 _NODES_PER_EXTRA_LEVEL = 30
-"""Nodes that were asked for, for each level more than that: EAGLE-3's 60 nodes have 7."""
+"""Nodes for each further level: EAGLE-3's tree of 60 nodes has 7 levels."""
 _MAX_LEVELS = 8
-"""Of a dynamic tree whose nodes are not given: a level is only begun where it promises to pay."""
+"""Most levels of a dynamic tree whose number of nodes is not set; unlikely nodes are not expanded anyway."""
 
 
 def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
-    """EAGLE-1: the same tree at every step."""
+    """EAGLE-1: a fixed tree."""
     draw = options.draft_sample_method == "probabilistic"
     shape: Shape[Predictor]
     if options.eagle_topk == 1:
@@ -45,17 +45,17 @@ def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
 
 
 def eagle2(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
-    """EAGLE-2: EAGLE-1's layer under a dynamic tree."""
+    """EAGLE-2: EAGLE-1's network with a dynamic tree."""
     return eagle_method(_eagle_network(context, "eagle"), options)
 
 
 def eagle3(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
-    """EAGLE-3: its own layer under a dynamic tree."""
+    """EAGLE-3: its own network with a dynamic tree."""
     return eagle_method(_eagle_network(context, "eagle3"), options)
 
 
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
-    """A dynamic tree, matched; drawn trees are fixed and tested by rejection."""
+    """A dynamic tree with matching; sampled drafts form a fixed tree or a chain with rejection sampling."""
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
     given = options.is_set("num_draft_tokens")
     depth = options.num_steps or _DEFAULT_DEPTH
@@ -73,17 +73,17 @@ def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
 
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
-    """A small recurrence on the target's last state, under the tree that was asked for."""
+    """The MLP speculator with the tree of the options."""
     network = trained_speculator(context, "mlp_speculator")
     assert isinstance(network, MLPSpeculator)
     return mlp_speculator_method(pack_network(network), options)
 
 
 def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyMethod:
-    """Stages under a tree, matched; drawn chains and trees are tested by rejection.
+    """An MLP speculator with matching; sampled drafts with rejection sampling.
 
     Raises:
-        ValueError: a tree deeper than there are stages.
+        ValueError: the tree is deeper than the network has stages.
     """
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
     depth = options.num_steps or network.stages
@@ -93,7 +93,7 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
     deepest = max(depth, length if is_chain else 0, *map(len, options.speculative_tree or ()))
     if deepest > network.stages:
         raise ValueError(
-            f"this speculator has {network.stages} stages and drafts no deeper, and {deepest} were asked for"
+            f"this speculator has {network.stages} stages, one for each level, and {deepest} levels were asked for"
         )
     shape: Shape[Predictor]
     if is_fixed:
@@ -108,14 +108,14 @@ def _acceptor(draw: bool) -> Acceptor:
 
 
 def _chain_confidence(options: FeatureTreeOptions) -> float:
-    """The default is for the nodes of a tree."""
+    """The confidence threshold of a chain: the default of the option is for trees."""
     return options.confidence_threshold if options.is_set("confidence_threshold") else 0.0
 
 
 def _fixed(
     nodes: int, acceptance: list[float] | None, tree: list[list[int]] | None, depth: int, draw: bool
 ) -> FixedTree:
-    """The paths that were named, else the best tree of so many nodes for these acceptance rates."""
+    """The tree with these paths, else the optimal tree with `nodes` nodes for these acceptance rates."""
     return (
         FixedTree(sorted_paths(tree), draw)
         if tree is not None
@@ -126,7 +126,7 @@ def _fixed(
 def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
     network = trained_speculator(context, kind)
     assert isinstance(network, EagleNetwork)
-    # Eight bits: a level of the tree costs half as long, and drafts may be rounded.
+    # int8 halves the time of a level; rounding changes drafts, not the output.
     return pack_network(network, "int8")
 
 
@@ -135,11 +135,11 @@ ENTRIES = (
         name="eagle",
         family="feature level",
         description=(
-            "One decoder layer goes on in the target's feature space: it guesses the next hidden state, and the "
-            "target's own head the token after it; a fixed tree is verified."
+            "One decoder layer predicts the target's next hidden state, and the target's head predicts the token from "
+            "it; a fixed tree is verified."
         ),
         when_to_use=(
-            "where a pass over some 25 tokens costs about as much as one; on a CPU `eagle2` drafts better trees from "
+            "where a pass over some 25 tokens costs about as much as one; on a CPU `eagle2` drafts better trees with "
             "the same weights."
         ),
         papers=(Paper("EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", "2401.15077"),),
@@ -155,10 +155,10 @@ ENTRIES = (
         name="eagle2",
         family="feature level",
         description=(
-            "EAGLE's layer under a dynamic tree: the likeliest nodes of every level are expanded, and the likeliest "
-            "of all are verified."
+            "EAGLE's layer with a dynamic tree: the most probable nodes of every level are expanded, and the most "
+            "probable nodes of all levels are verified."
         ),
-        when_to_use="wherever an EAGLE layer is there for the target.",
+        when_to_use="where an EAGLE speculator exists for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=EagleDrafter,
         shape=DynamicTree,
@@ -171,12 +171,12 @@ ENTRIES = (
         name="eagle3",
         family="feature level",
         description=(
-            "One layer reads several of the target's hidden states, fused, and is trained on its own outputs; a "
-            "dynamic tree is verified."
+            "One decoder layer reads the hidden states of several target layers, fused, and is trained on its own "
+            "outputs; a dynamic tree is verified."
         ),
         when_to_use=(
-            "of all trained drafters it is right deepest, at the price of one layer and the head per level; larger "
-            "trees pay where nodes are cheap."
+            "for the longest accepted drafts of all trained drafters, at the cost of one layer and the head per level; "
+            "with larger trees where further nodes cost little."
         ),
         papers=(
             Paper(
@@ -190,18 +190,18 @@ ENTRIES = (
         builder=eagle3,
         options=EagleTreeOptions,
         speculator="eagle3",
-        drafts_with="one layer on several of the target's hidden states, fused",
+        drafts_with="one decoder layer on hidden states of several target layers",
     ),
     Entry(
         name="mlp_speculator",
         family="feature level",
         description=(
-            "The multi-stage MLP speculator: a small state, at first the target's last hidden state, is updated with "
-            "every guessed token and scored for the next."
+            "The multi-stage MLP speculator: a state that starts as the target's last hidden state is updated with "
+            "every draft token and gives the logits of the next one."
         ),
         when_to_use=(
-            "as the cheapest speculator whose guesses depend on one another: its deeper drafts stand more often than "
-            "those of heads."
+            "as the cheapest speculator whose draft tokens depend on one another: deeper ones are accepted more often "
+            "than those of Medusa heads."
         ),
         papers=(Paper("Accelerating Production LLMs with Combined Token/Embedding Speculators", "2404.19124"),),
         drafter=MLPSpeculatorDrafter,

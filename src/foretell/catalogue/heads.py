@@ -12,16 +12,16 @@ from foretell.speculator.network.heads import HeadsNetwork
 from foretell.speculator.network.pack import pack_network
 
 _DEFAULT_ACCEPTANCE = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
-"""Acceptance by depth and rank that is assumed of heads whose own was not measured in training."""
+"""Acceptance rates by depth and rank of heads for which training measured none."""
 
 
 def medusa(context: BuildContext, options: MedusaOptions) -> AnyMethod:
-    """A fixed tree of what the heads guess."""
+    """Medusa: heads with a fixed tree."""
     return heads_method(trained_heads(context, "medusa"), options)
 
 
 def blockwise(context: BuildContext, options: BlockwiseOptions) -> AnyMethod:
-    """Every head's best guess, one after the other; a tree where one is asked for."""
+    """A chain of every head's most probable token; a tree where the options ask for one."""
     network = trained_heads(context, "blockwise")
     if options.is_tree:
         return heads_method(network, MedusaOptions(**options.model_dump(exclude_none=True)))
@@ -37,12 +37,12 @@ def trained_heads(context: BuildContext, kind: str) -> HeadsNetwork:
 
 
 def heads_method(network: HeadsNetwork, options: MedusaOptions) -> AnyMethod:
-    """Heads under their tree, matched: lossless."""
+    """Heads with their tree and matching."""
     return Method(HeadsDrafter(network), heads_tree(network, options), Match())
 
 
 def heads_tree(network: HeadsNetwork, options: MedusaOptions) -> FixedTree:
-    """The tree that was asked for, else the best one by what the heads were seen to guess in training."""
+    """The tree of the options, else the paths that training measured as the most often accepted."""
     if options.speculative_tree is not None:
         return FixedTree(sorted_paths(options.speculative_tree))
     if options.acceptance is not None or not network.paths:
@@ -55,12 +55,12 @@ ENTRIES = (
         name="medusa",
         family="heads",
         description=(
-            "Heads on the target's last hidden state each guess one of the coming tokens, and a fixed tree of their "
-            "guesses is verified."
+            "Heads on the target's last hidden state each predict one of the next tokens, and a fixed tree of their "
+            "predictions is verified."
         ),
         when_to_use=(
-            "when drafting must cost next to nothing; speculators whose guesses know of each other (`mlp_speculator`, "
-            "`eagle3`) draft deeper."
+            "when drafting must cost almost nothing; speculators whose draft tokens depend on one another "
+            "(`mlp_speculator`, `eagle3`) draft deeper."
         ),
         papers=(
             Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
@@ -76,10 +76,10 @@ ENTRIES = (
         name="blockwise",
         family="heads",
         description=(
-            "Blockwise parallel decoding, the ancestor of Medusa: one feed-forward layer gives a state per head, the "
-            "target's own output matrix scores them, and the best guesses form a chain."
+            "Blockwise parallel decoding, the predecessor of Medusa: one feed-forward layer gives a hidden state per "
+            "head, the target's own head gives the logits, and the most probable tokens form a chain."
         ),
-        when_to_use="as `medusa`, whose tree is worth more than the chain.",
+        when_to_use="as `medusa`, whose tree is usually better than the chain.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
         drafter=HeadsDrafter,
         shape=Chain,

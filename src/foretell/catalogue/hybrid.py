@@ -1,4 +1,4 @@
-"""Methods that retrieve what can be copied and have a model draft the rest."""
+"""Methods that retrieve drafts and use a draft model or speculator where retrieval finds too little."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,8 +21,8 @@ from foretell.catalogue.options import (
 )
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,
-    mix_draft_models,
     find_draft_models,
+    mix_draft_models,
     names_only_draft_models,
     read_speculator,
     target_card,
@@ -41,24 +41,24 @@ _SPECULATORS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOpt
     "medusa": (heads_method, MedusaOptions),
     "blockwise": (heads_method, MedusaOptions),
 }
-"""How speculators of each kind draft, and what they read; of those that are installed, the first is taken."""
+"""Builder and options for every kind of speculator; of the installed ones the first in this order is used."""
 
 
 class _ChainOptions(MethodOptions):
-    """What a draft model beside a retriever reads."""
+    """The options of a draft model beside a retriever."""
 
     num_speculative_tokens: ChainLength = 5
     confidence_threshold: ChainConfidence = 0.4
 
 
 class _EarlyExitOptions(_ChainOptions):
-    """What the target's first blocks beside a retriever read."""
+    """The options of the target's first blocks beside a retriever."""
 
     exit_layer: ExitLayer = None
 
 
 def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMethod:
-    """Copies, and where they promise too little a trained speculator, a draft model, or the target's first blocks.
+    """Retrieved continuations, and beside them a trained speculator, a draft model, or the target's first blocks.
 
     Raises:
         ValueError: an option that the drafter does not read.
@@ -68,26 +68,38 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
     if speculator is not None:
         make, reads = _SPECULATORS[speculator.kind]
         method = make(
-            pack_network(speculator), reads.from_values(f"hybrid_model, which drafts with {speculator.kind} here,", named)
+            pack_network(speculator),
+            reads.from_values(f"hybrid_model, which drafts with {speculator.kind} here,", named),
         )
-        # Successors of single tokens it knows better than a table of them.
-        return _retrieval_or_model(SuffixRetriever(context.references), method.draft, method.tree, options)
+        # The speculator predicts successors of single tokens better than token recycling does.
+        suffix = SuffixRetriever(context.references)
+        label = f"a trained speculator ({speculator.kind})"
+        return _retrieval_or_model(suffix, method.draft, method.tree, options, label)
     models = find_draft_models(context)
     if models:
-        draft, shape = mix_draft_models(models), _ChainOptions.from_values("hybrid_model, which has a draft model here,", named)
+        chain, label = _ChainOptions.from_values("hybrid_model, which has a draft model here,", named), "a draft model"
+        draft = mix_draft_models(models)
     else:
-        shape = _EarlyExitOptions.from_values("hybrid_model, which drafts with the target's first blocks here,", named)
-        draft = early_exit_draft(context, shape.exit_layer)
-    chain = Chain(shape.num_speculative_tokens, draw=False, confidence=shape.confidence_threshold)
-    return _retrieval_or_model(text_retrievers(context), draft, chain, options)
+        label = "the target's first blocks"
+        chain = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", named)
+        draft = early_exit_draft(context, chain.exit_layer)
+    shape = Chain(chain.num_speculative_tokens, draw=False, confidence=chain.confidence_threshold)
+    return _retrieval_or_model(text_retrievers(context), draft, shape, options, label)
 
 
-def _retrieval_or_model(retriever: Retriever, draft: Predictor, tree: Shape[Predictor], options: HybridModelOptions) -> AnyMethod:
-    return Method(HybridDrafter(retriever, draft), RetrievalOrModel(cost_aware_trie(options), tree), Match())
+def _retrieval_or_model(
+    retriever: Retriever, draft: Predictor, tree: Shape[Predictor], options: HybridModelOptions, label: str
+) -> AnyMethod:
+    return Method(
+        HybridDrafter(retriever, draft),
+        RetrievalOrModel(cost_aware_trie(options), tree),
+        Match(),
+        drafter_label=f"retrieval, and beside it {label}",
+    )
 
 
 def _find_speculator(context: BuildContext) -> Speculator | None:
-    """The trained speculator, unless it is a draft model: then None, as where there is none."""
+    """The trained speculator that was named or is installed; None where there is none or it is a draft model."""
     if context.drafts or (context.speculators and names_only_draft_models(context)):
         return None
     if context.speculator is not None:
@@ -108,12 +120,12 @@ ENTRIES = (
         name="hybrid_model",
         family="hybrid",
         description=(
-            "As `hybrid`, and where copies promise fewer tokens per second than a model does, the model drafts beside "
-            "them: a trained speculator, a draft model, or the target's first blocks."
+            "As `hybrid`, but where a model is expected to give more tokens per second than retrieval, the model "
+            "drafts: a trained speculator, a draft model, or the target's first blocks."
         ),
         when_to_use=(
-            "a good drafter and mixed work, partly copied and partly new: with the speculator that ships, the fastest "
-            "method here."
+            "with a good drafter, on text that is partly copied and partly new; with the installed speculators it is "
+            "the fastest method here."
         ),
         papers=(
             Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),

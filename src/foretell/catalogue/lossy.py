@@ -1,4 +1,4 @@
-"""Lossy methods: they change the target's distribution."""
+"""Lossy methods: their output does not follow the target's distribution."""
 
 from foretell.accept import BiLDRollback, DistanceAcceptor, LenientRejection, TopKAcceptor, TypicalAcceptance
 from foretell.catalogue.build_context import BuildContext, chain
@@ -11,19 +11,19 @@ from foretell.catalogue.options import (
     MedusaTypicalOptions,
     TypicalOptions,
 )
-from foretell.catalogue.speculators import require_draft_predictor, names_only_draft_models
+from foretell.catalogue.speculators import names_only_draft_models, require_draft_predictor
 from foretell.draft import DraftModel, HeadsDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, FixedTree
 
 
 def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
-    """Rejection that forgives a factor."""
+    """Rejection sampling with lenience."""
     return Method(require_draft_predictor(context), chain(options), LenientRejection(options.lenience))
 
 
 def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> AnyMethod:
-    """Among the target's best tokens, or near its best; heads draft where a speculator is named."""
+    """Accepts drafts by rank or by distance; drafts with heads, or with the draft models that were named."""
     shape = Chain(options.num_speculative_tokens, draw=False)
     only_models = names_only_draft_models(context)
     draft = require_draft_predictor(context) if only_models else HeadsDrafter(trained_heads(context, "blockwise"))
@@ -33,20 +33,20 @@ def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> An
 
 
 def bild(context: BuildContext, options: BiLDOptions) -> AnyMethod:
-    """A long chain, rolled back where the target disagrees strongly."""
+    """A chain that ends where the draft model is unsure, rolled back to the first token that the target rejects."""
     shape = Chain(options.num_speculative_tokens, draw=False, fallback=options.fallback_threshold)
     return Method(require_draft_predictor(context), shape, BiLDRollback(options.rollback_threshold))
 
 
 def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
-    """Medusa's tree, typical acceptance."""
+    """Medusa's tree with typical acceptance."""
     network = trained_heads(context, "medusa")
     rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
     return Method(HeadsDrafter(network), heads_tree(network, options), rule)
 
 
 def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
-    """A chain, typical acceptance."""
+    """A chain with typical acceptance."""
     rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
     return Method(require_draft_predictor(context), chain(options), rule)
 
@@ -58,10 +58,10 @@ ENTRIES = (
         name="lenience_lossy",
         family="lossy",
         description=(
-            "Changes the text: the rejection test with the draft's probability scaled down by `lenience`, so that no "
-            "token becomes more than 1 / lenience times as likely as under the target."
+            "Changes the distribution: rejection sampling with the draft's probability scaled down by `lenience`, so "
+            "that no token becomes more than 1 / lenience times as likely as under the target."
         ),
-        when_to_use="where a bounded distortion per token is acceptable and the draft model is close.",
+        when_to_use="where a bounded distortion per token is acceptable and the draft model is close to the target.",
         papers=(Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),),
         drafter=DraftModel,
         shape=Chain,
@@ -74,10 +74,10 @@ ENTRIES = (
         name="blockwise_lossy",
         family="lossy",
         description=(
-            "Changes the text: a draft stands if it is among the target's most probable tokens, or if its number is "
-            "near the best token's."
+            "Changes the output: a draft token is accepted if it is among the target's most probable tokens, or if its "
+            "token id is close to that of the most probable one."
         ),
-        when_to_use="images and audio; text drifts within a sentence.",
+        when_to_use="for images and audio; text deviates within a sentence.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
         drafter=DraftModel,
         shape=Chain,
@@ -91,12 +91,12 @@ ENTRIES = (
         name="bild_lossy",
         family="lossy",
         description=(
-            "Changes the text: Big Little Decoder, in which a draft model writes until it is unsure, and the target "
-            "rolls back to the first token that it finds too unlikely."
+            "Changes the output: Big Little Decoder, in which a draft model generates until it is unsure, and the "
+            "target rolls back to the first token whose probability it finds too low."
         ),
         when_to_use=(
-            "a draft model that was trained on the target's outputs, and answers that need to be good rather than the "
-            "target's own."
+            "with a draft model that was trained on the target's outputs, where answers must be good but need not be "
+            "the target's own."
         ),
         papers=(Paper("Speculative Decoding with Big Little Decoder", "2302.07863"),),
         drafter=DraftModel,
@@ -110,10 +110,10 @@ ENTRIES = (
         name="medusa_lossy",
         family="lossy",
         description=(
-            "Changes the text when sampling: `medusa` with its typical acceptance, by which a guess stands that the "
-            "target finds probable enough for the entropy of its distribution."
+            "Changes the distribution when sampling: `medusa` with typical acceptance, which accepts a draft token if "
+            "the target gives it enough probability for the entropy of its distribution."
         ),
-        when_to_use="sampling with heads whose scores are not distributions, where the exact test accepts little.",
+        when_to_use="when sampling with Medusa heads, where the exact test accepts few tokens.",
         papers=(_MEDUSA,),
         drafter=HeadsDrafter,
         shape=FixedTree,
@@ -125,8 +125,8 @@ ENTRIES = (
     Entry(
         name="typical_lossy",
         family="lossy",
-        description="Changes the text when sampling: a chain of a draft model under Medusa's typical acceptance.",
-        when_to_use="sampling with a draft model whose choices are good, where the exact test accepts little.",
+        description="Changes the distribution when sampling: a chain of a draft model with typical acceptance.",
+        when_to_use="when sampling with a good draft model of which the exact test accepts few tokens.",
         papers=(_MEDUSA,),
         drafter=DraftModel,
         shape=Chain,

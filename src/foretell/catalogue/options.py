@@ -1,7 +1,7 @@
-"""The options of the methods: one pydantic model per method lists what it reads, with the defaults that it uses.
+"""The options of the methods: one pydantic model per method, with the default values.
 
 Options have the names of vLLM's `speculative_config` where it has them, else those of SGLang (trees), TensorRT-LLM
-(lookahead), Medusa (typical acceptance) or Hugging Face (schedules). Other spellings are aliases.
+(lookahead), Medusa (typical acceptance) or Hugging Face (schedules). Other names are aliases.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 
 class MethodOptions(BaseModel):
-    """What a method reads; this one reads nothing."""
+    """The options of a method; this class has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,8 +22,8 @@ class MethodOptions(BaseModel):
         """Validate option values by name for the method of this name.
 
         Raises:
-            ValueError: an option that the method does not read (the message names those it reads), one option under
-                two names, or a bad value.
+            ValueError: an option that the method does not have (the message lists those it has), one option under two
+                names, or an invalid value.
         """
         seen: dict[str, str] = {}
         for key in values:
@@ -53,12 +53,12 @@ class MethodOptions(BaseModel):
         return ValueError(f"method {method} does not read {key!r}{hint} reads: {', '.join(cls.model_fields)}")
 
     def is_set(self, name: str) -> bool:
-        """Whether the user gave a value for this option."""
+        """Whether the user has set this option."""
         return name in self.model_fields_set
 
 
 def option_names(name: str, field: FieldInfo) -> list[str]:
-    """All names of an option, its own first."""
+    """The name of an option, then its aliases."""
     alias = field.validation_alias
     return [str(c) for c in alias.choices] if isinstance(alias, AliasChoices) else [name]
 
@@ -67,14 +67,14 @@ def _aliases(*choices: str) -> Any:
     return AliasChoices(*choices)
 
 
-ChainLength = Annotated[int, Field(ge=0, le=256, description="Most tokens of a drafted chain.")]
+ChainLength = Annotated[int, Field(ge=0, le=256, description="Most tokens of a draft chain.")]
 TrieNodes = Annotated[int, Field(ge=0, le=256, description="Most nodes of the trie of retrieved continuations.")]
 TreeNodes = Annotated[
     int,
     Field(
         ge=1,
         le=1024,
-        description="Most nodes of the drafted tree.",
+        description="Most nodes of the draft tree.",
         validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
     ),
 ]
@@ -83,13 +83,15 @@ WindowSize = Annotated[
     Field(
         ge=1,
         le=64,
-        description="Positions that are iterated on in one pass.",
+        description="Positions in the window of one pass.",
         validation_alias=_aliases("max_window_size", "num_speculative_tokens"),
     ),
 ]
 Depth = Annotated[
     int,
-    Field(ge=1, description="Most levels of the tree.", validation_alias=_aliases("num_steps", "speculative_num_steps")),
+    Field(
+        ge=1, description="Most levels of the tree.", validation_alias=_aliases("num_steps", "speculative_num_steps")
+    ),
 ]
 BeamWidth = Annotated[
     int | None,
@@ -97,21 +99,21 @@ BeamWidth = Annotated[
         ge=1,
         description=(
             "Nodes per level that are expanded; 1: a chain. Unset: 4, or a sixth of num_draft_tokens where that is "
-            "given and larger."
+            "set and larger."
         ),
         validation_alias=_aliases("eagle_topk", "speculative_eagle_topk"),
     ),
 ]
 Sampling = Literal["greedy", "probabilistic"]
 DraftSampling = Annotated[
-    Sampling, Field(description="Draft tokens are sampled (probabilistic) or the likeliest are taken (greedy).")
+    Sampling, Field(description="Draft tokens are sampled (probabilistic) or the most probable are taken (greedy).")
 ]
 TreeSampling = Annotated[
     Sampling,
     Field(
         description=(
-            "greedy: nodes are taken by rank and matched; probabilistic: drawn without replacement, rejection tests "
-            "them."
+            "greedy: the most probable tokens are taken and matched; probabilistic: tokens are sampled without "
+            "replacement and accepted by rejection sampling."
         )
     ),
 ]
@@ -120,7 +122,7 @@ ChainConfidence = Annotated[
     Field(
         ge=0,
         le=1,
-        description="A chain ends with a token to which the drafter gives less than this probability.",
+        description="A chain ends with the first token to which the drafter gives a smaller probability.",
         validation_alias=_aliases("confidence_threshold", "assistant_confidence_threshold"),
     ),
 ]
@@ -133,8 +135,8 @@ NodeConfidence = Annotated[
         ge=0,
         le=1,
         description=(
-            "Nodes with a smaller path probability are left out. The default holds only while num_draft_tokens is "
-            "unset, else 0."
+            "Nodes with a smaller path probability are left out. The default applies where num_draft_tokens is unset; "
+            "otherwise it is 0."
         ),
     ),
 ]
@@ -142,22 +144,22 @@ Schedule = Annotated[
     Literal["constant", "heuristic", "threshold"],
     Field(
         description=(
-            "How the chain adapts per request: heuristic: 2 tokens more after a fully accepted chain, 1 fewer after "
-            "any other (Hugging Face); threshold: confidence_threshold moves towards an acceptance of 0.9 (Draft & "
-            "Verify)."
+            "How the chain adapts per request. heuristic: 2 tokens more after a fully accepted chain, 1 fewer after "
+            "any other (Hugging Face). threshold: confidence_threshold is adjusted towards an acceptance rate of 0.9 "
+            "(Draft & Verify)."
         )
     ),
 ]
 LongestMatch = Annotated[int, Field(ge=1, description="Longest n-gram that is looked up, in tokens.")]
-ShortestMatch = Annotated[int, Field(ge=1, description="Shortest match that counts, in tokens.")]
+ShortestMatch = Annotated[int, Field(ge=1, description="Shortest match that is used, in tokens.")]
 Tree = Annotated[
     list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None,
     Field(
-        description="Rank paths of a fixed tree, as `medusa_choices` are written: [[0], [1], [0, 0]].",
+        description="Rank paths of a fixed tree, in the format of `medusa_choices`: [[0], [1], [0, 0]].",
         validation_alias=_aliases("speculative_tree", "medusa_choices"),
     ),
 ]
-_RATES = "Measured acceptance rate per rank: the best fixed tree for these rates is used."
+_RATES = "Measured acceptance rate per rank; the optimal fixed tree for these rates is used."
 Rates = Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, description=_RATES)]
 OptionalRates = Annotated[list[Annotated[float, Field(ge=0, le=1)]] | None, Field(min_length=1, description=_RATES)]
 TypicalEpsilon = Annotated[float, Field(gt=0, le=1, description="Epsilon of typical acceptance.")]
@@ -166,11 +168,18 @@ TypicalDelta = Annotated[
 ]
 
 
-_TREE_SIZES = ("num_draft_tokens", "num_speculative_tokens", "num_steps", "eagle_topk", "acceptance", "confidence_threshold")
+_TREE_SIZES = (
+    "num_draft_tokens",
+    "num_speculative_tokens",
+    "num_steps",
+    "eagle_topk",
+    "acceptance",
+    "confidence_threshold",
+)
 
 
 class FixedTreeOptions(MethodOptions):
-    """A tree whose nodes may be named one by one."""
+    """A fixed tree, by its paths or by acceptance rates."""
 
     acceptance: OptionalRates = None
     speculative_tree: Tree = None
@@ -188,15 +197,15 @@ class FixedTreeOptions(MethodOptions):
 
 
 class RejectionOptions(MethodOptions):
-    """How drawn drafts are tested."""
+    """How sampled drafts are accepted."""
 
     rejection_sample_method: Annotated[
-        Literal["standard", "block"], Field(description="Rejection test token by token, or block verification.")
+        Literal["standard", "block"], Field(description="Rejection sampling token by token, or block verification.")
     ] = "standard"
 
 
 class ChainOptions(MethodOptions):
-    """A drafted chain."""
+    """A draft chain."""
 
     num_speculative_tokens: ChainLength = 5
     confidence_threshold: ChainConfidence = 0.0
@@ -205,7 +214,7 @@ class ChainOptions(MethodOptions):
 
 
 class DraftModelOptions(ChainOptions, RejectionOptions):
-    """A chain of a draft model, tested by rejection."""
+    """A chain of a draft model with rejection sampling."""
 
 
 class TrieOptions(MethodOptions):
@@ -224,7 +233,7 @@ class NgramOptions(TrieOptions):
 
 
 class LlmaOptions(NgramOptions):
-    """Copies from references."""
+    """LLMA: prompt lookup in references."""
 
     num_speculative_tokens: TrieNodes = 15
     confidence_threshold: TrieConfidence = 0.0
@@ -238,31 +247,31 @@ class SuffixOptions(TrieOptions):
 
 
 class RecyclingOptions(TrieOptions):
-    """Recycled successors."""
+    """Token recycling."""
 
     confidence_threshold: TrieConfidence = 0.06
 
 
 class SamRecyclingOptions(TrieOptions):
-    """Suffix matches and recycled successors."""
+    """Suffix matches and token recycling."""
 
     num_speculative_tokens: TrieNodes = 7
 
 
 class PhraseOptions(TrieOptions):
-    """Phrases by hidden state."""
+    """Phrase retrieval by hidden state."""
 
     num_speculative_tokens: TrieNodes = 16
     confidence_threshold: TrieConfidence = 0.04
 
 
 class RestOptions(PhraseOptions):
-    """A datastore."""
+    """REST: a datastore."""
 
     datastore: Annotated[
         str | None,
         Field(
-            description="Directory that `foretell datastore build` wrote. Unset: the --reference documents are indexed."
+            description="Directory written by `foretell datastore build`. Unset: the --reference documents are indexed."
         ),
     ] = None
     prompt_lookup_max: Annotated[
@@ -277,19 +286,19 @@ class RestOptions(PhraseOptions):
 
 PassTimes = Annotated[
     dict[int, Annotated[float, Field(gt=0)]] | None,
-    Field(description="Seconds of a target pass by number of tokens read. Unset: learned while decoding."),
+    Field(description="Seconds of a target pass by its number of tokens. Unset: measured while decoding."),
 ]
 
 
 class HybridOptions(MethodOptions):
-    """A trie of retrieved continuations that is as large as pays."""
+    """A trie of retrieved continuations of the most profitable size."""
 
     num_draft_tokens: TreeNodes = 24
     pass_cost: PassTimes = None
 
 
 class LookaheadOptions(MethodOptions):
-    """Lookahead decoding; TensorRT-LLM's names."""
+    """Lookahead decoding, with TensorRT-LLM's names."""
 
     max_window_size: Annotated[int, Field(ge=1, le=64, description="Columns of the window (W).")] = 7
     max_ngram_size: Annotated[int, Field(ge=2, le=32, description="Tokens of an n-gram (N).")] = 5
@@ -310,18 +319,18 @@ class JacobiOptions(MethodOptions):
 
 
 class GaussSeidelJacobiOptions(JacobiOptions):
-    """Jacobi decoding block by block."""
+    """Jacobi decoding with one block after another."""
 
     max_window_size: WindowSize = 3
 
 
 VectorCount = Annotated[
-    int | None, Field(ge=0, le=256, description="Most tokens drafted per pass. Unset: one for each learned vector.")
+    int | None, Field(ge=0, le=256, description="Most draft tokens per pass. Unset: one for each learned embedding.")
 ]
 
 
 class LookAheadEmbeddingsOptions(DraftModelOptions):
-    """Look-ahead embeddings."""
+    """PaSS: look-ahead embeddings."""
 
     num_speculative_tokens: VectorCount = None  # type: ignore[assignment]
     look_ahead_groups: Annotated[
@@ -329,15 +338,15 @@ class LookAheadEmbeddingsOptions(DraftModelOptions):
         Field(
             ge=0,
             description=(
-                "Nodes of the tree after which the target looks ahead; 0: it looks ahead in every other pass, as "
-                "published."
+                "Nodes of the draft tree that get look-ahead embeddings; 0: every second pass reads only look-ahead "
+                "embeddings, as in the paper."
             ),
         ),
     ] = 2
 
 
 class SelfDraftOptions(DraftModelOptions):
-    """A chain that the target, made cheaper, drafts."""
+    """A chain of a cheaper version of the target."""
 
     num_speculative_tokens: ChainLength = 4
     confidence_threshold: ChainConfidence = 0.4
@@ -347,7 +356,7 @@ ExitLayer = Annotated[
     int | None,
     Field(
         ge=1,
-        description="Blocks of the target that draft for it. Unset: a third of them.",
+        description="Number of the target's first blocks that draft. Unset: a third of them.",
         validation_alias=_aliases("exit_layer", "assistant_early_exit"),
     ),
 ]
@@ -369,8 +378,8 @@ class SelfSpeculativeOptions(RejectionOptions):
             ge=0,
             le=1,
             description=(
-                "A chain ends with a token to which the draft gives less than this probability; each request moves it "
-                "towards an acceptance of 0.9."
+                "A chain ends with the first token to which the drafter gives a smaller probability; adjusted per "
+                "request towards an acceptance rate of 0.9."
             ),
         ),
     ] = 0.8
@@ -379,21 +388,21 @@ class SelfSpeculativeOptions(RejectionOptions):
         str | None,
         Field(
             description=(
-                "File that `foretell tune skip` wrote: the sub-layers left out. Unset: the attention of every second "
-                "middle block."
+                "File written by `foretell tune skip` with the sub-layers to leave out. Unset: the attention of every "
+                "second middle block."
             )
         ),
     ] = None
 
 
 class QuantisedDraftOptions(SelfDraftOptions):
-    """The target in fewer bits."""
+    """The quantised target."""
 
     quantization_bits: Annotated[
         int, Field(ge=2, le=8, description="Bits of the draft's weights; fewer than 8 are simulated.")
     ] = 8
     quantization_group: Annotated[
-        int, Field(ge=0, description="Inputs that share a scale in a simulated quantisation; 0: all.")
+        int, Field(ge=0, description="Input columns that share a scale in a simulated quantisation; 0: all.")
     ] = 64
 
 
@@ -402,24 +411,24 @@ class PrunedDraftOptions(SelfDraftOptions):
 
     pruned_layers: Annotated[
         int | None,
-        Field(ge=0, description="Blocks that the draft lacks, least influential first. Unset: a quarter of them."),
+        Field(ge=0, description="Blocks to leave out, least influential first. Unset: a quarter of them."),
     ] = None
-    sparsity: Annotated[float, Field(ge=0, le=1, description="Share of the draft's weights that are set to zero.")] = (
-        0.0
-    )
+    sparsity: Annotated[
+        float, Field(ge=0, le=1, description="Share of the drafter's weights that are set to zero.")
+    ] = 0.0
 
 
 class UniversalDraftOptions(MethodOptions):
     """A draft model with another tokenizer."""
 
     num_speculative_tokens: Annotated[
-        int, Field(ge=1, le=256, description="Most tokens that the draft model writes, in its own tokens.")
+        int, Field(ge=1, le=256, description="Most draft tokens, in tokens of the draft model.")
     ] = 6
     confidence_threshold: ChainConfidence = 0.3
 
 
 class LLMCadOptions(MethodOptions):
-    """A tree paced by confidence."""
+    """LLMCad's tree."""
 
     num_draft_tokens: TreeNodes = 16
     confidence_threshold: Annotated[
@@ -428,22 +437,22 @@ class LLMCadOptions(MethodOptions):
             gt=0,
             le=1,
             description=(
-                "The tree ends where its best path has a smaller probability; halves after a round without a mistake, "
-                "rises after any other."
+                "Drafting ends where the best path has a smaller probability; halved after a step in which every draft "
+                "was right, raised after any other."
             ),
         ),
     ] = 0.01
 
 
 class SpecInferOptions(MethodOptions):
-    """A tree that branches by fixed counts."""
+    """A tree with fixed branching."""
 
     num_draft_tokens: Annotated[
         int,
         Field(
             ge=1,
             le=256,
-            description="Most nodes of the tree, which branches 2, 2, 1, 1, … as deep as they reach.",
+            description="Most nodes of the tree, whose levels branch by 2, 2, 1, 1 and so on.",
             validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
         ),
     ] = 10
@@ -455,7 +464,9 @@ class SpecTrOptions(MethodOptions):
     eagle_topk: Annotated[
         int,
         Field(
-            ge=1, description="Independent chains (k).", validation_alias=_aliases("eagle_topk", "speculative_eagle_topk")
+            ge=1,
+            description="Independent chains (k).",
+            validation_alias=_aliases("eagle_topk", "speculative_eagle_topk"),
         ),
     ] = 4
     num_steps: Annotated[
@@ -470,7 +481,7 @@ class SpecTrOptions(MethodOptions):
 
 
 class SequoiaOptions(FixedTreeOptions):
-    """The best fixed tree for its number of nodes."""
+    """The optimal fixed tree for its number of nodes."""
 
     num_draft_tokens: TreeNodes = 16
     num_steps: Depth = 6
@@ -479,7 +490,7 @@ class SequoiaOptions(FixedTreeOptions):
 
 
 class BeamOptions(MethodOptions):
-    """A tree grown where the drafter is confident."""
+    """A dynamic tree: nodes are expanded where the drafter is confident."""
 
     num_draft_tokens: TreeNodes = 16
     eagle_topk: BeamWidth = None
@@ -487,7 +498,7 @@ class BeamOptions(MethodOptions):
 
 
 class DynamicTreeOptions(BeamOptions):
-    """Such a tree of a draft model."""
+    """A dynamic tree of a draft model."""
 
     num_steps: Depth = 5
 
@@ -505,24 +516,24 @@ class OnlineOptions(MethodOptions):
 
 
 class MedusaOptions(FixedTreeOptions):
-    """The fixed tree of heads. Unset, its nodes are those that most often came true in training."""
+    """The fixed tree of heads; by default the nodes that training measured as the most often accepted."""
 
     num_draft_tokens: TreeNodes = 8
 
 
 class BlockwiseOptions(FixedTreeOptions):
-    """A chain of heads, or a tree where one is given."""
+    """A chain of heads, or a tree where an option asks for one."""
 
     num_speculative_tokens: Annotated[
         int | None, Field(ge=0, le=256, description="Most tokens of the chain. Unset: one for each head.")
     ] = None
     num_draft_tokens: Annotated[
-        int | None, Field(ge=1, le=1024, description="Nodes of a tree in place of the chain.")
+        int | None, Field(ge=1, le=1024, description="Nodes of a tree, which replaces the chain.")
     ] = None
 
     @property
     def is_tree(self) -> bool:
-        """Whether a tree was asked for in place of the chain."""
+        """Whether an option asks for a tree."""
         return any(v is not None for v in (self.num_draft_tokens, self.acceptance, self.speculative_tree))
 
     @model_validator(mode="after")
@@ -540,7 +551,7 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
     draft_sample_method: TreeSampling = "greedy"
 
     _sampled_chain_options: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
-    """What is read of a drawn chain and not of a drawn tree."""
+    """Options that a sampled chain reads and a sampled tree does not."""
 
     @model_validator(mode="after")
     def _fixed_or_dynamic(self) -> Self:
@@ -548,13 +559,13 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
             self._reject("acceptance asks for a fixed tree", "eagle_topk", "confidence_threshold")
         elif self.draft_sample_method == "probabilistic" and self.eagle_topk != 1:
             self._reject(
-                "only a chain (eagle_topk 1) or a fixed tree can be drawn", "eagle_topk", *self._sampled_chain_options
+                "only a chain (eagle_topk 1) or a fixed tree can be sampled", "eagle_topk", *self._sampled_chain_options
             )
         return self
 
 
 class MLPSpeculatorOptions(FeatureTreeOptions):
-    """A tree of a multi-stage speculator; without a fixed one, a chain is drawn."""
+    """A tree of an MLP speculator; sampled drafts form a chain unless the tree is fixed."""
 
     _sampled_chain_options = ()
 
@@ -576,7 +587,7 @@ class EagleTreeOptions(FeatureTreeOptions):
         Field(
             ge=1,
             description=(
-                "Most levels of the tree. Unset: 8; where num_draft_tokens is given 5, and one more for every 30 nodes."
+                "Most levels of the tree. Unset: 8; where num_draft_tokens is set, 5 and one more for every 30 nodes."
             ),
             validation_alias=_aliases("num_steps", "speculative_num_steps"),
         ),
@@ -591,7 +602,7 @@ class EagleOptions(FixedTreeOptions):
         Field(
             ge=1,
             le=1024,
-            description="Nodes of the best fixed tree. Unset: the paper's tree of 25 nodes.",
+            description="Nodes of the optimal fixed tree. Unset: the paper's tree of 25 nodes.",
             validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
         ),
     ] = None
@@ -604,36 +615,32 @@ class EagleOptions(FixedTreeOptions):
 
 
 class HybridModelOptions(HybridOptions):
-    """Retrieved continuations, and what the drafter beside them reads."""
+    """Retrieved continuations, and the options of the drafter beside them."""
 
     num_draft_tokens: Annotated[
         int, Field(ge=1, le=1024, description="Most nodes of the trie of retrieved continuations.")
     ] = 24
     num_speculative_tokens: Annotated[
         int | None,
-        Field(
-            ge=1, le=256, description="Tokens that the drafter proposes. Unset: its own default; 5 for a draft model."
-        ),
+        Field(ge=1, le=256, description="Draft tokens of the drafter. Unset: its own default; 5 for a draft model."),
     ] = None
     confidence_threshold: Annotated[
         float | None,
-        Field(ge=0, le=1, description="As the drafter reads it. Unset: its own default; 0.4 for a draft model."),
+        Field(ge=0, le=1, description="Option of the drafter. Unset: its own default; 0.4 for a draft model."),
     ] = None
-    eagle_topk: Annotated[int | None, Field(ge=1, description="As the drafter reads it, where it does.")] = None
-    num_steps: Annotated[int | None, Field(ge=1, description="As the drafter reads it, where it does.")] = None
+    eagle_topk: Annotated[int | None, Field(ge=1, description="Option of the drafter, where it has it.")] = None
+    num_steps: Annotated[int | None, Field(ge=1, description="Option of the drafter, where it has it.")] = None
     acceptance: OptionalRates = None
     speculative_tree: Tree = None
     exit_layer: ExitLayer = None
 
 
 class LenienceOptions(ChainOptions):
-    """Rejection with lenience."""
+    """Rejection sampling with lenience."""
 
     lenience: Annotated[
         float,
-        Field(
-            gt=0, le=1, description="Factor l on the draft's probability in the rejection test; 1 is the exact test."
-        ),
+        Field(gt=0, le=1, description="Factor on the draft's probability in the rejection test; 1: the exact test."),
     ] = 0.5
 
 
@@ -656,16 +663,16 @@ class BlockwiseLossyOptions(MethodOptions):
 
     num_speculative_tokens: ChainLength = 5
     accept_top_k: Annotated[
-        int, Field(ge=1, description="A draft among so many most probable tokens of the target stands.")
+        int, Field(ge=1, description="Drafts among this number of most probable tokens of the target are accepted.")
     ] = 2
     accept_distance: Annotated[
         int | None,
         Field(
             ge=0,
-            description="In place of accept_top_k: a draft stands whose number is this close to the best token's.",
+            description="In place of accept_top_k: drafts with a token id this close to the best token's are accepted.",
         ),
     ] = None
-    minimum_block: Annotated[int, Field(ge=1, description="Tokens decided per pass at the least.")] = 1
+    minimum_block: Annotated[int, Field(ge=1, description="Least number of tokens per pass.")] = 1
 
     @model_validator(mode="after")
     def _one_criterion(self) -> Self:
@@ -683,12 +690,13 @@ class BiLDOptions(MethodOptions):
         Field(
             ge=0,
             le=1,
-            description="The chain ends before a token where the draft's best one has a smaller probability.",
+            description="The chain ends where the most probable token of the draft model has a smaller probability.",
         ),
     ] = 0.6
     rollback_threshold: Annotated[
         float,
         Field(
-            ge=0, description="A draft stands if the target's negative log-probability of it is at most this many nats."
+            ge=0,
+            description="Drafts whose negative log-probability under the target is at most this (nats) are accepted.",
         ),
     ] = 5.0

@@ -1,9 +1,14 @@
-"""Methods in which the target decodes several positions at once: Jacobi iteration, lookahead, look-ahead vectors."""
+"""Methods in which the target itself predicts several positions in one pass: Jacobi, lookahead decoding, PaSS."""
 
 from foretell.accept import Match, Rejection
 from foretell.catalogue.build_context import BuildContext, chain, rejection
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import GaussSeidelJacobiOptions, JacobiOptions, LookaheadOptions, LookAheadEmbeddingsOptions
+from foretell.catalogue.options import (
+    GaussSeidelJacobiOptions,
+    JacobiOptions,
+    LookAheadEmbeddingsOptions,
+    LookaheadOptions,
+)
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import JacobiDrafter, LookaheadDrafter, ParallelDrafter
 from foretell.engine.method import AnyMethod, Method
@@ -22,26 +27,26 @@ def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
 
 
 def jacobi(context: BuildContext, options: JacobiOptions) -> AnyMethod:
-    """Jacobi decoding, its window sliding."""
+    """Jacobi decoding with a sliding window."""
     width = options.max_window_size
     return Method(JacobiDrafter(width), Trie(width, options.confidence_threshold), Match())
 
 
 def gauss_seidel_jacobi(context: BuildContext, options: GaussSeidelJacobiOptions) -> AnyMethod:
-    """Jacobi decoding block by block."""
+    """Jacobi decoding with one block after another."""
     width = options.max_window_size
     return Method(JacobiDrafter(width, slide=False), Trie(width, options.confidence_threshold), Match())
 
 
 def look_ahead_embeddings(context: BuildContext, options: LookAheadEmbeddingsOptions) -> AnyMethod:
-    """PaSS."""
+    """PaSS: look-ahead embeddings."""
     network = trained_speculator(context, "pass")
     assert isinstance(network, LookAheadEmbeddings)
     return parallel_method(pack_network(network), options)
 
 
 def parallel_method(network: LookAheadEmbeddings, options: LookAheadEmbeddingsOptions) -> AnyMethod:
-    """A chain of what the vectors guess: drawn and tested by rejection, or greedy and matched."""
+    """A chain predicted at look-ahead embeddings: sampled with rejection sampling, or greedy with matching."""
     if options.num_speculative_tokens is None:
         options = options.model_copy(update={"num_speculative_tokens": network.ahead})
     accept = Match() if options.draft_sample_method == "greedy" else rejection(options)
@@ -53,12 +58,12 @@ ENTRIES = (
         name="lookahead",
         family="parallel decoding",
         description=(
-            "Jacobi iteration on a window of future positions runs beside the text in the same pass; the n-grams that "
+            "Jacobi iteration on a window of future positions runs in the same pass as verification; the n-grams that "
             "it produces are pooled, and those that begin with the last token are verified."
         ),
         when_to_use=(
-            "hardware with much arithmetic to spare at batch 1 and text that repeats its own phrases (code, lists); "
-            "never small CPUs or large batches."
+            "on hardware with spare compute at batch 1, for text that repeats its own phrases (code, lists); never on "
+            "small CPUs or at large batches."
         ),
         papers=(Paper("Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "2402.02057"),),
         drafter=LookaheadDrafter,
@@ -71,12 +76,12 @@ ENTRIES = (
         name="jacobi",
         family="parallel decoding",
         description=(
-            "Jacobi decoding: a sliding window of guesses is read in every pass, and what the target says after each "
-            "is the next guess."
+            "Jacobi decoding: every pass reads a sliding window of draft tokens, and the target's predictions there "
+            "are the drafts of the next pass."
         ),
         when_to_use=(
-            "models in which a token depends weakly on its neighbours (images, audio) or that were tuned to converge; "
-            "hardly other language models."
+            "with models in which a token depends weakly on its neighbours (images, audio) or that were trained to "
+            "converge; it gains little with other language models."
         ),
         papers=(
             Paper("Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving", "2002.03629"),
@@ -92,7 +97,7 @@ ENTRIES = (
         name="gauss_seidel_jacobi",
         family="parallel decoding",
         description="Jacobi decoding in blocks, one after another, instead of a sliding window.",
-        when_to_use="as `jacobi`, where wide passes are dear; it never takes fewer passes than `jacobi`.",
+        when_to_use="as `jacobi`, where wide passes are expensive; it never takes fewer passes than `jacobi`.",
         papers=(Paper("Accelerating Transformer Inference for Translation via Parallel Decoding", "2305.10427"),),
         drafter=JacobiDrafter,
         shape=Trie,
@@ -106,10 +111,10 @@ ENTRIES = (
         name="pass",
         family="parallel decoding",
         description=(
-            "Parallel speculative sampling: the target reads learned vectors in the places of the tokens to come, and "
-            "its states there give the drafts."
+            "Parallel speculative sampling: the target reads learned embeddings at the next positions, and its hidden "
+            "states there give the drafts."
         ),
-        when_to_use="where a pass over ten tokens costs about as much as one and memory for a drafter is short.",
+        when_to_use="where a pass over ten tokens costs about as much as one and there is no memory for a drafter.",
         papers=(Paper("PaSS: Parallel Speculative Sampling", "2311.13581"),),
         drafter=ParallelDrafter,
         shape=Chain,

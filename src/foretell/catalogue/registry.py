@@ -1,6 +1,7 @@
 """All methods by name: the built-in ones, then those of other packages."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from foretell.accept import Match
@@ -22,12 +23,15 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import RootOnly
 from foretell.utils.names import unknown
 
+ENTRY_POINTS = "foretell.methods"
+"""Group of the entry points by which other packages add methods; each names an `Entry`."""
+
 BUILT_IN: tuple[Entry, ...] = (
     Entry(
         name="autoregressive",
         family="baseline",
-        description="Plain decoding: one token per pass.",
-        when_to_use="as the baseline that every other method is measured against.",
+        description="Plain decoding: one token per pass of the target.",
+        when_to_use="as the baseline of every measurement.",
         drafter=NoDrafter,
         shape=RootOnly,
         acceptor=Match,
@@ -45,17 +49,36 @@ BUILT_IN: tuple[Entry, ...] = (
 )
 
 
-def catalogue() -> Mapping[str, Entry]:
-    """All methods by name: the built-in ones, then those in the entry point group `foretell.methods`.
+@dataclass(frozen=True)
+class InstalledMethods:
+    """The methods of other packages, and one sentence for every entry point that gives none."""
 
-    Raises:
-        ValueError: something else than an entry is registered.
-    """
+    entries: tuple[Entry, ...]
+    problems: tuple[str, ...]
+
+
+def installed_methods() -> InstalledMethods:
+    """Load the entry points of the group `foretell.methods`. A broken package does not affect the others."""
+    entries, problems = list[Entry](), list[str]()
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            entry = point.load()
+            if not isinstance(entry, Entry):
+                raise TypeError("it is no foretell.catalogue.Entry")
+            entries.append(entry)
+        except Exception as error:  # A package can raise anything when it is imported.
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            problems.append(
+                f"the method {point.name} = {point.value} of another package cannot be loaded ({reason}); "
+                f"upgrade or remove the package"
+            )
+    return InstalledMethods(tuple(entries), tuple(problems))
+
+
+def catalogue() -> Mapping[str, Entry]:
+    """All methods by name: the built-in ones, then those of other packages, which cannot replace one."""
     entries = {e.name: e for e in BUILT_IN}
-    for point in entry_points(group="foretell.methods"):
-        entry = point.load()
-        if not isinstance(entry, Entry):
-            raise ValueError(f"the entry point {point.name} = {point.value} names no foretell.catalogue.Entry")
+    for entry in installed_methods().entries:
         entries.setdefault(entry.name, entry)
     return entries
 
@@ -64,22 +87,23 @@ def find(name: str) -> Entry:
     """The entry of this name or alias.
 
     Raises:
-        ValueError: there is none; the nearest name is suggested.
+        ValueError: there is none; the message suggests the nearest name.
     """
     entries = catalogue()
     by_alias = {a: e for e in entries.values() for a in e.aliases}
     found = entries.get(name) or by_alias.get(name)
     if found is None:
-        raise unknown("method", name, entries)
+        problems = "".join(f" ({p})" for p in installed_methods().problems)
+        raise ValueError(f"{unknown('method', name, entries)}{problems}")
     return found
 
 
 def build(
     name: str, context: BuildContext, config: SpeculativeConfig | Mapping[str, object] | None = None
 ) -> AnyMethod:
-    """The method of this name, with fresh memory.
+    """Build the method of this name or alias with its initial state.
 
     Raises:
-        ValueError: no such method, an option that it does not read, or something that it needs is missing.
+        ValueError: no such method, an option that it does not have, or something that it needs is missing.
     """
     return find(name).build(context, config)

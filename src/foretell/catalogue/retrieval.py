@@ -1,4 +1,4 @@
-"""Methods that draft by retrieval: from the text, from references, from a datastore, from earlier passes."""
+"""Methods that draft by retrieval: from prompt and answer, references, a datastore, or earlier passes."""
 
 from pathlib import Path
 
@@ -38,13 +38,13 @@ def ngram(context: BuildContext, options: NgramOptions) -> AnyMethod:
 
 
 def llma(context: BuildContext, options: LlmaOptions) -> AnyMethod:
-    """Copies from references only.
+    """Prompt lookup in references only.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no references.
     """
     if not context.references:
-        raise ValueError("llma copies from reference documents: name at least one with --reference FILE")
+        raise ValueError("llma drafts from reference documents: name at least one with --reference FILE")
     lookup = PromptLookup(
         options.prompt_lookup_max,
         options.prompt_lookup_min,
@@ -57,22 +57,22 @@ def llma(context: BuildContext, options: LlmaOptions) -> AnyMethod:
 
 
 def suffix(context: BuildContext, options: SuffixOptions) -> AnyMethod:
-    """Longest suffix match."""
+    """The longest suffix match."""
     return Method(SuffixRetriever(context.references, options.prompt_lookup_min), trie(options), Match())
 
 
 def recycling(context: BuildContext, options: RecyclingOptions) -> AnyMethod:
-    """Successors seen in earlier passes."""
+    """Token recycling."""
     return Method(TokenRecycling(context.vocab), trie(options), Match())
 
 
 def sam_recycling(context: BuildContext, options: SamRecyclingOptions) -> AnyMethod:
-    """Suffix matches and recycled successors together."""
+    """Suffix matches and token recycling."""
     return Method(text_retrievers(context), trie(options), Match())
 
 
 def hybrid(context: BuildContext, options: HybridOptions) -> AnyMethod:
-    """Suffix matches and recycled successors, or no drafts."""
+    """Suffix matches and token recycling, in a trie of the most profitable size."""
     return Method(text_retrievers(context), cost_aware_trie(options), Match())
 
 
@@ -99,7 +99,7 @@ def rest(context: BuildContext, options: RestOptions) -> AnyMethod:
 
 
 def phrases(context: BuildContext, options: PhraseOptions) -> AnyMethod:
-    """Phrases by hidden state."""
+    """Phrase retrieval by hidden state."""
     network = require_network(context, "reads hidden states of the target")
     hidden_layer = network.config.layers + 1
     documents = (
@@ -119,12 +119,12 @@ ENTRIES = (
         name="ngram",
         family="retrieval",
         description=(
-            "Prompt lookup: the last few tokens are sought in prompt, answer and `--reference` files, and what "
-            "followed the latest match is drafted."
+            "Prompt lookup: the last tokens are searched in prompt, answer and `--reference` files, and the tokens "
+            "after the latest match are drafted."
         ),
         when_to_use=(
-            "answers that repeat their prompt (extraction, editing, retrieval-augmented answers) or themselves; "
-            "hardly free prose."
+            "for answers that repeat their prompt (extraction, editing, retrieval-augmented generation) or "
+            "themselves; it gains little on free prose."
         ),
         papers=(Paper("Prompt Lookup Decoding (Saxena 2023)"),),
         drafter=PromptLookup,
@@ -139,9 +139,9 @@ ENTRIES = (
         family="retrieval",
         description=(
             "Inference with reference: as `ngram`, but only `--reference` documents are searched, and the first match "
-            "counts."
+            "is used."
         ),
-        when_to_use="answers that quote documents which are known beforehand and are not in the prompt.",
+        when_to_use="for answers that quote documents which are known in advance and are not in the prompt.",
         papers=(Paper("Inference with Reference: Lossless Acceleration of Large Language Models", "2304.04487"),),
         drafter=PromptLookup,
         shape=Trie,
@@ -155,10 +155,10 @@ ENTRIES = (
         name="suffix",
         family="retrieval",
         description=(
-            "The longest repeated ending of any length is followed through suffix automata over the text and the "
-            "references, and what came after it is drafted."
+            "Suffix automata over prompt, answer and references find the longest repeated suffix of any length, and "
+            "the tokens after it are drafted."
         ),
-        when_to_use="wherever `ngram` does, with fewer wasted tokens; it rarely costs anything where nothing repeats.",
+        when_to_use="in place of `ngram`: it wastes fewer draft tokens and costs almost nothing where nothing repeats.",
         papers=(
             _SAM_DECODING,
             Paper("SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference", "2411.04975"),
@@ -174,12 +174,12 @@ ENTRIES = (
         name="recycling",
         family="retrieval",
         description=(
-            "Token recycling: for every token the eight tokens that scored best after it in the target's earlier "
-            "passes are kept, and the likeliest nodes of the tree they span are drafted."
+            "Token recycling: for every token the eight most probable next tokens of the target's earlier passes are "
+            "kept, and the most probable nodes of the tree that they form are drafted."
         ),
         when_to_use=(
-            "where a pass over some ten tokens costs about as much as one (GPUs at batch 1); little alone on a small "
-            "CPU."
+            "where a pass over some ten tokens costs about as much as one (GPUs at batch 1); alone it gains little on "
+            "a small CPU."
         ),
         papers=(_TOKEN_RECYCLING,),
         drafter=TokenRecycling,
@@ -193,9 +193,9 @@ ENTRIES = (
         name="sam_recycling",
         family="retrieval",
         description=(
-            "`suffix` and `recycling` together: both offer their continuations, and the likeliest nodes enter the trie."
+            "`suffix` and `recycling` together: both propose continuations, and the most probable nodes form the trie."
         ),
-        when_to_use="almost everywhere: the best default of the methods that need no model and no training.",
+        when_to_use="almost always: it is the best default of the methods that need no model and no training.",
         papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
         shape=Trie,
@@ -208,10 +208,10 @@ ENTRIES = (
         name="rest",
         family="retrieval",
         description=(
-            "The longest ending of the text is looked up in a datastore, and the most frequent continuations are "
-            "drafted."
+            "The longest suffix of prompt and answer is looked up in a datastore, and the most frequent continuations "
+            "are drafted."
         ),
-        when_to_use="a corpus that the answers resemble, code above all, and no draft model.",
+        when_to_use="with a corpus that resembles the answers, above all code, where there is no draft model.",
         papers=(Paper("REST: Retrieval-Based Speculative Decoding", "2311.08252"),),
         drafter=DatastoreRetriever,
         shape=Trie,
@@ -224,12 +224,12 @@ ENTRIES = (
         name="phrases",
         family="retrieval",
         description=(
-            "Phrases are found by hidden state: what followed the most similar earlier states of the target, in text "
-            "and references, is drafted."
+            "Phrases are retrieved by hidden state: the tokens after the most similar earlier hidden states of the "
+            "target, in prompt, answer and references, are drafted."
         ),
         when_to_use=(
-            "answers from given documents (summaries, questions with sources), where only the meaning tells which of "
-            "several places to copy."
+            "for answers from given documents (summaries, questions with sources), where only the meaning decides "
+            "between several matches."
         ),
         papers=(Paper("Copy Is All You Need", "2307.06962"),),
         drafter=PhraseRetriever,
@@ -243,10 +243,10 @@ ENTRIES = (
         name="hybrid",
         family="retrieval",
         description=(
-            "As `sam_recycling`, in a trie that holds as many nodes as make the most tokens per second by learned "
-            "acceptance rates and pass times; none where plain decoding is faster."
+            "As `sam_recycling`, with the number of nodes that maximizes the expected tokens per second, estimated "
+            "from observed acceptance rates and pass times; none where plain decoding is faster."
         ),
-        when_to_use="nearly always a little, hardly ever a loss: for those who do not want to choose.",
+        when_to_use="when you do not want to choose: it nearly always gains a little and hardly ever loses.",
         papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
         shape=CostAwareTrie,

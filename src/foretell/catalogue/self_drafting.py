@@ -1,4 +1,4 @@
-"""Methods that draft with the target itself, made cheaper."""
+"""Methods that draft with a cheaper version of the target itself."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from foretell.catalogue.options import (
 )
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.compress import fake_quantize, identity, magnitude_prune
+from foretell.model.compress import fake_quantize, identity
 from foretell.model.influence import measure_influence
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
@@ -29,29 +29,29 @@ from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
 
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
-    """The target's first blocks draft."""
+    """LayerSkip: the target's first blocks draft."""
     return Method(early_exit_draft(context, options.exit_layer), chain(options), rejection(options))
 
 
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
-    """Draft & Verify."""
+    """Draft & Verify: the target without some sub-layers drafts."""
     network = require_network(context)
     layers, model = network.config.layers, context.checkpoint.fingerprint() if context.checkpoint else ""
     skip = read_skip(Path(options.skip_set), model, layers) if options.skip_set else default_skip(layers)
-    start = Chain(
+    longest = Chain(
         options.num_speculative_tokens,
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
     )
     return Method(
         DraftModel(DecoderRunner(network.without_sublayers(skip))),
-        AdaptiveChain(start, ConfidenceRule()),
+        AdaptiveChain(longest, ConfidenceRule()),
         rejection(options),
     )
 
 
 def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> AnyMethod:
-    """A copy in fewer bits drafts."""
+    """A quantised copy of the target drafts."""
     bits = options.quantization_bits
     if bits == 8 and context.checkpoint is not None:
         network = changed_copy(context, identity, "int8")
@@ -61,10 +61,10 @@ def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> An
 
 
 def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMethod:
-    """A copy without its least influential blocks drafts.
+    """The target without its least influential blocks drafts.
 
     Raises:
-        ValueError: the model has fewer blocks than are left out.
+        ValueError: more blocks are to be left out than the target has.
     """
     network = require_network(context)
     layers = network.config.layers
@@ -72,8 +72,10 @@ def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMetho
     if dropped > layers:
         raise ValueError(f"a pruned draft cannot lack {dropped} blocks: the model has {layers}")
     skip = measure_influence(network, _sample_text(context)).least_influential_blocks(dropped)
-    whole = changed_copy(context, partial(magnitude_prune, sparsity=options.sparsity)) if options.sparsity else network
-    return Method(DraftModel(DecoderRunner(whole.without_sublayers(skip))), chain(options), rejection(options))
+    weights = (
+        changed_copy(context, partial(magnitude_prune, sparsity=options.sparsity)) if options.sparsity else network
+    )
+    return Method(DraftModel(DecoderRunner(weights.without_sublayers(skip))), chain(options), rejection(options))
 
 
 _SAMPLE = """\
@@ -97,8 +99,10 @@ ENTRIES = (
     Entry(
         name="layer_skip",
         family="self-drafting",
-        description="The target's own first blocks under its own head draft a chain that stops when unsure.",
-        when_to_use="checkpoints that were trained for early exit, which then need no second model; others agree too rarely.",
+        description="The target's first blocks and its head draft a chain that ends where they are unsure.",
+        when_to_use=(
+            "with checkpoints that were trained for early exit; others accept too few tokens of their first blocks."
+        ),
         papers=(Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),),
         drafter=DraftModel,
         shape=Chain,
@@ -112,10 +116,13 @@ ENTRIES = (
         name="self_speculative",
         family="self-drafting",
         description=(
-            "Draft & Verify: the target drafts for itself with some attention and feed-forward parts left out, and "
-            "verifies with all of them."
+            "Draft & Verify: the target without some of its attention and feed-forward sub-layers drafts for the whole "
+            "target."
         ),
-        when_to_use="large models, where many parts can go before the draft errs; not models as small as the embedded one.",
+        when_to_use=(
+            "with large models, which still agree with themselves without many sub-layers; not with models as small as "
+            "the embedded one."
+        ),
         papers=(
             Paper(
                 "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", "2309.08168"
@@ -132,10 +139,10 @@ ENTRIES = (
     Entry(
         name="quantised_draft",
         family="self-drafting",
-        description="The target's own weights in fewer bits draft for it.",
+        description="The target with quantised weights drafts for the target.",
         when_to_use=(
-            "kernels whose pass time follows the bytes read: acceptance is close to 1 at 8 bits, so what the narrow "
-            "pass saves bounds the gain."
+            "where the time of a pass is proportional to the bytes of the weights: at 8 bits nearly every draft token "
+            "is accepted, so the time of the quantised pass limits the gain."
         ),
         papers=(Paper("QSPEC: Speculative Decoding with Complementary Quantization Schemes", "2410.11305"),),
         drafter=DraftModel,
@@ -149,10 +156,10 @@ ENTRIES = (
     Entry(
         name="pruned_draft",
         family="self-drafting",
-        description="The target without its least influential blocks drafts for it.",
+        description="The target without its least influential blocks drafts for the target.",
         when_to_use=(
-            "deep models whose middle blocks change little, best after distillation; small models lose acceptance "
-            "faster than time."
+            "with deep models whose middle blocks change little, best after distillation; with small models the "
+            "acceptance rate falls faster than the time of a pass."
         ),
         papers=(Paper("ShortGPT: Layers in Large Language Models are More Redundant Than You Expect", "2403.03853"),),
         drafter=DraftModel,

@@ -1,4 +1,4 @@
-"""The trained speculators and draft models of a method: what the user named, else the one installed for the target."""
+"""Finds the speculator or the draft models of a method: those that the user named, else the installed ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def trained_speculator(context: BuildContext, kind: str) -> Speculator:
     """The speculator of this kind that the user named, else the one installed for the target, in the target's dtype.
 
     Raises:
-        ValueError: there is none, it is of another kind or for another target, or the target is not on the own decoder.
+        ValueError: there is none, it is of another kind or for another target, or transformers runs the target.
     """
     card = target_card(context)
     folder = context.speculator or find_installed(kind, card.fingerprint)
@@ -34,19 +34,19 @@ def trained_speculator(context: BuildContext, kind: str) -> Speculator:
 
 
 def read_speculator(context: BuildContext, folder: Path) -> Speculator:
-    """The speculator in a directory, of whichever kind, in the dtype that the target runs in.
+    """The speculator in a directory, of any kind, in the target's dtype.
 
     Raises:
-        ValueError: it is damaged or for another target, or the target is not on the own decoder.
+        ValueError: it is damaged or for another target, or transformers runs the target.
     """
     return load_speculator(folder, target_card(context), embedding_and_head(context)).eval().requires_grad_(False)
 
 
 def target_card(context: BuildContext) -> TargetInfo:
-    """Which model speculators must have been trained for; without a fingerprint where its checkpoint is not at hand.
+    """The target that speculators must have been trained for; its fingerprint is empty without a checkpoint.
 
     Raises:
-        ValueError: the target is not on the own decoder.
+        ValueError: transformers runs the target.
     """
     c = require_network(context).config
     fingerprint = context.checkpoint.fingerprint() if context.checkpoint else ""
@@ -54,16 +54,16 @@ def target_card(context: BuildContext) -> TargetInfo:
 
 
 def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
-    """The target's embedding and head, in the dtype that it runs in.
+    """The target's embedding and head, in its dtype.
 
     Raises:
-        ValueError: the target is not on the own decoder, or its weights cannot be read again.
+        ValueError: transformers runs the target, or its weights cannot be read again.
     """
     if context.checkpoint is not None:
         return context.checkpoint.embedding_and_head(context.checkpoint.dtype)
     network = require_network(context)
     if not isinstance(network, Decoder):
-        raise ValueError("this method borrows the target's embedding and head, which cannot be read again here")
+        raise ValueError("this method uses the target's embedding and head, which cannot be read again here")
     c = network.config
     return EmbeddingAndHead(
         network.embedding.detach(), network.head.weight.detach(), c.embedding_scale, c.logit_softcap
@@ -71,7 +71,7 @@ def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
 
 
 def require_draft_predictor(context: BuildContext) -> Predictor:
-    """The draft model, or the mean of several.
+    """The draft model, or a mixture of several.
 
     Raises:
         ValueError: there is none, or one does not fit.
@@ -80,13 +80,13 @@ def require_draft_predictor(context: BuildContext) -> Predictor:
 
 
 def mix_draft_models(runners: Sequence[Runner]) -> Predictor:
-    """One draft model, or the mean of several."""
+    """One draft model, or a mixture of several: the mean of their distributions."""
     models = [DraftModel(r) for r in runners]
     return models[0] if len(models) == 1 else MixtureDrafter(models)
 
 
 def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:
-    """The draft models.
+    """The draft models; see `find_draft_models`.
 
     Raises:
         ValueError: there is none, or one does not fit.
@@ -101,7 +101,7 @@ def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:
 
 
 def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
-    """The draft models that were named, else the one installed for the target; none where there is none.
+    """The draft models that were named, else the one installed for the target; empty where there is none.
 
     Raises:
         ValueError: one has another vocabulary than the target, or a speculator of another kind was named.
@@ -122,12 +122,12 @@ def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
 
 
 def names_only_draft_models(context: BuildContext) -> bool:
-    """Whether no speculator but trained draft models was named."""
+    """Whether all speculators that were named are trained draft models."""
     return all(read_config(folder).get("kind") == DRAFT_MODEL for folder in context.speculators)
 
 
 def _draft_network(context: BuildContext, found: Speculator) -> DraftNetwork:
     if not isinstance(found, DraftNetwork):
         named = ", ".join(map(str, context.speculators))
-        raise ValueError(f"{named}: this method drafts with small models, and a speculator of another kind was named")
+        raise ValueError(f"{named}: this method drafts with draft models, and a speculator of another kind was named")
     return found

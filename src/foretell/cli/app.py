@@ -1,6 +1,6 @@
 """`foretell`: the table of commands.
 
-A command's module is imported only when the command is called, so that help appears at once.
+The module of a command is imported only when the command is called, so that help appears at once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from foretell.cli.errors import report_errors
 
 @dataclass(frozen=True)
 class Command:
-    """A line of the table: `module` holds a typer application named `app`, of one command or several."""
+    """A command: `module` holds a typer application named `app`, of one command or several."""
 
     name: str
     module: str
@@ -26,40 +26,45 @@ class Command:
 
 
 COMMANDS: Sequence[Command] = (
-    Command(
-        "demo", "foretell.cli.demo", "Three prompts on the embedded model, plainly and speculatively, and the gain."
-    ),
+    Command("demo", "foretell.cli.demo", "Answer three prompts by plain and by speculative decoding, and compare."),
     Command("generate", "foretell.cli.generate", "Answer a prompt, or a file of prompts, with any decoding method."),
-    Command("chat", "foretell.cli.chat", "Talk with a model in the terminal."),
-    Command("methods", "foretell.cli.methods", "List the decoding methods: the field's taxonomy as a table."),
+    Command("chat", "foretell.cli.chat", "Chat with a model in the terminal."),
+    Command("methods", "foretell.cli.methods", "List the decoding methods, or explain one of them."),
     Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
-    Command("bench", "foretell.cli.bench", "Measure methods beside plain decoding and other runtimes."),
-    Command("data", "foretell.cli.data", "Make training sets: the model answers its own prompts, or given ones."),
+    Command("bench", "foretell.cli.bench", "Measure methods against plain decoding and other runtimes."),
+    Command("data", "foretell.cli.data", "Generate training data: the model answers its own prompts, or given ones."),
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
-    Command("export", "foretell.cli.export", "Write a trained speculator for other engines."),
+    Command("export", "foretell.cli.export", "Write a trained speculator in the format of another engine."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
-    Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up before anything runs."),
+    Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up without running a model."),
 )
 """Every command, in the order of the help; a new one is a line here and a file beside this one."""
 
+_COMPLETION_OPTIONS = ("install_completion", "show_completion")
+"""Options that typer adds to an application that is run alone."""
+
 
 class CommandGroup(TyperGroup):
-    """The group over `COMMANDS`: help shows the table; calling a command imports it; errors become one sentence."""
+    """The commands of `COMMANDS`: help shows the table, calling a command imports its module."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options before the command; nothing at all asks for help."""
+        """Parse the options before the command; no arguments at all means `--help`."""
         with report_errors():
             return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The real command behind a line of the table."""
-        name, line, rest = super().resolve_command(ctx, args)
-        module = next((c.module for c in COMMANDS if line is not None and c.name == name), None)
-        return name, line if module is None else get_command(import_module(module).app), rest
+        """Replace the placeholder of a command by the real one."""
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        module = next((c.module for c in COMMANDS if placeholder is not None and c.name == name), None)
+        if module is None:
+            return name, placeholder, rest
+        command = get_command(import_module(module).app)
+        command.params = [p for p in command.params if p.name not in _COMPLETION_OPTIONS]
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command; an error becomes one sentence."""
         with report_errors():
             return super().invoke(ctx)
 
@@ -74,7 +79,7 @@ app = typer.Typer(
 
 
 def _placeholder() -> None:
-    """Stands in the help for a command that is not imported yet."""
+    """Represents a command in the help; its module is not imported yet."""
 
 
 for _command in COMMANDS:
@@ -94,13 +99,13 @@ def main_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Large language models that decode faster and say the same, token for token.
+    """Speculative decoding for open-weight language models.
 
     Try it with the embedded model, which needs no download:
 
         foretell generate "Why is the sky blue?" --method sam_recycling
 
-        foretell verify sam_recycling        [dim]proof that it changes nothing[/]
+        foretell verify sam_recycling        [dim]checks that the method changes nothing[/]
     """
 
 

@@ -1,5 +1,5 @@
-"""Prompts through one engine: answers in the order of the prompts, later turns asked when the earlier ones are
-answered.
+"""Runs prompts through one engine. Answers come in the order of the prompts; the next turn of a conversation is
+submitted when the one before it is answered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from foretell.engine.engine import Completion, Engine, Update
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """An answer, and what it answers."""
+    """An answer with the line and the title of its prompt."""
 
     line: int
     title: str
@@ -23,76 +23,76 @@ class AnsweredPrompt:
 
 @dataclass
 class _ActiveRequest:
-    """A request under way for a line."""
+    """A request in the engine and its updates so far."""
 
     line: int
-    spec: PromptSpec
+    prompt: PromptSpec
     updates: list[Update] = field(default_factory=list)
 
 
 class Batch:
-    """Answers tasks; `refused` fills with the lines that the model cannot answer.
+    """Answers prompts with one engine.
 
-    `stream` shows text as it comes (one task only).
+    `errors` collects the lines that the model cannot answer. `writer` shows text as it comes (one prompt only).
     """
 
-    def __init__(self, model: Model, engine: Engine, logprobs: bool, stream: AnswerWriter | None = None) -> None:
-        self._model, self._engine, self._logprobs, self._stream = model, engine, logprobs, stream
+    def __init__(self, model: Model, engine: Engine, logprobs: bool, writer: AnswerWriter | None = None) -> None:
+        self._model, self._engine, self._logprobs, self._writer = model, engine, logprobs, writer
         self._active: dict[int, _ActiveRequest] = {}
         self._answered: dict[int, list[AnsweredPrompt]] = {}
         self.errors: list[LineError] = []
 
-    def run(self, tasks: Sequence[tuple[int, PromptSpec]], interrupt: Interrupt) -> Iterator[AnsweredPrompt]:
-        """Every answer, those of an interrupted batch as far as they came."""
-        for line, task in tasks:
+    def run(self, prompts: Sequence[tuple[int, PromptSpec]], interrupt: Interrupt) -> Iterator[AnsweredPrompt]:
+        """Every answer; after an interrupt, the partial answers of what was running."""
+        for line, prompt in prompts:
             self._answered[line] = []
-            self._submit(line, task)
+            self._submit(line, prompt)
         for update in run_until_interrupt(self._engine, self._active.keys(), interrupt):
-            asked = self._active[update.request]
-            asked.updates.append(update)
-            if self._stream is not None:
-                self._stream.write(update)
+            request = self._active[update.request]
+            request.updates.append(update)
+            if self._writer is not None:
+                self._writer.write(update)
             if update.finish_reason is not None:
                 del self._active[update.request]
-                self._complete(asked)
+                self._complete(request)
                 yield from self._in_order()
         self._active.clear()
         yield from self._in_order()
 
-    def _submit(self, line: int, task: PromptSpec) -> None:
+    def _submit(self, line: int, prompt: PromptSpec) -> None:
         try:
             request = self._model.request(
-                task.prompt,
-                task.sampling,
-                max_new_tokens=task.max_new_tokens,
-                stop=task.stop,
-                raw=task.raw,
+                prompt.prompt,
+                prompt.sampling,
+                max_new_tokens=prompt.max_new_tokens,
+                stop=prompt.stop,
+                raw=prompt.raw,
                 logprobs=self._logprobs,
-                allow_special_tokens=task.allow_special_tokens,
+                allow_special_tokens=prompt.allow_special_tokens,
             )
-            self._active[self._engine.submit(request)] = _ActiveRequest(line, task)
+            self._active[self._engine.submit(request)] = _ActiveRequest(line, prompt)
         except ValueError as error:
             self.errors.append(LineError(line, str(error)))
 
-    def _complete(self, asked: _ActiveRequest) -> None:
-        answer = Answer.from_completion(Completion.of(asked.updates), self._engine)
+    def _complete(self, request: _ActiveRequest) -> None:
+        answer = Answer.from_completion(Completion.of(request.updates), self._engine)
         if answer.error:
-            self.errors.append(LineError(asked.line, answer.error))
-        self._answered[asked.line].append(AnsweredPrompt(asked.line, asked.spec.title, answer))
-        if asked.spec.turns and answer.finish_reason not in ("cancelled", "error"):
-            self._submit(asked.line, next_turn(asked.spec, answer.text))
+            self.errors.append(LineError(request.line, answer.error))
+        self._answered[request.line].append(AnsweredPrompt(request.line, request.prompt.title, answer))
+        if request.prompt.turns and answer.finish_reason not in ("cancelled", "error"):
+            self._submit(request.line, next_turn(request.prompt, answer.text))
 
     def _in_order(self) -> Iterator[AnsweredPrompt]:
-        """Answers whose line, and every line before it, has nothing under way."""
-        busy = min((a.line for a in self._active.values()), default=None)
+        """Answers of the lines before the first that has an active request."""
+        first_active = min((r.line for r in self._active.values()), default=None)
         for line in sorted(self._answered):
-            if busy is not None and line >= busy:
+            if first_active is not None and line >= first_active:
                 return
             yield from self._answered.pop(line)
 
 
-def next_turn(task: PromptSpec, answer: str) -> PromptSpec:
+def next_turn(prompt: PromptSpec, answer: str) -> PromptSpec:
     """The conversation with the answer and the user's next turn added."""
-    before = ({"role": "user", "content": task.prompt},) if isinstance(task.prompt, str) else task.prompt
-    after = {"role": "assistant", "content": answer}, {"role": "user", "content": task.turns[0]}
-    return replace(task, prompt=(*before, *after), turns=task.turns[1:])
+    before = ({"role": "user", "content": prompt.prompt},) if isinstance(prompt.prompt, str) else prompt.prompt
+    after = {"role": "assistant", "content": answer}, {"role": "user", "content": prompt.turns[0]}
+    return replace(prompt, prompt=(*before, *after), turns=prompt.turns[1:])

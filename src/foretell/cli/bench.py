@@ -31,7 +31,7 @@ from foretell.bench.results import build_results
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import print_error, report_errors
 from foretell.cli.setup import set_threads
-from foretell.load import DEFAULT_MODEL, parse_device, load
+from foretell.load import DEFAULT_MODEL, load, parse_device
 from foretell.utils.store import RunStore
 
 

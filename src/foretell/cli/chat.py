@@ -1,4 +1,4 @@
-"""`foretell chat`: a conversation in the terminal."""
+"""`foretell chat`: a conversation with a model in the terminal."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 HELP = """/method NAME   decode with another method from now on
-/reset         forget the conversation
-/stats         what the answers so far cost
+/reset         start a new conversation
+/stats         speed of the answers so far
 /help          this list
 /quit          leave (as Ctrl-D does); Ctrl-C stops an answer"""
 
@@ -50,9 +50,9 @@ def chat(
     reference: options.Reference = None,
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
-    """Talk with a model; text that was drafted and accepted is green.
+    """Chat with a model. The text of accepted draft tokens is green.
 
-    Lines that start with / are commands, see /help.
+    Lines that start with / are commands; /help lists them.
     """
     from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import load_models, parse_method
@@ -63,14 +63,16 @@ def chat(
     )
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
-    wish = parse_method(method, speculative_config, draft_model)
-    ready = load_models(model, dtype, device, wish, reference)
+    selection = parse_method(method, speculative_config, draft_model)
+    setup = load_models(model, dtype, device, selection, reference)
+    if setup.model.codec.chat_template is None:
+        raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")
     defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)
-    run_conversation(Conversation(ready, wish.name, defaults))
+    run_conversation(Conversation(setup, selection.name, defaults))
 
 
 def run_conversation(conversation: "Conversation") -> None:
-    """Read lines until the end of input."""
+    """Read and handle lines until /quit or the end of the input."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 (gives input() its editing keys)
@@ -97,7 +99,7 @@ def run_conversation(conversation: "Conversation") -> None:
 
 @dataclass
 class Conversation:
-    """What was said so far, and the engine that answers."""
+    """The messages so far, and the engine that answers."""
 
     setup: "ModelSetup"
     method: str
@@ -111,7 +113,7 @@ class Conversation:
         self.reset()
 
     def handle_line(self, line: str) -> None:
-        """Answer a line, or do as it commands.
+        """Answer a line, or run its command.
 
         Raises:
             ValueError: no such command or method, or the conversation is longer than the model's context.
@@ -122,7 +124,7 @@ class Conversation:
             self._answer(line)
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Start again with nothing but the system message."""
         self.messages = [] if self.defaults.system is None else [{"role": "system", "content": self.defaults.system}]
 
     def _run_command(self, line: str) -> None:
@@ -147,39 +149,40 @@ class Conversation:
         self.finished = True
 
     def _stats(self) -> None:
-        from foretell.cli.show import summary_line, print_status
+        from foretell.cli.show import print_status, summary_line
 
         if not self.answers:
-            raise ValueError("nothing was answered yet")
+            raise ValueError("there is no answer yet")
         for name in dict.fromkeys(a.method for a in self.answers):
-            mine = [a for a in self.answers if a.method == name]
-            print_status(summary_line(mine, sum(a.statistics.prefill_seconds + a.statistics.decode_seconds for a in mine)))
+            answers = [a for a in self.answers if a.method == name]
+            seconds = sum(a.statistics.prefill_seconds + a.statistics.decode_seconds for a in answers)
+            print_status(summary_line(answers, seconds))
 
     def _answer(self, line: str) -> None:
-        """Stream an answer; what came before Ctrl-C is kept."""
+        """Stream an answer and add it to the conversation; after Ctrl-C, as far as it came."""
         from foretell.api import Answer
         from foretell.cli.interrupt import Interrupt, run_until_interrupt
-        from foretell.cli.show import DraftHighlighter, AnswerWriter, summary_line, print_status
+        from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
         from foretell.engine.engine import Completion, Update
 
-        d, model = self.defaults, self.setup.model
-        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        defaults, model = self.defaults, self.setup.model
+        messages: list[Message] = [*self.messages, {"role": "user", "content": line}]
         request = model.request(
-            asked,
-            d.sampling,
-            max_new_tokens=d.max_new_tokens,
-            stop=d.stop,
-            allow_special_tokens=d.allow_special_tokens,
+            messages,
+            defaults.sampling,
+            max_new_tokens=defaults.max_new_tokens,
+            stop=defaults.stop,
+            allow_special_tokens=defaults.allow_special_tokens,
         )
-        number, got = self._submit(request), list[Update]()
-        stream = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
+        number, received = self._submit(request), list[Update]()
+        writer = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
         with Interrupt() as interrupt:
             for update in run_until_interrupt(self.engine, [number], interrupt):
-                stream.write(update)
-                got.append(update)
-        stream.finish()
-        answer = Answer.from_completion(Completion.of(got), self.engine)
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+                writer.write(update)
+                received.append(update)
+        writer.finish()
+        answer = Answer.from_completion(Completion.of(received), self.engine)
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
         print_status(summary_line([answer], 0.0))
         if answer.error:
@@ -189,9 +192,9 @@ class Conversation:
         try:
             return self.engine.submit(request)
         except ValueError as error:
-            raise ValueError(f"{error}; /reset forgets the conversation") from error
+            raise ValueError(f"{error}; /reset starts a new conversation") from error
 
     def _engine(self, name: str) -> "Engine":
-        # The options are those of the method that the command line named.
-        ready = self.setup if name == self.method else replace(self.setup, config=SpeculativeConfig())
-        return ready.model.engine(ready.method(name), rows=1, prefix_caching=True)
+        # The options of the command line are for the method that it named.
+        setup = self.setup if name == self.method else replace(self.setup, config=SpeculativeConfig())
+        return setup.model.engine(setup.method(name), rows=1, prefix_caching=True)

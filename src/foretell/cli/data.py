@@ -93,7 +93,9 @@ def generate(
     )
     with DatasetWriter(out, manifest) as writer:
         if text:
-            work = write_text_chunks(target, (t for f in sources for t in read_documents(f)), writer, max_answer, tokens)
+            work = write_text_chunks(
+                target, (t for f in sources for t in read_documents(f)), writer, max_answer, tokens
+            )
         else:
             given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_all_prompts(prompts)]
             source = PromptSource(target, manifest, given)

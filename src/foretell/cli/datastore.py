@@ -27,15 +27,17 @@ def build(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Text files (a document each), .jsonl files (a document per line: its field text, else all strings), "
-            "or directories."
+            help="Text files (one document each), .jsonl files (one document per line: its field `text`, else all its "
+            "strings), or directories."
         ),
     ],
-    tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer it is for: alias, directory, GGUF or hub id.")],
-    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
-    depth: Annotated[int, typer.Option(min=1, max=64, help="Longest match to look up, in tokens.")] = DEFAULT_DEPTH,
+    tokenizer: Annotated[
+        str, typer.Option(help="Model whose tokenizer is used: alias, directory, .gguf file or hub id.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Longest n-gram that is found, in tokens.")] = DEFAULT_DEPTH,
 ) -> None:
-    """Index files; the target must have the same tokenizer.
+    """Index files for targets with one tokenizer.
 
     Files below a directory that are not UTF-8 text are left out.
     """
@@ -52,12 +54,12 @@ def build(
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="Directory of the datastore.")]) -> None:
-    """Say what a datastore holds."""
+    """Print the size and the tokenizer of a datastore."""
     typer.echo(_summary(path, read_manifest(path)))
 
 
 def _texts(paths: Sequence[Path], progress: Progress, skipped: list[Path]) -> Iterator[str]:
-    """All documents; `skipped` collects what below a directory is no text."""
+    """All documents; `skipped` collects the files below directories that are not UTF-8 text."""
     files = find_files(paths)
     sizes = [f.stat().st_size for f in files]
     task = progress.add_task("tokenising", total=sum(sizes))

@@ -1,4 +1,4 @@
-"""`foretell demo`: three prompts on the embedded model, plainly and speculatively, and what that gained."""
+"""`foretell demo`: three prompts on the embedded model, by plain and by speculative decoding, and the speed-up."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretell.cli import options
+from foretell.cli.errors import print_error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,39 +17,37 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
+METHOD = "hybrid_model"
+"""The fastest lossless method on all three prompts by docs/benchmarks.md."""
+
 
 @dataclass(frozen=True)
 class DemoPrompt:
-    """A prompt of the demo and the lossless method that suits it, by the benchmarks of `docs/benchmarks.md`."""
+    """A prompt of the demo, and the most tokens of its answer."""
 
     title: str
-    prompt: str
-    method: str
-    tokens: int
+    text: str
+    max_new_tokens: int
 
 
 def demo_prompts() -> tuple[DemoPrompt, ...]:
     """Code, a summary of the bundled text, and a chat."""
-    text = (files("foretell") / "data" / "lighthouse.txt").read_text(encoding="utf-8")
+    document = (files("foretell.cli") / "lighthouse.txt").read_text(encoding="utf-8")
     code = (
         "Write a Python class Stack with the methods push, pop, peek, is_empty and size, "
         "each with a docstring, then a short test for every method."
     )
+    chat = "What is the difference between a comet and an asteroid? Explain it to a child, with an example of each."
     return (
-        DemoPrompt("code", code, "hybrid_model", 256),
-        DemoPrompt("summary", f"Summarize the following text in a few sentences.\n\n{text}", "hybrid_model", 160),
-        DemoPrompt(
-            "chat",
-            "What is the difference between a comet and an asteroid? Explain it to a child, with an example of each.",
-            "hybrid_model",
-            256,
-        ),
+        DemoPrompt("code", code, 256),
+        DemoPrompt("summary", f"Summarize the following text in a few sentences.\n\n{document}", 160),
+        DemoPrompt("chat", chat, 256),
     )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One scene, decoded plainly and by its method."""
+    """One prompt, answered by plain and by speculative decoding."""
 
     prompt: DemoPrompt
     plain: "Answer"
@@ -61,7 +60,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Speed over plain decoding."""
+        """Tokens per second over those of plain decoding."""
         return self.speculative.statistics.tokens_per_second / self.plain.statistics.tokens_per_second
 
 
@@ -73,60 +72,84 @@ def demo(
         Path | None, typer.Option(metavar="FILE.png", help="Also draw the closing table as a chart.")
     ] = None,
 ) -> None:
-    """Answer three built-in prompts by plain decoding, then by the best lossless method, and show the gain.
+    """Answer three built-in prompts by plain decoding, then by the fastest lossless method, and compare the speed.
 
-    On a terminal, text that was drafted and accepted is green.
+    On a terminal, the text of accepted draft tokens is green.
     """
     from rich.console import Console
 
     import foretell
 
     console = Console(highlight=False)
-    loaded = foretell.load(model, dtype)
-    # Touches every weight, so that the first scene is not charged for it.
-    loaded.generate("Hello.", max_new_tokens=4)
-    takes = []
-    for scene in demo_prompts():
-        console.rule(f"[bold]{scene.title}[/]: {scene.prompt.splitlines()[0]}", align="left")
-        takes.append(Comparison(scene, decode(loaded, scene, "autoregressive"), decode(loaded, scene, scene.method)))
-    console.print(summary_table(takes, f"{model}, {dtype}: the same text in fewer passes of the model"))
+    target = foretell.load(model, dtype)
+    missing = missing_speculator(target)
+    if missing:
+        print_error(missing)
+    # Reads every weight once, so that the time of the first prompt does not include it.
+    target.generate("Hello.", max_new_tokens=4)
+    comparisons = []
+    for prompt in demo_prompts():
+        console.rule(f"[bold]{prompt.title}[/]: {prompt.text.splitlines()[0]}", align="left")
+        plain, speculative = (decode(target, prompt, method) for method in ("autoregressive", METHOD))
+        comparisons.append(Comparison(prompt, plain, speculative))
+    console.print(summary_table(comparisons, f"{model}, {dtype}: the same text in fewer passes of the model"))
     if picture is not None:
-        draw_chart(picture, takes, f"{model}, {dtype}")
-    if not all(t.same for t in takes):
-        raise ValueError("a lossless method changed the text; please run `foretell verify` and report what it says")
+        draw_chart(picture, comparisons, f"{model}, {dtype}")
+    if not all(c.identical for c in comparisons):
+        raise ValueError("a lossless method changed the text; please run `foretell verify` and report its output")
 
 
-def decode(model: "Model", scene: DemoPrompt, method: str) -> "Answer":
-    """Decode a scene by one method, streaming, with a closing line."""
+def missing_speculator(model: "Model") -> str:
+    """One sentence where no trained speculator is installed for the model, so that the demo's method falls back to
+    another drafter; else an empty string.
+    """
+    from foretell.speculator.installed import find_all_installed, install_hint
+
+    fingerprint = model.checkpoint.fingerprint()
+    if any(s.fingerprint == fingerprint for s in find_all_installed().speculators):
+        return ""
+    drafter = model.method(METHOD).drafter_label
+    return (
+        f"no trained speculator is installed for {model.name}, so {METHOD} drafts with {drafter}, which is slower; "
+        f"{install_hint('eagle3', fingerprint)}"
+    )
+
+
+def decode(model: "Model", prompt: DemoPrompt, method: str) -> "Answer":
+    """Answer a prompt by one method: the text as it comes, then a line with its speed."""
     from foretell.api import Answer
-    from foretell.cli.show import DraftHighlighter, AnswerWriter, summary_line, print_status
+    from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
 
     engine = model.engine(method, rows=1)
-    stream = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
-    (done,) = engine.complete([model.request(scene.prompt, max_new_tokens=scene.tokens)], stream.write)
-    stream.finish()
-    answer = Answer.from_completion(done, engine)
+    writer = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
+    (completion,) = engine.complete([model.request(prompt.text, max_new_tokens=prompt.max_new_tokens)], writer.write)
+    writer.finish()
+    answer = Answer.from_completion(completion, engine)
     print_status(summary_line([answer], 0.0))
     return answer
 
 
-def summary_table(takes: "list[Comparison]", title: str) -> "Table":
-    """The closing table."""
+def summary_table(comparisons: "list[Comparison]", title: str) -> "Table":
+    """Speed of both methods on every prompt."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for heading in ("prompt", "method", "tokens/s", "tokens/pass", "gain", "text"):
+    for heading in ("prompt", "method", "tokens/s", "tokens/pass", "speed-up", "text"):
         table.add_column(heading, justify="left" if heading in ("prompt", "method", "text") else "right", no_wrap=True)
-    for t in takes:
-        for answer, gain, text in ((t.plain, 1.0, ""), (t.speculative, t.speedup, "identical" if t.identical else "DIFFERENT")):
+    for c in comparisons:
+        compared = "identical" if c.identical else "DIFFERENT"
+        for name, answer, speedup, text in (
+            (c.prompt.title, c.plain, 1.0, ""),
+            ("", c.speculative, c.speedup, compared),
+        ):
             s = answer.statistics
-            speed, passes = f"{s.tokens_per_second:.1f}", f"{s.tokens_per_pass:.2f}"
-            table.add_row(t.prompt.title if answer is t.plain else "", answer.method, speed, passes, f"{gain:.2f}", text)
+            numbers = (f"{s.tokens_per_second:.1f}", f"{s.tokens_per_pass:.2f}", f"{speedup:.2f}")
+            table.add_row(name, answer.method, *numbers, text)
     return table
 
 
-def draw_chart(path: Path, takes: "list[Comparison]", title: str) -> None:
-    """A bar chart of tokens per second, plain and fast.
+def draw_chart(path: Path, comparisons: "list[Comparison]", title: str) -> None:
+    """Draw a bar chart of tokens per second, plain and speculative.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -137,15 +160,15 @@ def draw_chart(path: Path, takes: "list[Comparison]", title: str) -> None:
         raise ValueError("the picture needs matplotlib; run: pip install foretell[plot]") from error
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.subplots()
-    for i, t in enumerate(takes):
-        plain, fast = (a.statistics.tokens_per_second for a in (t.plain, t.speculative))
+    for i, c in enumerate(comparisons):
+        plain, fast = (a.statistics.tokens_per_second for a in (c.plain, c.speculative))
         axes.barh(i - 0.2, plain, 0.38, color="#9aa5b1", label="plain decoding" if i == 0 else None)
-        axes.barh(i + 0.2, fast, 0.38, color="#2f855a", label="best lossless method" if i == 0 else None)
+        axes.barh(i + 0.2, fast, 0.38, color="#2f855a", label="speculative decoding" if i == 0 else None)
         axes.text(plain, i - 0.2, f" {plain:.0f}", va="center")
-        axes.text(fast, i + 0.2, f" {fast:.0f}   {t.speedup:.1f}\u00d7, {t.speculative.method}, same text", va="center")
-    axes.set_yticks(range(len(takes)), [t.prompt.title for t in takes])
+        axes.text(fast, i + 0.2, f" {fast:.0f}   {c.speedup:.1f}\u00d7, {c.speculative.method}, same text", va="center")
+    axes.set_yticks(range(len(comparisons)), [c.prompt.title for c in comparisons])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.7 * max(t.speculative.statistics.tokens_per_second for t in takes))
+    axes.set_xlim(0, 1.7 * max(c.speculative.statistics.tokens_per_second for c in comparisons))
     axes.set_xlabel("tokens per second")
     axes.set_title(title, loc="left")
     figure.legend(loc="outside upper right", frameon=False, ncols=2)

@@ -1,4 +1,4 @@
-"""The one place where what went wrong becomes a sentence on standard error and an exit status."""
+"""Turns errors into one sentence on standard error and an exit status."""
 
 import errno
 import os
@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 import typer
 
 TRACEBACK = "FORETELL_TRACEBACK"
-"""Environment variable that shows tracebacks in place of sentences, for whoever hunts a bug."""
+"""Environment variable that shows the traceback of an error instead of its sentence."""
 
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn whatever a user can cause into one sentence and a non-zero exit.
+    """Turn every error that a user can cause into one sentence and a non-zero exit status.
 
     Bad input exits with 1, a wrong command line with 2, Ctrl-C with 130.
     """
@@ -32,11 +32,11 @@ def report_errors() -> Iterator[None]:
 
 
 def error_message(error: ValueError | OSError) -> str:
-    """What happened and, where it helps, what to do; no line breaks."""
+    """What happened and, where it helps, what to do; on one line."""
     if isinstance(error, UnicodeDecodeError):
         return f"the input is not UTF-8 text (byte {error.start}); convert it first"
     if isinstance(error, BrokenPipeError):
-        return "whoever read the output has closed it; the rest was not written"
+        return "the reader of the output has closed it; the rest was not written"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = error.filename or "the output"
         return f"no space left on the device for {where}; free some, or write elsewhere"
@@ -46,7 +46,7 @@ def error_message(error: ValueError | OSError) -> str:
 
 
 def print_error(message: str) -> None:
-    """A sentence on standard error."""
+    """Print a sentence on standard error."""
     with suppress(OSError):
         typer.echo(f"foretell: {message}", err=True)
 
@@ -58,8 +58,8 @@ def _exit(message: str, status: int) -> typer.Exit:
 
 
 def _discard_output() -> None:
-    """Where standard output takes no more, let Python's own flush at exit go nowhere instead of failing a second
-    time.
+    """Where standard output cannot be written, redirect it to the null device: else Python's own flush at exit fails
+    again.
     """
     try:
         sys.stdout.flush()

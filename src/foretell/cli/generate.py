@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
+_TITLE_WIDTH = 60
+"""Characters of a prompt that are printed above its answer."""
+
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """In which form answers are wanted; `several`: they need telling apart."""
+    """How answers are printed; `is_batch`: each with the number of its line."""
 
     as_json: bool
     stream: bool
@@ -35,7 +38,7 @@ class OutputFormat:
 @app.command()
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; - reads it from standard input.", metavar="[PROMPT | -]")
+        str | None, typer.Argument(help="Prompt; - reads it from standard input.", metavar="PROMPT | -")
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     method: options.Method = None,
@@ -61,18 +64,19 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.jsonl", help='A batch: lines with "prompt", "messages" or "turns", and their own parameters.'
+            metavar="FILE.jsonl",
+            help='Answer a file: lines with "prompt", "messages" or "turns", and their own parameters.',
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(metavar="N", help="Most prompts of a batch that are decoded together.")] = 16,
+    rows: Annotated[int, typer.Option(metavar="N", help="Most requests that are decoded together.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Log-probability of every token (with --json).")] = False,
 ) -> None:
     """Answer a prompt, or a file of prompts, with any decoding method.
 
-    On a terminal, text that was drafted and accepted is green. The answer goes to standard output, all else to standard
-    error.
+    On a terminal, the text of accepted draft tokens is green.
+    The answer goes to standard output, everything else to standard error.
 
         foretell generate "Why is the sky blue?" --method sam_recycling
 
@@ -89,17 +93,20 @@ def generate(
     )
     if max_new_tokens < 1 or rows < 1:
         raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
-    wish = parse_method(method, speculative_config, draft_model)
+    selection = parse_method(method, speculative_config, draft_model)
     defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
-    tasks, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    ready = load_models(model, dtype, device, wish, reference, target_memory_limit)
-    form = OutputFormat(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
-    status = run(ready, wish.name, tasks, rows, form)
+    specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
+    setup = load_models(model, dtype, device, selection, reference, target_memory_limit)
+    output = OutputFormat(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
+    status = run(setup, selection.name, specs, rows, output)
     if status or bad:
         raise typer.Exit(status or 1)
 
 
-def _read_prompt(prompt: str | None, defaults: "PromptDefaults") -> "tuple[list[tuple[int, PromptSpec]], list[LineError]]":
+def _read_prompt(
+    prompt: str | None, defaults: "PromptDefaults"
+) -> "tuple[list[tuple[int, PromptSpec]], list[LineError]]":
+    """The prompt of the command line as line 1, and no errors."""
     from foretell.cli.prompts import PromptLine, apply_defaults
 
     if prompt is None:
@@ -107,8 +114,10 @@ def _read_prompt(prompt: str | None, defaults: "PromptDefaults") -> "tuple[list[
     return [(1, apply_defaults(PromptLine(prompt=sys.stdin.read() if prompt == "-" else prompt), defaults))], []
 
 
-def _read_prompts_file(prompt: str | None, path: Path, defaults: "PromptDefaults") -> "tuple[list[tuple[int, PromptSpec]], list[LineError]]":
-    """The good lines of a file, and the bad ones, which are reported here."""
+def _read_prompts_file(
+    prompt: str | None, path: Path, defaults: "PromptDefaults"
+) -> "tuple[list[tuple[int, PromptSpec]], list[LineError]]":
+    """The prompts of a file, and its invalid lines, which are reported here."""
     from foretell.cli.prompts import LineError, read_prompts
 
     if prompt is not None:
@@ -123,40 +132,42 @@ def _read_prompts_file(prompt: str | None, path: Path, defaults: "PromptDefaults
     return good, bad
 
 
-def run(ready: "ModelSetup", method: str, tasks: "Sequence[tuple[int, PromptSpec]]", rows: int, form: OutputFormat) -> int:
-    """Answer and print; the exit status."""
+def run(
+    setup: "ModelSetup", method: str, specs: "Sequence[tuple[int, PromptSpec]]", rows: int, output: OutputFormat
+) -> int:
+    """Answer the prompts and print the answers; returns the exit status."""
     from foretell.cli.batch import Batch
     from foretell.cli.interrupt import Interrupt
-    from foretell.cli.show import DraftHighlighter, AnswerWriter, summary_line, print_status
+    from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
 
-    engine = ready.model.engine(ready.method(method), rows=min(rows, len(tasks)))
-    stream = AnswerWriter(DraftHighlighter(ready.model.codec.detokenizer())) if form.stream else None
-    batch, done = Batch(ready.model, engine, form.logprobs, stream), list["Answer"]()
+    engine = setup.model.engine(setup.method(method), rows=min(rows, len(specs)))
+    writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
+    batch, answers = Batch(setup.model, engine, output.logprobs, writer), list["Answer"]()
     started = time.perf_counter()
     with Interrupt() as interrupt:
-        for item in batch.run(tasks, interrupt):
-            done.append(item.answer)
-            print_answer(item, form)
-    if stream is not None and done:
-        stream.finish()
+        for answered in batch.run(specs, interrupt):
+            answers.append(answered.answer)
+            print_answer(answered, output)
+    if writer is not None and answers:
+        writer.finish()
     for line in batch.errors:
-        print_error(f"line {line.number}: {line.reason}" if form.is_batch else line.reason)
-    if done and not form.as_json:
-        print_status(summary_line(done, time.perf_counter() - started))
+        print_error(f"line {line.number}: {line.reason}" if output.is_batch else line.reason)
+    if answers and not output.as_json:
+        print_status(summary_line(answers, time.perf_counter() - started))
     if interrupt.requested:
         print_error("interrupted; what was generated until then is above")
         return 130
     return 1 if batch.errors else 0
 
 
-def print_answer(item: "AnsweredPrompt", form: OutputFormat) -> None:
-    """Print a finished answer, unless it has streamed."""
-    if form.as_json:
-        print(json.dumps(answer_record(item.answer, form.logprobs), ensure_ascii=False), flush=True)
-    elif form.is_batch:
-        print(f"── {item.line} ── {item.title[:60]}\n{item.answer.text}\n", flush=True)
-    elif not form.stream:
-        print(item.answer.text, flush=True)
+def print_answer(answered: "AnsweredPrompt", output: OutputFormat) -> None:
+    """Print a finished answer, unless it was streamed."""
+    if output.as_json:
+        print(json.dumps(answer_record(answered.answer, output.logprobs), ensure_ascii=False), flush=True)
+    elif output.is_batch:
+        print(f"── {answered.line} ── {answered.title[:_TITLE_WIDTH]}\n{answered.answer.text}\n", flush=True)
+    elif not output.stream:
+        print(answered.answer.text, flush=True)
 
 
 def answer_record(answer: "Answer", logprobs: bool) -> dict[str, object]:
@@ -168,6 +179,7 @@ def answer_record(answer: "Answer", logprobs: bool) -> dict[str, object]:
         "prompt_tokens": s.prompt_tokens,
         "new_tokens": s.new_tokens,
         "method": answer.method,
+        "drafter": answer.drafter,
         "lossless": answer.lossless,
         "exact": answer.exact,
         "backend": answer.backend.to_dict(),
@@ -184,10 +196,9 @@ def answer_record(answer: "Answer", logprobs: bool) -> dict[str, object]:
     if answer.error:
         out["error"] = answer.error
     if not answer.lossless:
-        price = s.fidelity
-        out["price"] = {
-            "changed_share": price.changed_share,
-            "total_variation": price.mean_variation,
-            "kl_divergence": price.mean_divergence,
+        out["fidelity_loss"] = {
+            "changed_share": s.fidelity.changed_share,
+            "total_variation": s.fidelity.mean_variation,
+            "kl_divergence": s.fidelity.mean_divergence,
         }
     return out | ({"logprobs": list(answer.logprobs)} if logprobs else {})

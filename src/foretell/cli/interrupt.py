@@ -1,4 +1,4 @@
-"""Ctrl-C while text is being written."""
+"""Ctrl-C while an engine generates."""
 
 import signal
 from collections.abc import Iterable, Iterator
@@ -8,21 +8,21 @@ from foretell.engine.engine import Engine, Update
 
 
 class Interrupt:
-    """Lets the step at hand end before Ctrl-C takes effect, so that nothing generated is lost; pressed again, it stops
-    at once.
+    """Lets the current step end before Ctrl-C takes effect, so that no generated token is lost. A second Ctrl-C raises
+    `KeyboardInterrupt` at once.
     """
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._previous_handler = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGINT, self._previous_handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -31,7 +31,10 @@ class Interrupt:
 
 
 def run_until_interrupt(engine: Engine, numbers: Iterable[int], interrupt: Interrupt) -> Iterator[Update]:
-    """All updates of an engine; after Ctrl-C the last ones of what is running. Requests may be submitted meanwhile."""
+    """All updates of an engine. After Ctrl-C, cancel the requests `numbers` and yield their last updates.
+
+    Requests may be submitted meanwhile; `numbers` is read after the last step.
+    """
     while engine.busy and not interrupt.requested:
         yield from engine.step()
     for number in list(numbers):

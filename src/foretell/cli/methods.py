@@ -1,7 +1,8 @@
-"""`foretell methods`: the catalogue as a table, or one method explained."""
+"""`foretell methods`: the catalogue of methods as a table, or one method explained."""
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -19,27 +20,27 @@ COLUMNS = (
     "method", "family", "draft", "tree", "accepts by", "lossless", "same seed", "needs", "training", "paper",
 )  # fmt: skip
 _WIDE = 200
-"""Columns of a terminal on which every method fits on a line or two."""
+"""Terminal columns from which the table is printed: every method then takes a line or two."""
 _TEXT_WIDTH = 100
-"""Columns of the explanation of one method."""
+"""Most columns of the explanation of one method, and of Markdown prose."""
 
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="Explain this method.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="METHOD", help="Explain this method.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
-    """List the decoding methods: what drafts, how the drafts are arranged, and which rule accepts them.
+    """List the decoding methods: drafter, shape of the draft tree, and acceptance rule.
 
-    With the name of a method: what it is, when it pays, its options with their defaults, and its paper.
+    With the name of a method: what it does, when to use it, its options with their defaults, and its paper.
 
-    [bold]lossless[/]: the text follows the target's distribution exactly.
-    [bold]same seed[/]: an equal seed also gives the text of plain decoding.
+    [bold]lossless[/]: the output follows the target's distribution exactly.
+    [bold]same seed[/]: for an equal seed, the output also equals that of plain decoding.
     """
     from rich.console import Console
 
-    from foretell.catalogue import catalogue, find
+    from foretell.catalogue import catalogue, find, installed_methods
     from foretell.cli.errors import print_error
     from foretell.speculator.installed import find_all_installed
 
@@ -58,7 +59,7 @@ def methods(
             console.print(method_details(entry), width=min(_TEXT_WIDTH, console.width))
         else:
             console.print(wide_table(entries) if console.width >= _WIDE else narrow_list(entries))
-    for problem in find_all_installed().problems:
+    for problem in (*installed_methods().problems, *find_all_installed().problems):
         print_error(problem)
 
 
@@ -68,7 +69,7 @@ def entry_record(entry: "Entry") -> dict[str, object]:
         "name": entry.name,
         "family": entry.family,
         "description": entry.description,
-        "pays": entry.when_to_use,
+        "when_to_use": entry.when_to_use,
         "draft": entry.draft,
         "tree": entry.tree,
         "accept": entry.accept,
@@ -94,7 +95,7 @@ def entry_record(entry: "Entry") -> dict[str, object]:
 
 
 def table_row(entry: "Entry") -> tuple[str, ...]:
-    """A method in the order of `COLUMNS`."""
+    """The cells of a method's row in the order of `COLUMNS`."""
     return (
         entry.name,
         entry.family,
@@ -110,7 +111,7 @@ def table_row(entry: "Entry") -> tuple[str, ...]:
 
 
 def ships_for(entry: "Entry") -> list[str]:
-    """The models for which a speculator of its kind is installed."""
+    """The targets for which a speculator of the method's kind is installed."""
     from foretell.speculator.installed import find_all_installed
 
     return list(dict.fromkeys(s.target for s in find_all_installed().speculators if s.kind == entry.speculator))
@@ -130,27 +131,28 @@ def _guarantee(entry: "Entry") -> str:
 
 
 def markdown_table(entries: "Iterable[Entry]") -> list[str]:
-    """The table that the README holds."""
+    """The table of methods in README.md."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{c[0]}`", *c[1:]) for c in map(table_row, entries))]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def markdown_section(entry: "Entry") -> list[str]:
-    """One method as docs/methods.md holds it."""
+    """The generated part of one method's section in docs/methods.md."""
     papers = "; ".join(
         f"*{p.title}*" + (f", [arXiv {p.arxiv}](https://arxiv.org/abs/{p.arxiv})" if p.arxiv else "")
         for p in entry.papers
     )
-    lines = [
+    facts = [
         entry.description,
         "",
         f"- Parts: {entry.draft} × {entry.tree} × {entry.accept}; {_guarantee(entry)}.",
         *([f"- Needs: {_needs(entry)}."] if _needs(entry) != "-" else []),
-        f"- Pays: {entry.when_to_use}",
+        f"- When to use it: {entry.when_to_use}",
         *([f"- Paper: {papers}."] if papers else []),
         *([f"- Other names: {', '.join(f'`{a}`' for a in entry.aliases)}."] if entry.aliases else []),
         "",
     ]
+    lines = [line for fact in facts for line in _wrapped(fact)]
     options = entry.option_list()
     if not options:
         return [*lines, "It has no options."]
@@ -159,6 +161,13 @@ def markdown_section(entry: "Entry") -> list[str]:
         for o in options
     )
     return [*lines, "| option | default | type | |", "| --- | --- | --- | --- |", *rows]
+
+
+def _wrapped(text: str) -> list[str]:
+    """A paragraph or a list item of Markdown in lines."""
+    indent = "  " if text.startswith("- ") else ""
+    lines = textwrap.wrap(text, _TEXT_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
 
 
 def _default(value: object) -> str:
@@ -178,7 +187,7 @@ def wide_table(entries: "Iterable[Entry]") -> "RenderableType":
 
 
 def narrow_list(entries: "Iterable[Entry]") -> "RenderableType":
-    """The same for a narrow terminal: a heading per family, two lines per method."""
+    """The list for a narrow terminal: a heading per family, two lines per method."""
     from rich.console import Group
     from rich.text import Text
 
@@ -209,9 +218,9 @@ def method_details(entry: "Entry") -> "RenderableType":
     facts = [
         ("parts", f"{entry.draft} × {entry.tree} × {entry.accept}"),
         ("needs", _needs(entry)),
-        ("pays", entry.when_to_use),
+        ("when to use it", entry.when_to_use),
         *(("paper", f"{p.title}" + (f", arXiv {p.arxiv}" if p.arxiv else "")) for p in entry.papers),
-        ("also", ", ".join(entry.aliases) or "-"),
+        ("other names", ", ".join(entry.aliases) or "-"),
     ]
     grid = Table.grid(padding=(0, 2, 0, 0))
     for key, value in facts:
@@ -220,6 +229,6 @@ def method_details(entry: "Entry") -> "RenderableType":
     out: list[RenderableType] = [title, Text(entry.description), grid]
     for option in entry.option_list():
         head = Text.assemble((option.name, "bold"), f" = {_default(option.default)}", (f"  {option.type}", "dim"))
-        also = f" Also: {', '.join(option.aliases)}." if option.aliases else ""
-        out += [head, Padding(Text(option.description + also), (0, 0, 0, 4))]
+        aliases = f" Other names: {', '.join(option.aliases)}." if option.aliases else ""
+        out += [head, Padding(Text(option.description + aliases), (0, 0, 0, 4))]
     return Group(*out)

@@ -1,7 +1,7 @@
-"""A file of prompts: one JSON value a line, each with parameters of its own if it likes."""
+"""A file of prompts: one JSON value per line, with sampling parameters of its own where it names them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,11 +23,9 @@ class ChatMessage(BaseModel):
 
 
 class PromptLine(BaseModel):
-    """What a line may say.
+    """The keys of a line: exactly one of `prompt`, `messages` and `turns`, and parameters. Other keys are ignored.
 
-    Exactly one of `prompt`, `messages` and `turns`; other keys (a data set's own) are left alone.
-
-    `turns` are the user's side of a conversation: each is answered in view of the earlier ones.
+    `turns` are the user's messages of a conversation: each is answered after the earlier ones and their answers.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -66,7 +64,7 @@ class PromptLine(BaseModel):
 
 @dataclass(frozen=True)
 class PromptDefaults:
-    """What the command line says for all prompts."""
+    """The parameters that the command line gives for all prompts."""
 
     sampling: SamplingParams
     max_new_tokens: int
@@ -78,7 +76,7 @@ class PromptDefaults:
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """A prompt ready to be asked: the conversation or raw text so far, and the user's turns still to come."""
+    """A prompt with its parameters: the conversation or raw text, and the user's turns that follow its answer."""
 
     prompt: str | tuple[Message, ...]
     turns: tuple[str, ...]
@@ -90,14 +88,14 @@ class PromptSpec:
 
     @property
     def title(self) -> str:
-        """The last thing asked, on one line."""
+        """The last user message, on one line."""
         last = self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
         return " ".join(last.split())
 
 
 @dataclass(frozen=True)
 class LineError:
-    """Why a line cannot be answered."""
+    """A line that cannot be answered, with the reason."""
 
     number: int
     reason: str
@@ -118,23 +116,23 @@ def read_all_prompts(path: Path) -> list[PromptSpec]:
     """All prompts of a file of JSON lines; of a conversation, its first turn.
 
     Raises:
-        ValueError: a line that is no prompt, or no prompts at all.
+        ValueError: an invalid line, or a file without prompts.
     """
-    tasks = list[PromptSpec]()
+    prompts = list[PromptSpec]()
     for number, found in read_prompts(path, PromptDefaults(SamplingParams(), 1, (), False, None)):
         if isinstance(found, LineError):
             raise ValueError(f"{path}, line {number}: {found.reason}")
-        tasks.append(found)
-    if not tasks:
+        prompts.append(found)
+    if not prompts:
         raise ValueError(f"{path}: no prompts here; write one JSON object with 'prompt' per line")
-    return tasks
+    return prompts
 
 
 def parse_line(raw: bytes) -> PromptLine:
-    """One line.
+    """Parse one line.
 
     Raises:
-        ValueError: it is not JSON, or says something else than a prompt.
+        ValueError: it is not JSON, or holds no prompt.
     """
     value = parse_json(raw)
     if isinstance(value, str):
@@ -145,17 +143,20 @@ def parse_line(raw: bytes) -> PromptLine:
 
 
 def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
-    """A line completed by the defaults."""
-    known = {f.name for f in fields(SamplingParams)} & set(PromptLine.model_fields)
-    said = {name: value for name in known if (value := getattr(line, name)) is not None}
+    """The prompt of a line; the defaults hold where the line names no parameter.
+
+    Raises:
+        ValueError: the prompt is empty, a parameter is out of range, or raw text has several turns or a system message.
+    """
+    names = {f.name for f in fields(SamplingParams)} & set(PromptLine.model_fields)
+    given = {name: value for name in names if (value := getattr(line, name)) is not None}
     stop = defaults.stop if line.stop is None else (line.stop,) if isinstance(line.stop, str) else tuple(line.stop)
     raw = defaults.raw if line.raw is None else line.raw
     prompt, turns = _split_turns(line, raw, defaults.system)
-    base = {f.name: getattr(defaults.sampling, f.name) for f in fields(SamplingParams)}
     return PromptSpec(
         prompt=prompt,
         turns=turns,
-        sampling=SamplingParams(**(base | said)),
+        sampling=replace(defaults.sampling, **given),
         max_new_tokens=defaults.max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
         stop=stop,
         raw=raw,
@@ -164,6 +165,7 @@ def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
 
 
 def _split_turns(line: PromptLine, raw: bool, system: str | None) -> tuple[str | tuple[Message, ...], tuple[str, ...]]:
+    """The first prompt, and the turns that follow its answer."""
     if line.messages is not None:
         return tuple(t.model_dump() for t in line.messages), ()
     turns: Sequence[str] = [line.prompt or ""] if line.turns is None else line.turns
@@ -176,10 +178,10 @@ def with_system_message(text: str, raw: bool, system: str | None) -> str | tuple
     """The user's text as a prompt; a conversation where there is a system message.
 
     Raises:
-        ValueError: a system message for raw text, or nothing asked.
+        ValueError: the text is empty, or raw text has a system message.
     """
     if not text.strip():
-        raise ValueError("the prompt is empty: write what the model shall answer")
+        raise ValueError("the prompt is empty: write what the model should answer")
     if system is None:
         return text
     if raw:

@@ -1,4 +1,4 @@
-"""From the command line's words to a model and a method."""
+"""Loads the models and parses the method that a command line names."""
 
 import os
 import sys
@@ -35,16 +35,17 @@ def set_threads(threads: int | None) -> int:
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """Which method was asked for, in whichever way it was said."""
+    """A method, its options and its draft models, from `--method`, `--draft-model` and `--speculative-config`."""
 
     name: str
     config: SpeculativeConfig
     drafts: tuple[str, ...]
+    """References of draft models, and directories of speculators."""
 
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A model in memory and what methods are built from."""
+    """A loaded target and what methods are built from."""
 
     model: Model
     config: SpeculativeConfig
@@ -52,7 +53,7 @@ class ModelSetup:
     references: tuple[str, ...]
 
     def method(self, name: str) -> AnyMethod:
-        """The method of this name, afresh."""
+        """Build the method of this name."""
         return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
 
 
@@ -62,18 +63,21 @@ def parse_method(
     drafts: Sequence[str] | None,
     methods: Sequence[str] = (),
 ) -> MethodSelection:
-    """Bring `--method`, `--draft-model` and `--speculative-config` together.
+    """Combine `--method`, `--draft-model` and `--speculative-config`.
 
-    `methods`: further ones that the config is for.
+    `methods`: further methods that must read the options of the config.
 
     Raises:
-        ValueError: an unknown method, a bad config, options of no method, or two answers to one question.
+        ValueError: an unknown method, an invalid config, options without a method, or two different methods or draft
+            models.
     """
     config = SpeculativeConfig() if speculative_config is None else SpeculativeConfig.parse(speculative_config)
     entries = [find(n) for n in (method, config.method) if n is not None]
     names = [entry.name for entry in entries]
     if len(set(names)) > 1:
-        raise ValueError(f"--method says {method} and the speculative config says {config.method}; give one of them")
+        raise ValueError(
+            f"--method is {method} and the method of --speculative-config is {config.method}; give one of them"
+        )
     entries += [find(n) for n in methods]
     for entry in entries:
         entry.parse_options(config)
@@ -85,7 +89,8 @@ def parse_method(
     in_config = tuple(config.model.split(",")) if config.model else ()
     if drafts and in_config and tuple(drafts) != in_config:
         raise ValueError(
-            f"--draft-model says {', '.join(drafts)} and the speculative config says {config.model}; give one of them"
+            f"--draft-model is {', '.join(drafts)} and the model of --speculative-config is {config.model}; "
+            f"give one of them"
         )
     return MethodSelection(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
 
@@ -98,12 +103,12 @@ def load_models(
     references: Sequence[Path] | None,
     memory_limit: int | None = None,
 ) -> ModelSetup:
-    """Load everything; what can be refused quickly is refused first.
+    """Load the target, the draft models and the reference documents.
 
     `memory_limit`: MiB that the target's weights may take.
 
     Raises:
-        ValueError: a model cannot be loaded, or the method cannot be built.
+        ValueError: a model cannot be loaded.
         OSError: a reference cannot be read.
     """
     texts = tuple(read_text(path) for path in references or ())
@@ -114,7 +119,7 @@ def load_models(
 
 
 def read_text(path: Path) -> str:
-    """A text file.
+    """Read a text file.
 
     Raises:
         ValueError: it is not UTF-8.
@@ -126,10 +131,7 @@ def read_text(path: Path) -> str:
 
 
 @contextmanager
-def spinner(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while something takes its time; silent where nobody watches.
-
-    Gives a function that changes its text.
-    """
-    with Console(file=sys.stderr).status(f"[dim]{what}[/]", spinner="dots") as status:
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner with a text on standard error, if that is a terminal. Gives a function that changes the text."""
+    with Console(file=sys.stderr).status(f"[dim]{text}[/]", spinner="dots") as status:
         yield lambda text: status.update(f"[dim]{text}[/]")

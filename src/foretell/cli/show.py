@@ -1,4 +1,4 @@
-"""Answers on the terminal: drafted tokens in colour as they stream, and what they cost in a closing line."""
+"""Answers on the terminal: drafted tokens in colour as they stream, then a line with their speed."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,20 +9,20 @@ from rich.text import Text
 
 from foretell.api import Answer
 from foretell.engine.engine import Update
-from foretell.tokenizer.codec import Detokenizer
+from foretell.tokenizer.stream import Detokenizer
 
 DRAFTED_STYLE = "green"
-"""Colour of tokens that were drafted and accepted."""
+"""Style of the text of accepted draft tokens."""
 PROGRESS_INTERVAL = 30.0
-"""Between lines of progress where nobody watches a terminal."""
+"""Seconds between lines of progress where standard error is no terminal."""
 _CONTROL_CHARACTERS = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in "\n\t"}
 
 
 class DraftHighlighter:
-    """Tells which characters of an answer were drafted.
+    """Finds which characters of an answer come from accepted draft tokens.
 
-    The engine's text stays as it is: it may come in other pieces than the tokens do (characters of several tokens,
-    held-back stop strings), so each of its characters takes the origin of the token that completed it.
+    The engine's text may come in other pieces than the tokens (characters of several tokens, held-back stop strings),
+    so each character belongs to the token that completed it.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -30,34 +30,35 @@ class DraftHighlighter:
         self._drafted: list[bool] = []
 
     def segments(self, update: Update) -> Iterator[tuple[str, bool]]:
-        """The update's text in runs of one origin, and whether each was drafted."""
+        """The update's text in segments, each with whether it was drafted."""
         for i, token in enumerate(update.tokens):
             self._drafted += [i < update.accepted] * len(self._detokenizer.push([token]))
-        known = self._drafted[: len(update.text)]
+        drafted = self._drafted[: len(update.text)]
         del self._drafted[: len(update.text)]
-        known += [False] * (len(update.text) - len(known))
-        for drafted, run in groupby(zip(update.text, known, strict=True), key=lambda pair: pair[1]):
-            yield "".join(character for character, _ in run), drafted
+        drafted += [False] * (len(update.text) - len(drafted))
+        for is_drafted, run in groupby(zip(update.text, drafted, strict=True), key=lambda pair: pair[1]):
+            yield "".join(character for character, _ in run), is_drafted
 
 
 class AnswerWriter:
-    """Writes an answer as it comes: coloured on a terminal, untouched anywhere else."""
+    """Writes an answer to standard output as it comes: coloured on a terminal, unchanged elsewhere."""
 
-    def __init__(self, painter: DraftHighlighter) -> None:
-        self._highlighter, self._console = painter, Console(highlight=False, soft_wrap=True)
+    def __init__(self, highlighter: DraftHighlighter) -> None:
+        self._highlighter, self._console = highlighter, Console(highlight=False, soft_wrap=True)
         self._plain = not self._console.is_terminal
 
     def write(self, update: Update) -> None:
-        """Show one update."""
+        """Write the text of one update."""
         if self._plain:
             sys.stdout.write(update.text)
             sys.stdout.flush()
             return
         for text, drafted in self._highlighter.segments(update):
-            self._console.print(Text(text.translate(_CONTROL_CHARACTERS), style=DRAFTED_STYLE if drafted else "", tab_size=4), end="")
+            style = DRAFTED_STYLE if drafted else ""
+            self._console.print(Text(text.translate(_CONTROL_CHARACTERS), style=style, tab_size=4), end="")
 
     def finish(self) -> None:
-        """Finish the line."""
+        """End the line."""
         sys.stdout.write("\n")
         sys.stdout.flush()
 
@@ -84,14 +85,14 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
 
 def _fidelity_loss(answers: Sequence[Answer]) -> str:
     """What a lossy method changed, per decided token."""
-    prices = [a.statistics.fidelity for a in answers]
-    tokens = max(1, sum(p.tokens for p in prices))
-    changed = sum(p.changed for p in prices) / tokens
-    variation = sum(p.variation for p in prices) / tokens
-    divergence = sum(p.divergence for p in prices) / tokens
+    losses = [a.statistics.fidelity for a in answers]
+    tokens = max(1, sum(loss.tokens for loss in losses))
+    changed = sum(loss.changed for loss in losses) / tokens
+    variation = sum(loss.variation for loss in losses) / tokens
+    divergence = sum(loss.divergence for loss in losses) / tokens
     return f"{changed:.0%} of tokens changed, total variation {variation:.3f}, KL {divergence:.3f} per token"
 
 
 def print_status(line: Text) -> None:
-    """A line on standard error, out of the way of the answer."""
+    """Print a line on standard error, apart from the answer."""
     Console(file=sys.stderr, highlight=False, soft_wrap=True).print(line)

@@ -89,7 +89,9 @@ class DatastoreRetriever(Retriever):
             copy = min(self.copy, budget, max_depth)
             ending = sequence.tokens[-self.longest :].tolist()
             size, first, last = (
-                self.store.longest_suffix(ending, self.longest, self.shortest, self.least_hits) if copy > 0 else (0, 0, 0)
+                self.store.longest_suffix(ending, self.longest, self.shortest, self.least_hits)
+                if copy > 0
+                else (0, 0, 0)
             )
             found = self.store.continuations(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
             counts = most_frequent_prefixes(found, budget)

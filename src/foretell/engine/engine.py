@@ -18,7 +18,7 @@ from foretell.distributions.processed import ProcessedDistributions
 from foretell.engine.method import AnyMethod
 from foretell.engine.statistics import RequestStatistics, StepTime
 from foretell.model.runner import Runner
-from foretell.tokenizer.codec import Detokenizer, StopStrings
+from foretell.tokenizer.stream import Detokenizer, StopStrings
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Method(Generic[D]):
     tree: Shape[D]
     accept: Acceptor
     name: str = field(default="custom", kw_only=True)
+    drafter_label: str = field(default="", kw_only=True)
+    """What drafts, in a few words; empty: the drafter's own label."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, self.tree.drafter_type):

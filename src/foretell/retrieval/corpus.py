@@ -1,4 +1,4 @@
-"""Files as documents of tokens: plain text, JSON lines, or whole directories of them."""
+"""Reads documents from text files, JSON lines and directories, and tokenizes them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ class NotTextError(ValueError):
 
 
 _PIECE_CHARACTERS = 1 << 17
-"""Characters tokenised at once: long documents are cut after a line, so that one file does not keep one core busy."""
+"""Most characters of a piece. Longer documents are cut after a line, so that several cores tokenize one document."""
 _BATCH_PIECES = 64
+"""Pieces that are tokenized together."""
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and those below the directories named, in alphabetical order; hidden ones below directories are
-    left out.
+    """The files, and the files below the directories in alphabetical order without hidden ones.
 
     Raises:
         ValueError: a path does not exist.
@@ -41,11 +41,11 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_documents(file: Path) -> Iterator[str]:
-    """The documents of a file: one, or for `.jsonl` one per line, its field `text`, else all its strings.
+    """The documents of a file: its text; of a `.jsonl` file the field `text` of every line, else all its strings.
 
     Raises:
-        NotTextError: not UTF-8.
-        ValueError: a line that is not JSON.
+        NotTextError: the file is not UTF-8.
+        ValueError: a line is not JSON.
     """
     try:
         text = file.read_text("utf-8")
@@ -73,7 +73,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def tokenize_documents(texts: Iterable[str], codec: TextCodec) -> Iterator[UInt32[np.ndarray, " _"]]:
-    """Token ids of every document, many tokenised at once."""
+    """Token ids of every document; several are tokenized together."""
     pieces, ends = list[str](), list[bool]()
     document = list[UInt32[np.ndarray, " _"]]()
     for text in texts:
@@ -99,7 +99,7 @@ def _split(text: str) -> list[str]:
 def _encode(
     pieces: list[str], ends: list[bool], codec: TextCodec, document: list[UInt32[np.ndarray, " _"]]
 ) -> Iterator[UInt32[np.ndarray, " _"]]:
-    """Tokenise pieces; `document` collects those of a document until its last."""
+    """Tokenize pieces and yield complete documents; `document` keeps the pieces of an incomplete one."""
     for encoding, last in zip(codec.tokenizer.encode_batch_fast(pieces, add_special_tokens=False), ends, strict=True):
         document.append(np.array(encoding.ids, np.uint32))
         if last:

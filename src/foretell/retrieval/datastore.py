@@ -1,6 +1,4 @@
-"""A corpus of tokens in which every n-gram is found at once: the datastore of retrieval-based drafting, on disk and
-memory-mapped.
-"""
+"""The datastore of retrieval-based drafting: a corpus of tokens with its suffix array, on disk and memory-mapped."""
 
 import json
 import shutil
@@ -19,35 +17,37 @@ from foretell.tokenizer.codec import TextCodec
 from foretell.utils.validation import read_model
 
 DEFAULT_DEPTH = 16
-"""Longest n-gram that is looked up by default."""
+"""Tokens of the longest n-gram that can be looked up, by default."""
 _FORMAT = "foretell datastore 1"
 _PROBE = "The quick brown fox:\n\tfor i in range(1024):  # naïve café, 東京 🙂\r\n    don't()"
 
 
 class Manifest(BaseModel):
-    """What the directory of a datastore holds."""
+    """The description of a datastore in its directory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: str
     tokens: int
-    """Separators included."""
+    """Number of tokens with separators."""
     documents: int
     depth: int = Field(ge=1)
-    """Suffixes are sorted by this many tokens at least."""
+    """Suffixes are sorted by their first `depth` tokens at least."""
     tokenizer: str
-    """Reference of the model whose tokenizer was used, for people."""
+    """Reference of the model whose tokenizer was used; for messages."""
     fingerprint: str
-    """The tokenizer itself, for machines."""
+    """`tokenizer_fingerprint` of that tokenizer."""
 
 
 class Datastore:
-    """Documents as one run of tokens, and the order of its suffixes (Manber & Myers 1993), sorted by their first
-    `depth` tokens.
+    """The tokens of all documents, with a separator after each, and their suffix array (Manber & Myers 1993), sorted by
+    the first `depth` tokens.
     """
 
-    def __init__(self, tokens: UInt32[np.ndarray, " t"], order: UInt32[np.ndarray, " t"], depth: int = DEFAULT_DEPTH) -> None:
-        # A memory map is handed on as a plain array: slices of the subclass cost twice as much.
+    def __init__(
+        self, tokens: UInt32[np.ndarray, " t"], order: UInt32[np.ndarray, " t"], depth: int = DEFAULT_DEPTH
+    ) -> None:
+        # A plain array over the memory map: slicing `np.memmap` takes twice as long.
         self._tokens, self._suffixes = np.asarray(tokens), np.asarray(order)
         self.depth = depth
 
@@ -61,26 +61,28 @@ class Datastore:
         return len(self._tokens)
 
     def find(self, pattern: Sequence[int]) -> tuple[int, int]:
-        """First and last place (the latter excluded) among the sorted suffixes of those that begin with at most `depth`
+        """The range (first, last + 1) in the suffix array of the suffixes that begin with `pattern`, of at most `depth`
         tokens.
         """
         pattern, size = list(pattern), len(pattern)
 
-        def beginning(place: int) -> list[int]:
-            at = int(self._suffixes[place])
-            out: list[int] = self._tokens[at : at + size].tolist()
+        def prefix(index: int) -> list[int]:
+            start = int(self._suffixes[index])
+            out: list[int] = self._tokens[start : start + size].tolist()
             return out
 
-        places = range(len(self._suffixes))
-        first = bisect_left(places, pattern, key=beginning)
-        return first, bisect_right(places, pattern, lo=first, key=beginning)
+        indices = range(len(self._suffixes))
+        first = bisect_left(indices, pattern, key=prefix)
+        return first, bisect_right(indices, pattern, lo=first, key=prefix)
 
-    def longest_suffix(self, context: Sequence[int], max_size: int, min_size: int, min_count: int = 1) -> tuple[int, int, int]:
-        """Size of the longest ending of `text` that occurs `least` times or more, and its places as `find` gives them;
-        zeros if there is none.
+    def longest_suffix(
+        self, context: Sequence[int], max_size: int, min_size: int, min_count: int = 1
+    ) -> tuple[int, int, int]:
+        """Size of the longest suffix of `context` that occurs `min_count` times or more, and its range as `find` gives
+        it; zeros if there is none.
         """
         best, low, high = (0, 0, 0), min_size, min(max_size, self.depth, len(context))
-        # An ending occurs no more often than a shorter one, so the size can be bisected.
+        # A suffix occurs no more often than a shorter one, so that binary search finds the size.
         while low <= high:
             size = (low + high + 1) // 2
             first, last = self.find(context[len(context) - size :])
@@ -91,38 +93,42 @@ class Datastore:
         return best
 
     def continuations(self, first: int, last: int, size: int, length: int, max_count: int) -> Int[np.ndarray, "h c"]:
-        """The `copy` tokens after the first `size` of each suffix in these places, -1 from the end of its document on.
+        """The `length` tokens after the first `size` of each suffix in the range, -1 after the end of its document.
 
-        Of more than `most` places, as many are taken at even distances.
+        Of more than `max_count` suffixes, `max_count` at equal distances are used.
         """
-        places = np.arange(first, last)
-        if len(places) > max_count:
-            places = places[np.linspace(0, len(places) - 1, max_count).astype(np.int64)]
-        at = self._suffixes[places].astype(np.int64)[:, None] + size + np.arange(length)
-        out = self._tokens[np.minimum(at, len(self._tokens) - 1)]
+        indices = np.arange(first, last)
+        if len(indices) > max_count:
+            indices = indices[np.linspace(0, len(indices) - 1, max_count).astype(np.int64)]
+        position = self._suffixes[indices].astype(np.int64)[:, None] + size + np.arange(length)
+        out = self._tokens[np.minimum(position, len(self._tokens) - 1)]
         return np.where(np.logical_or.accumulate(out == SEPARATOR, 1), -1, out.astype(np.int64))
 
 
 def join_documents(documents: Iterable[UInt32[np.ndarray, " _"]]) -> UInt32[np.ndarray, " t"]:
-    """Documents one after another, a separator after each."""
+    """Concatenate documents, with a separator after each; empty ones are left out."""
     end = np.full(1, SEPARATOR)
     parts = [part for d in documents if len(d) for part in (d, end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
 
 
 def tokenizer_fingerprint(codec: TextCodec) -> str:
-    """A tokenizer's identity: its vocabulary, and what it makes of a probing text.
+    """A hash of a tokenizer's vocabulary and of the token ids of a probe text.
 
-    Equal for a GGUF and a tokenizer.json of one model.
+    It is equal for the GGUF file and the tokenizer.json of one model.
     """
     vocabulary = sorted((i, t) for t, i in codec.tokenizer.get_vocab(with_added_tokens=True).items())
     return sha256(json.dumps([vocabulary, codec.encode(_PROBE, add_special_tokens=False)]).encode()).hexdigest()
 
 
 def write_datastore(
-    out: Path, documents: Iterable[UInt32[np.ndarray, " _"]], codec: TextCodec, tokenizer: str, depth: int = DEFAULT_DEPTH
+    out: Path,
+    documents: Iterable[UInt32[np.ndarray, " _"]],
+    codec: TextCodec,
+    tokenizer: str,
+    depth: int = DEFAULT_DEPTH,
 ) -> Manifest:
-    """Index documents and write the datastore to the directory `out`, which appears only when it is complete.
+    """Index documents and write the datastore to the directory `out`, which is created only when it is complete.
 
     Raises:
         ValueError: `out` exists, or there is nothing to index.
@@ -139,7 +145,7 @@ def write_datastore(
 
     tokens = join_documents(counted())
     if not len(tokens):
-        raise ValueError("there is nothing to index: the files hold no text")
+        raise ValueError("there is nothing to index: the files contain no text")
     manifest = Manifest(
         format=_FORMAT,
         tokens=len(tokens),
@@ -163,10 +169,10 @@ def write_datastore(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the datastore in this directory says of itself.
+    """The manifest of the datastore in this directory.
 
     Raises:
-        ValueError: it is not a datastore, or its manifest is broken.
+        ValueError: it is no datastore, or its manifest is damaged.
     """
     file = path / "manifest.json"
     if not file.is_file():
@@ -175,7 +181,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     manifest = read_model(Manifest, file, "build the datastore again")
     if manifest.tokens < 1:
-        raise ValueError(f"{path}: the datastore is empty; build it again from files that hold text")
+        raise ValueError(f"{path}: the datastore is empty; build it again from files with text")
     if manifest.format != _FORMAT:
         raise ValueError(
             f"{file}: format {manifest.format!r} was expected to be {_FORMAT!r}; build the datastore again"
@@ -184,10 +190,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def open_datastore(path: Path, codec: TextCodec | None = None) -> Datastore:
-    """Map a datastore into memory, for a target with this tokenizer.
+    """Map a datastore into memory, for a target with the tokenizer of `codec`.
 
     Raises:
-        ValueError: there is none, a file of it is broken, or it was built with another tokenizer.
+        ValueError: there is none, a file is damaged, or it was built with another tokenizer.
     """
     manifest = read_manifest(path)
     if codec is not None and manifest.fingerprint != tokenizer_fingerprint(codec):

@@ -1,1 +1,1 @@
-"""Between characters and tokens: tokenizers, chat templates, and incremental detokenization."""
+"""Tokenizers, chat templates, incremental detokenization and stop strings."""

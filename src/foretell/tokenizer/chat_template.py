@@ -1,8 +1,8 @@
-"""Chat templates: Jinja programs that come with a model, run in a sandbox that bounds what they may cost.
+"""Chat templates: Jinja programs of a model, rendered in a sandbox with limits on memory and time.
 
-A template is untrusted input. Jinja's sandbox keeps it away from Python; the limits below keep it from using up memory
-and time. Every value that a template makes is measured when it is made, every loop iteration and every call is counted,
-and a deadline stops the rest.
+A template is untrusted input. Jinja's sandbox prevents access to Python; the limits below bound memory and time: the
+size of every value that a template computes is checked, loop iterations and calls are counted, and a deadline stops
+everything else.
 """
 
 import functools
@@ -21,18 +21,18 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_TEMPLATE_CHARS = 1 << 18
-"""Longest template that is compiled; published ones stay below 40,000 characters."""
+"""Longest template that is compiled; published templates have fewer than 40,000 characters."""
 MAX_VALUE_BYTES = 1 << 20
-"""Memory of the largest value that a template may make, and of its output, for a short conversation."""
+"""Memory of the largest value that a template may compute, and of its output, for a short conversation."""
 MAX_TOTAL_BYTES = 1 << 28
-"""Memory of all values together that one rendering may make, for a short conversation."""
+"""Memory of all values together that one rendering may compute, for a short conversation."""
 MAX_STEPS = 1 << 20
 """Loop iterations and calls of one rendering of a short conversation."""
 MAX_SECONDS = 5.0
 """Longest time of one rendering of a short conversation; published templates take milliseconds."""
 SHORT_CONVERSATION_BYTES = 1 << 16
-"""The limits grow in proportion to the conversation from this size on: some published templates read it once for every
-message.
+"""Above this size of the conversation the limits grow in proportion to it: some published templates read the whole
+conversation for every message.
 """
 MAX_INTEGER_BITS = 1 << 12
 MAX_FILTER_NUMBER = 1 << 12
@@ -41,8 +41,9 @@ MAX_FIELD_CHARS = 1000
 """Largest width or precision in a format string."""
 MAX_CHAR_BYTES = 4
 REPR_FACTOR = 10
-"""A character is written with at most as many by `repr`."""
+"""Most characters that `repr` writes for one character."""
 MAX_REASON_CHARS = 300
+"""Characters of an error message of a template that are shown."""
 
 _METHODS = frozenset((
     "bit_length", "capitalize", "casefold", "copy", "count", "endswith", "find", "get", "index", "is_integer",
@@ -51,25 +52,25 @@ _METHODS = frozenset((
     "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase",
     "title", "upper", "values",
 ))  # fmt: skip
-"""Methods of built-in types whose result is not larger than what they are given."""
+"""Methods of built-in types whose result is not larger than their input."""
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill"))
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
-"""Filters whose cost is not bounded here; chat templates have no use for them."""
+"""Filters without a bound on their cost; chat templates do not need them."""
 _SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate")
 """Filters that take a width, a count or a precision."""
 _WIDE_FIELD = re.compile(r"\d{4}|\*|:[^{}]*\{")
 _COMPILER_ARGUMENTS = ("_loop_vars", "_block_vars")
-"""Arguments that compiled templates pass on beside those of the template."""
+"""Arguments that compiled templates add to those of the template."""
 _STEP, _MEASURED = " step", " measured"
-"""Names of our own filters: a template cannot write a name with a space."""
+"""Names of internal filters; a template cannot use a name with a space."""
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """A template asks for more memory or time than a template may use."""
+    """A template exceeds a limit on memory or time."""
 
 
 class _Budget:
-    """What one rendering has used, of a limit that grows with the conversation."""
+    """The limits of one rendering, which grow with the conversation, and what it has used of them."""
 
     def __init__(self, input_bytes: int) -> None:
         scale = 1 + input_bytes / SHORT_CONVERSATION_BYTES
@@ -78,7 +79,7 @@ class _Budget:
         self.deadline = time.monotonic() + self.seconds
 
     def step(self, size: int = 0) -> None:
-        """Count a loop iteration or a call, and the bytes that it writes."""
+        """Count a loop iteration or a call, and the bytes that it outputs."""
         self.steps -= 1
         self.spend(size)
         if self.steps < 0:
@@ -87,23 +88,23 @@ class _Budget:
             raise TemplateLimitError(f"it takes more than {self.seconds:.0f} seconds")
 
     def spend(self, size: int) -> None:
-        """Count bytes of a value that was made."""
+        """Count the bytes of a value."""
         self.total -= size
         if self.total < 0:
             raise TemplateLimitError("it makes more values than are allowed")
 
     def check_size(self, size: int) -> None:
-        """Refuse a value of more bytes than allowed."""
+        """Raise `TemplateLimitError` for a value of more bytes than allowed."""
         if size > self.max_value:
             raise TemplateLimitError(f"it makes a value of more than {self.max_value:,} bytes")
 
     def measure(self, value: Any) -> Any:
-        """The value itself, counted and found small enough."""
+        """Count and check a value, and return it."""
         self.spend(self.full_size(value, 0))
         return value
 
     def full_size(self, value: Any, before: int) -> int:
-        """Bytes of a value written out in full (what it refers to twice counts twice), added to `before`."""
+        """Bytes of a value with all its elements (those that it contains twice count twice), added to `before`."""
         size = before + sys.getsizeof(value)
         if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
             raise TemplateLimitError("it makes a number that is too large")
@@ -123,14 +124,14 @@ _BUDGET: ContextVar[_Budget] = ContextVar("budget")
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace with a text that does not grow with its attributes."""
+    """Jinja's namespace with a `repr` that does not grow with its attributes."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a limit on what is computed in it."""
+    """Jinja's sandbox with limits on every computation."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
@@ -139,7 +140,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols"],
-            optimized=False,  # nothing is computed when a template is compiled
+            optimized=False,  # Constant folding would compute values before they can be checked.
             finalize=_output,
         )
         self.filters["tojson"] = lambda x, **_: json.dumps(x, ensure_ascii=False)
@@ -196,7 +197,7 @@ def _raise_exception(message: str) -> None:
 
 @jinja2.pass_context
 def _output(context: Any, value: Any) -> Any:
-    """Count what is written (`pass_context` keeps Jinja from doing it when the template is compiled)."""
+    """Count a value that is output (`pass_context` prevents the evaluation of constants at compile time)."""
     return _BUDGET.get().measure(value)
 
 
@@ -209,15 +210,19 @@ def _measure(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    """Bytes of a value written out in full, at most the limit."""
+    """Bytes of a value with all its elements.
+
+    Raises:
+        TemplateLimitError: more than the limit.
+    """
     return _BUDGET.get().full_size(value, 0)
 
 
 def _checked_arguments(owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a method of a built-in type.
+    """The arguments of a call of a method of a built-in type.
 
     Raises:
-        TemplateLimitError: the result may be too large.
+        TemplateLimitError: the result may be too large, or the method is not allowed.
     """
     budget = _BUDGET.get()
     if name == "replace" and len(args) >= 2:
@@ -280,10 +285,10 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _Instrument(NodeTransformer):
-    """Adds the counting of loops, and of the values that no call or operator makes."""
+    """Inserts filters that count loop iterations, and values that no call or operator computes."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """The node, or what takes its place."""
+        """The node, or its replacement."""
         node = super().generic_visit(node)
         if isinstance(node, nodes.For):
             written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -318,7 +323,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is no Jinja template: {_reason(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], bos: str = "", eos: str = "") -> str:
-        """The conversation as the model reads it, up to where the assistant answers.
+        """The text of the conversation with the generation prompt.
 
         Raises:
             ValueError: the template refuses the conversation, fails on it, or exceeds a limit.
@@ -337,7 +342,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template was stopped: {_reason(error)}") from error
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {_reason(error)}") from error
-        except Exception as error:  # a template can raise whatever its expressions raise
+        except Exception as error:  # The expressions of a template can raise anything.
             raise ValueError(
                 f"the chat template fails on this conversation: {type(error).__name__}: {_reason(error)}"
             ) from error

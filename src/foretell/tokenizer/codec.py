@@ -1,27 +1,25 @@
-"""Between characters and tokens: the tokenizer, the chat template, and text that streams without splitting a
-character.
-"""
+"""A tokenizer together with its model's chat template."""
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
 from foretell.tokenizer.chat_template import ChatTemplate
+from foretell.tokenizer.stream import Detokenizer
 
 Message = Mapping[str, str]
 """A turn of a conversation: `role` (system, user, assistant) and `content`."""
 
 _CONTENT_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
-"""Code points that Unicode keeps free of characters, for the use of programs."""
+"""Code points that Unicode reserves for the internal use of programs."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +32,22 @@ class TextCodec:
     eos: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of raw text; `special`: add what the tokenizer puts around a prompt.
+        """Token ids of raw text; `add_special_tokens`: with the special tokens that the tokenizer adds to a prompt.
 
         Raises:
-            ValueError: the text holds a lone surrogate.
+            ValueError: the text contains a lone surrogate.
         """
         return list(self.tokenizer.encode(_checked_text(text), add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Message], allow_special_tokens: bool = False) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers.
+        """Token ids of a conversation with the generation prompt.
 
-        The template's own special tokens are encoded as such. What looks like one inside a message is ordinary text,
-        unless `allow_special_tokens`.
+        Special tokens of the template are encoded as such. The text of a special token inside a message is encoded as
+        ordinary text unless `allow_special_tokens`.
 
         Raises:
             ValueError: a message without role or content, no chat template, or the template refuses the conversation.
@@ -61,17 +59,19 @@ class TextCodec:
         return self._encode_with_special_text(messages)
 
     def user_turn_prefix(self) -> list[int]:
-        """Token ids of a conversation up to where the user speaks: what a model continues that writes its own
-        questions.
+        """Token ids of a conversation up to the content of the first user message: a model that continues them writes
+        a question.
 
         Raises:
             ValueError: the model has no chat template.
         """
-        return self.encode(self._render([{"role": "user", "content": _CONTENT_MARK}]).split(_CONTENT_MARK)[0], add_special_tokens=False)
+        return self.encode(
+            self._render([{"role": "user", "content": _CONTENT_MARK}]).split(_CONTENT_MARK)[0], add_special_tokens=False
+        )
 
     def _render(self, messages: Sequence[Message]) -> str:
         if self.chat_template is None:
-            raise ValueError("this model has no chat template: use raw text (--raw)")
+            raise ValueError("this model has no chat template: give raw text (`foretell generate --raw`)")
         return self._template.render(messages, self.bos or "", self.eos or "")
 
     @cached_property
@@ -80,28 +80,30 @@ class TextCodec:
 
     @cached_property
     def _special_token_pattern(self) -> re.Pattern[str] | None:
-        """What matches the text of a special token."""
+        """A pattern that matches the text of every special token."""
         texts = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special and t.content]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
     @cached_property
     def _matches_normalized_text(self) -> bool:
-        """Whether the tokenizer looks for some special token in text that it has normalized first."""
+        """Whether the tokenizer searches normalized text for a special token."""
         added = self.tokenizer.get_added_tokens_decoder().values()
         return self.tokenizer.normalizer is not None and any(t.special and t.normalized for t in added)
 
     def _contains_special_token(self, text: str) -> bool:
         if self._special_token_pattern is None:
             return False
-        normalized = self.tokenizer.normalizer.normalize_str(_checked_text(text)) if self._matches_normalized_text else ""
+        normalized = (
+            self.tokenizer.normalizer.normalize_str(_checked_text(text)) if self._matches_normalized_text else ""
+        )
         return bool(self._special_token_pattern.search(text) or self._special_token_pattern.search(normalized))
 
     def _encode_with_special_text(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation whose messages hold the text of special tokens.
+        """Token ids of a conversation whose messages contain the text of special tokens.
 
-        While the template runs, a placeholder stands for each such text. The special tokens left in its output are the
-        template's own: they are renamed, and a tokenizer that knows them by their new names alone encodes the output
-        with the messages' text put back.
+        The template is rendered with a placeholder for each such text. The special tokens in its output are then those
+        of the template: they are renamed, the placeholders are replaced by the messages' text, and a tokenizer that
+        knows the special tokens by their new names only encodes the result.
         """
         assert self._special_token_pattern is not None
         tokenizer, names, ids = self._with_renamed_special_tokens
@@ -121,8 +123,8 @@ class TextCodec:
 
     @cached_property
     def _with_renamed_special_tokens(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """The tokenizer with its special tokens under names that no text holds, those names, and its own ids of these
-        tokens.
+        """The tokenizer with its special tokens renamed to random texts, the new names by old name, and the original
+        ids by new id.
         """
         state, key = json.loads(self.tokenizer.to_str()), secrets.token_hex(16)
         special = {t["content"]: t["id"] for t in state["added_tokens"] if t["special"]}
@@ -142,14 +144,14 @@ class TextCodec:
         found = {text: renamed.token_to_id(name) for text, name in names.items()}
         return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
 
-    def detokenizer(self) -> "Detokenizer":
-        """A fresh incremental decoder."""
+    def detokenizer(self) -> Detokenizer:
+        """A new incremental detokenizer."""
         return Detokenizer(self.decode, self._run_tokens)
 
     @cached_property
     def _run_tokens(self) -> frozenset[int]:
-        """Where single bytes have tokens (`<0x0A>`, Hugging Face's ByteFallback decoder): these, and the tokens that
-        decoding leaves out.
+        """Tokens whose text depends on their neighbours: of a ByteFallback decoder the tokens of single bytes
+        (`<0x0A>`), and the special tokens, which decoding leaves out. Empty for other decoders.
         """
         decoder = self.tokenizer.decoder
         if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
@@ -160,17 +162,17 @@ class TextCodec:
 
 
 def _checked_text(text: str) -> str:
-    """The text itself.
+    """The text unchanged.
 
     Raises:
-        ValueError: it holds a lone surrogate.
+        ValueError: it contains a lone surrogate.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = f"U+{ord(text[error.start]):04X}"
         raise ValueError(
-            f"the text holds {code}, which is no character (half of a surrogate pair, or a byte that is not UTF-8); "
+            f"the text contains {code}, which is no character (half of a surrogate pair, or a byte that is not UTF-8); "
             f"remove it"
         ) from None
     return text
@@ -178,75 +180,10 @@ def _checked_text(text: str) -> str:
 
 def _check_message(number: int, message: Message) -> None:
     if not isinstance(message, Mapping) or not all(isinstance(x, str) for x in message.values()):
-        raise ValueError(f"message {number} is no mapping of texts: give it as {{'role': 'user', 'content': '...'}}")
+        raise ValueError(f"message {number} is no mapping of strings: give it as {{'role': 'user', 'content': '...'}}")
     for key in ("role", "content"):
         if key not in message:
             raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
-
-
-class Detokenizer:
-    """Turns a growing list of tokens into text that never takes back a character and never splits one.
-
-    Decodes a short window of tokens around the edge; a tail that is not yet a whole character is held until it is. A
-    run of `run_tokens`, whose text depends on the whole run, is held until another token ends it. So the text is that
-    of all tokens decoded at once, however many come at a time.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
-        self._decode, self._run_tokens = decode, run_tokens
-        self._tokens: list[int] = []
-        self._start = 0
-        self._done = 0
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens complete."""
-        self._tokens.extend(tokens)
-        end = len(self._tokens)
-        while end > self._done and self._tokens[end - 1] in self._run_tokens:
-            end -= 1
-        if end == self._done:
-            return ""
-        known = self._decode(self._tokens[self._start : self._done])
-        text = self._decode(self._tokens[self._start : end])
-        if len(text) <= len(known) or text.endswith("\ufffd"):
-            return ""
-        self._start, self._done = self._done, end
-        return text[len(known) :]
-
-    def finish(self) -> str:
-        """What was held back, as it stands."""
-        text = self._decode(self._tokens[self._start :])[len(self._decode(self._tokens[self._start : self._done])) :]
-        self._start = self._done = len(self._tokens)
-        return text
-
-
-class StopStrings:
-    """Cuts streamed text at the first stop string, holding back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [s for s in stops if s]
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string was met."""
-        if not self._stops:
-            return text, False
-        self._held += text
-        hits = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
-        if hits:
-            shown, self._held = self._held[: min(hits)], ""
-            return shown, True
-        longest = max(
-            (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
-            default=0,
-        )
-        shown, self._held = self._held[: len(self._held) - longest], self._held[len(self._held) - longest :]
-        return shown, False
-
-    def finish(self) -> str:
-        """What was held back: no stop string came of it."""
-        text, self._held = self._held, ""
-        return text
 
 
 def from_directory(path: Path) -> TextCodec:
@@ -269,13 +206,13 @@ def from_directory(path: Path) -> TextCodec:
     if (path / "chat_template.jinja").is_file():
         template = (path / "chat_template.jinja").read_text("utf-8")
     if not isinstance(template, str | None):
-        raise ValueError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, found {template!r:.80}")
+        raise ValueError(f"{path / 'tokenizer_config.json'}: chat_template must be a string, found {template!r:.80}")
 
     def token(name: str) -> str | None:
         value = raw.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if not isinstance(value, str | None):
-            raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a text, found {value!r:.80}")
+            raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a string, found {value!r:.80}")
         return value
 
     return TextCodec(_read_tokenizer(file), template, token("bos_token"), token("eos_token"))
@@ -297,100 +234,4 @@ def _read_tokenizer(file: Path) -> Tokenizer:
         raise ValueError(f"{file}: damaged tokenizer ({error}); download it again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
-
-
-def from_gguf(meta: Mapping[str, Any]) -> TextCodec:
-    """Build the tokenizer that a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
-
-    Raises:
-        ValueError: another kind of tokenizer, or a damaged one.
-    """
-    kind = meta.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(
-            f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)"
-        )
-    try:
-        return _from_gguf(meta)
-    except Exception as error:  # tokenizers raises nothing narrower
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the tokenizer in this GGUF file is damaged ({type(error).__name__}: {reason}); download the file again"
-        ) from error
-
-
-def _from_gguf(meta: Mapping[str, Any]) -> TextCodec:
-    tokens: list[str] = list(meta["tokenizer.ggml.tokens"])
-    types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
-    vocab = {t: i for i, t in enumerate(tokens)}
-    if meta["tokenizer.ggml.model"] == "gpt2":
-        merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
-        tokenizer = Tokenizer(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
-        )
-        tokenizer.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")))
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer = _sentencepiece(
-            tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0))
-        )
-    control, user_defined = 3, 4
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == control]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == user_defined]
-    )
-
-    def token(name: str) -> str | None:
-        index = meta.get(f"tokenizer.ggml.{name}_token_id")
-        return None if index is None else tokens[int(index)]
-
-    bos = token("bos")
-    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", False):
-        first = (bos, int(meta["tokenizer.ggml.bos_token_id"]))
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:0", [first])
-    return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
-
-
-def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if kind in ("default", "gpt-2"):
-        return byte_level
-    from tokenizers import Regex
-
-    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + numbers
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Tokenizer:
-    """SentencePiece BPE: a pair merges into a known piece, better scores first."""
-    vocab = {t: i for i, t in enumerate(tokens)}
-    merges = []
-    for piece, score in zip(tokens, scores, strict=True):
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-score, vocab[left], left, right))
-    merges.sort(key=lambda m: (m[0], m[1]))
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(m[2], m[3]) for m in merges],
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer

@@ -1,11 +1,11 @@
-"""Unknown names get a suggestion."""
+"""Error messages for unknown names."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not among `known`, with the nearest that is."""
+    """The error for a name that is not among `known`; it suggests the nearest known name."""
     names = sorted(known)
     near = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f": did you mean {near[0]!r}? Known: " if near else "; known: "

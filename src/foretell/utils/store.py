@@ -1,4 +1,4 @@
-"""A folder that a run fills line by line, so that an interruption at any point loses nothing that was finished."""
+"""A folder to which a run appends records, so that an interruption loses no finished record."""
 
 import fcntl
 import json
@@ -18,14 +18,13 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class RunStore(Generic[R]):
-    """Settings and an append-only file of records in a folder, held by one process at a time.
+    """Settings and an append-only file of records in a folder, locked by one process at a time.
 
-    Opened on a folder that has records already, it goes on with them; what an interruption left of a last line is cut
-    off.
+    A folder that has records already is continued; an incomplete last line, left by an interruption, is removed.
 
     Raises:
-        ValueError: another process is writing there, the folder belongs to a run with other settings, or a record in it
-            is damaged.
+        ValueError: another process is writing there, the folder belongs to a run with other settings, or a record is
+            damaged.
     """
 
     def __init__(self, folder: Path, settings: BaseModel, kind: type[R]) -> None:
@@ -48,7 +47,7 @@ class RunStore(Generic[R]):
             raise
 
     def _check_settings(self, settings: BaseModel) -> None:
-        """Note the settings, or check that they are those of the records here."""
+        """Write the settings, or check that they are those of the folder."""
         path, wanted = self.folder / SETTINGS_FILE, settings.model_dump(mode="json")
         if not path.is_file():
             path.write_text(json.dumps(wanted, indent=1))
@@ -63,23 +62,23 @@ class RunStore(Generic[R]):
                 )
 
     def append(self, record: R) -> None:
-        """Keep a record; when this returns it is on its way to the disk as one whole line."""
+        """Append a record; it is handed to the operating system as one line before this returns."""
         self._file.write(record.model_dump_json() + "\n")
         self._file.flush()
         self.records.append(record)
 
     def clear(self) -> None:
-        """Drop all records, for whoever has put them elsewhere."""
+        """Remove all records, after the caller has moved them elsewhere."""
         self._file.truncate(0)
         self.records = []
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Close the file and release the lock."""
         self._file.close()
         self._lock.close()
 
     def __enter__(self) -> "RunStore[R]":
-        """Open for the length of a block."""
+        """The store itself."""
         return self
 
     def __exit__(
@@ -90,7 +89,7 @@ class RunStore(Generic[R]):
 
 
 def read_settings(folder: Path, kind: type[R]) -> R:
-    """The settings that a folder was filled with.
+    """The settings of the run in a folder.
 
     Raises:
         ValueError: the folder holds no run of this kind.
@@ -104,27 +103,27 @@ def read_settings(folder: Path, kind: type[R]) -> R:
 def read_records(folder: Path, kind: type[R], repair: bool = False) -> Iterator[R]:
     """The records of a folder in the order of writing.
 
-    A last line without an end was interrupted: left out, and with `repair` cut off.
+    An incomplete last line is left out, and with `repair` removed from the file.
 
     Raises:
-        ValueError: a whole line is no such record.
+        ValueError: a complete line is no such record.
     """
     path = folder / RECORDS_FILE
     if not path.is_file():
         return
     raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if repair and len(whole) < len(raw):
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if repair and len(complete) < len(raw):
         with path.open("r+b") as file:
-            file.truncate(len(whole))
-    for number, line in enumerate(whole.splitlines(), 1):
+            file.truncate(len(complete))
+    for number, line in enumerate(complete.splitlines(), 1):
         yield validate_json(
             kind, line, f"{path}, line {number}: a damaged record", "delete that line to measure it again"
         )
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file; when this returns it is on the disk."""
+    """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,4 +1,4 @@
-"""Reads JSON and checks what it holds: one reader and one wording of errors for the whole package."""
+"""Reads and validates JSON, with one wording of errors for the whole package."""
 
 import math
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ Model = TypeVar("Model", bound=BaseModel)
 _SHOWN = 60
 """Characters of a wrong value that an error message shows."""
 MAX_INTEGER = 2**31 - 1
-"""Largest integer of a configuration: sizes, counts and token ids of models are below it."""
+"""Largest integer of a configuration: sizes, counts and token ids of models are smaller."""
 
 
 def parse_json(text: str | bytes, source: str = "", remedy: str = "") -> Any:
-    """The value of a JSON text. `source` names it in errors, `remedy` says what to do about a damaged one.
+    """The value of a JSON text. Error messages begin with `source` and end with `remedy`, what to do.
 
     Raises:
-        ValueError: not UTF-8, not JSON, nested too deeply, or a string with half a surrogate pair.
+        ValueError: not UTF-8, not JSON, nested too deeply, or a string with a lone surrogate.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -34,7 +34,7 @@ def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, or contains no JSON object.
     """
     return parse_object(_read(path), str(path), remedy)
 
@@ -43,7 +43,7 @@ def parse_object(text: str | bytes, source: str = "", remedy: str = "") -> dict[
     """The JSON object of a text; see `parse_json`.
 
     Raises:
-        ValueError: the text is no JSON, or another value.
+        ValueError: the text is no JSON, or its value is no object.
     """
     value = parse_json(text, source, remedy)
     if not isinstance(value, dict):
@@ -52,10 +52,10 @@ def parse_object(text: str | bytes, source: str = "", remedy: str = "") -> dict[
 
 
 def validate(kind: type[Model], value: object, source: str = "", remedy: str = "") -> Model:
-    """The value as a model of pydantic.
+    """The value as a pydantic model.
 
     Raises:
-        ValueError: it does not fit; the sentence names the key and what was found.
+        ValueError: it is invalid; the message names the key and what was found.
     """
     try:
         return kind.model_validate(value)
@@ -64,10 +64,10 @@ def validate(kind: type[Model], value: object, source: str = "", remedy: str = "
 
 
 def validate_json(kind: type[Model], text: bytes, source: str = "", remedy: str = "") -> Model:
-    """The same from JSON, parsed by pydantic in one go.
+    """The JSON text as a pydantic model, parsed and validated by pydantic in one step.
 
     Raises:
-        ValueError: not JSON, or it does not fit.
+        ValueError: not JSON, or invalid.
     """
     try:
         return kind.model_validate_json(text)
@@ -76,16 +76,16 @@ def validate_json(kind: type[Model], text: bytes, source: str = "", remedy: str 
 
 
 def read_model(kind: type[Model], path: Path, remedy: str = "") -> Model:
-    """The model of pydantic that a JSON file describes.
+    """The contents of a JSON file as a pydantic model.
 
     Raises:
-        ValueError: the file cannot be read, is no JSON, or does not fit.
+        ValueError: the file cannot be read, is no JSON, or is invalid.
     """
     return validate_json(kind, _read(path), str(path), remedy)
 
 
 def explain(error: ValidationError) -> str:
-    """The first complaint of pydantic: key, reason and what was found."""
+    """The first error of pydantic: key, reason and what was found."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
@@ -98,36 +98,36 @@ def explain(error: ValidationError) -> str:
 
 
 def show(value: object) -> str:
-    """A value in an error message, cut where it is long."""
+    """A value for an error message, shortened if it is long."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # An integer of thousands of digits cannot be written out.
+    except (ValueError, RecursionError):  # Python refuses the `repr` of an integer of thousands of digits.
         text = type(value).__name__
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 class Fields:
-    """Typed access to the keys of a foreign configuration. A key that is null counts as missing.
+    """Typed access to the keys of a configuration of another program. A key that is null counts as missing.
 
-    Every method takes names in order of preference, and raises `ValueError` with the source, the key and what was
-    found: the key is missing and there is no default, or its value is of another type or out of range.
+    Every method takes the names of a key in order of preference. It raises `ValueError` with the source, the key and
+    what was found if the key is missing without a default, or if its value has another type or is out of range.
     """
 
     def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self.raw, self.source, self._prefix = raw, source, prefix
 
     def has(self, *names: str) -> bool:
-        """Whether one of the keys is there."""
+        """Whether one of the keys is present."""
         return any(self.raw.get(name) is not None for name in names)
 
     def require(self, *names: str) -> None:
-        """All of these keys are there."""
+        """Check that all of these keys are present."""
         missing = [repr(self._prefix + name) for name in names if not self.has(name)]
         if missing:
             raise ValueError(f"{self.source}: the configuration has no {', '.join(missing)}; is it complete?")
 
     def integer(self, *names: str, default: int | None = None, least: int = 0, most: int = MAX_INTEGER) -> int:
-        """A whole number within bounds; 8.0 counts as 8."""
+        """An integer within bounds; 8.0 is read as 8."""
         name, value = self._find(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value % 1:
             raise self.wrong(name, "an integer", value)
@@ -170,7 +170,7 @@ class Fields:
         return tuple(self._list(names, str, "a list of strings"))
 
     def integers(self, *names: str) -> tuple[int, ...]:
-        """A list of whole numbers, or a single one; empty where it is missing."""
+        """A list of integers, or a single one; empty where it is missing."""
         return tuple(self._list(names, int, "an integer or a list of integers"))
 
     def numbers(self, name: str) -> tuple[float, ...]:
@@ -189,7 +189,7 @@ class Fields:
         return Fields(value, self.source, f"{self._prefix}{name}.")
 
     def wrong(self, name: str, wanted: str, found: object) -> ValueError:
-        """The error about a key whose value is not what it should be."""
+        """The error for a key with an invalid value."""
         return ValueError(f"{self.source}: {self._prefix}{name} should be {wanted}, found {show(found)}")
 
     def objects(self, *names: str) -> tuple["Fields", ...]:

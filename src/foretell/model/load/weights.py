@@ -188,7 +188,7 @@ def gguf_config(file: GGUF) -> ModelConfig:
     """The configuration of the model in a GGUF file.
 
     Raises:
-        ValueError: see `from_gguf`.
+        ValueError: see `codec_from_gguf`.
     """
     divisors = file.load_tensor("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
     return from_gguf(file.metadata, str(file.path), divisors, tied="output.weight" not in file.tensors)

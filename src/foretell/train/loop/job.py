@@ -188,7 +188,9 @@ def _setup(
 ) -> RecipeSetup:
     c, dtype = model.config, dtype_of(settings)
     decoder = plain_decoder(model.network, dtype)
-    embedding_and_head = model.checkpoint.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
+    embedding_and_head = (
+        model.checkpoint.embedding_and_head(dtype) if decoder is None else embedding_and_head_of(decoder)
+    )
     card = TargetInfo(name=model.name, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
     if init_folder is not None and settings.draft_vocab is None:
         draft_tokens = load_own(init_folder, embedding_and_head).token_of

@@ -1,4 +1,4 @@
-"""The datastore: every look-up equals brute force, documents stay apart, and bad files are told in a sentence."""
+"""The datastore: every look-up equals brute force, matches end with their document, and damage is one sentence."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.retrieval.datastore import Datastore, read_manifest, tokenizer_fingerprint, join_documents, open_datastore, write_datastore
+from foretell.retrieval.datastore import (
+    Datastore,
+    join_documents,
+    open_datastore,
+    read_manifest,
+    tokenizer_fingerprint,
+    write_datastore,
+)
 from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
-from words import word_codec
+from word_codec import word_codec
 
 END = int(SEPARATOR)
 documents = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=6)
@@ -28,7 +35,7 @@ def arrays(*texts: Sequence[int]) -> list[np.ndarray]:
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(1, 9), st.sampled_from([0, 1 << 7, 1 << 15, (1 << 31) - 8]))
 def test_suffixes_are_sorted_to_the_depth(texts: list[list[int]], depth: int, offset: int) -> None:
-    """Up to the first separator: no pattern holds one, so nothing depends on what stands behind.
+    """Compared up to the first separator: no pattern contains one.
 
     The offset varies how many tokens fit a key.
     """
@@ -100,11 +107,13 @@ def test_a_written_datastore_reads_as_the_one_in_memory(tmp_path: Path) -> None:
     assert (
         len(store) == 10 and store.depth == 4 and isinstance(np.load(tmp_path / "new/store/tokens.npy", "r"), np.memmap)
     )
-    assert store.longest_suffix([1, 2], 4, 1) == Datastore.from_documents([t.tolist() for t in texts], 4).longest_suffix([1, 2], 4, 1)
+    assert store.longest_suffix([1, 2], 4, 1) == Datastore.from_documents(
+        [t.tolist() for t in texts], 4
+    ).longest_suffix([1, 2], 4, 1)
     assert [f.name for f in (tmp_path / "new").iterdir()] == ["store"]
 
 
-def test_the_fingerprint_is_of_the_tokens_not_of_the_file() -> None:
+def test_the_fingerprint_depends_on_the_tokens_only() -> None:
     assert tokenizer_fingerprint(word_codec("a", "b")) == tokenizer_fingerprint(word_codec("a", "b"))
     assert tokenizer_fingerprint(word_codec("a", "b")) != tokenizer_fingerprint(word_codec("b", "a"))
 
@@ -141,7 +150,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_told_in_a_sentence(name: str, tmp_path: Path) -> None:
+def test_damage_is_one_sentence(name: str, tmp_path: Path) -> None:
     act, message = DAMAGES[name]
     write_datastore(tmp_path / "store", arrays([1, 2, 3]), word_codec("a"), "m")
     act(tmp_path / "store")
@@ -156,7 +165,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         open_datastore(tmp_path / "store", word_codec("b"))
 
 
-def test_nothing_is_left_behind_where_writing_fails(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="exists already"):
         write_datastore(tmp_path / "there", arrays([1]), word_codec("a"), "m")

@@ -1,4 +1,4 @@
-"""The catalogue says what its methods are: the columns are those of the parts, and an option is read or refused."""
+"""The catalogue: columns follow from the parts of a method, and unknown options are errors."""
 
 import re
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from command import run_foretell
 from foretell.bench.competitor import MethodSpec
-from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, registry
+from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, installed_methods, registry
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions
 from foretell.catalogue.registry import find
@@ -47,7 +48,9 @@ def test_columns_are_those_of_the_parts_that_are_built(entry: Entry, variant: Va
 
 def test_every_method_is_described() -> None:
     for entry in BUILT_IN:
-        assert entry.family in FAMILIES and entry.description.endswith(".") and entry.when_to_use.endswith("."), entry.name
+        assert entry.family in FAMILIES and entry.description.endswith(".") and entry.when_to_use.endswith("."), (
+            entry.name
+        )
         assert entry.papers or entry.name == "autoregressive"
         assert all(o.description.endswith(".") and o.type for o in entry.option_list()), entry.name
         assert all(re.fullmatch(r"(\d{4}\.\d{5})?", p.arxiv) for p in entry.papers)
@@ -105,7 +108,9 @@ def test_any_key_of_the_json_is_an_option() -> None:
 
 
 def test_names_of_other_engines_are_aliases() -> None:
-    read = find("eagle3").parse_options({"speculative_num_steps": 3, "speculative_eagle_topk": 2, "num_speculative_tokens": 9})
+    read = find("eagle3").parse_options(
+        {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "num_speculative_tokens": 9}
+    )
     assert read == EagleTreeOptions(num_steps=3, eagle_topk=2, num_draft_tokens=9)
 
 
@@ -135,7 +140,7 @@ def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
         MethodSpec.parse("plain@4")
 
 
-def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
+def test_the_drafter_beside_retrieval_has_its_own_options() -> None:
     method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
     assert isinstance(method.tree, RetrievalOrModel)
     assert method.tree.model_shape == DynamicTree(7, 10, 60) and method.tree.trie.budget == 9
@@ -147,7 +152,7 @@ def test_what_stands_beside_retrieval_reads_its_own_options() -> None:
     assert isinstance(early, RetrievalOrModel) and early.model_shape == Chain(2, draw=False, confidence=0.4)
 
 
-def test_schedules_and_drawn_trees() -> None:
+def test_schedules_and_fixed_trees() -> None:
     adaptive = build("draft_model", context(drafts=1), {"num_assistant_tokens_schedule": "heuristic"})
     assert isinstance(adaptive.tree, AdaptiveChain) and isinstance(adaptive.draft, DraftModel)
     fixed = build("eagle2", context("eagle"), {"acceptance": [0.5, 0.2], "num_draft_tokens": 6}).tree
@@ -156,18 +161,33 @@ def test_schedules_and_drawn_trees() -> None:
     assert chain == Chain(3, draw=False)
 
 
-def test_methods_of_other_packages_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Entry(
-        name="mine", family="retrieval", description="-", when_to_use="-", drafter=BUILT_IN[0].drafter,
-        shape=BUILT_IN[0].shape,
-        acceptor=BUILT_IN[0].acceptor, builder=BUILT_IN[0].builder,
-    )  # fmt: skip
+MINE = Entry(
+    name="mine",
+    family="retrieval",
+    description="-",
+    when_to_use="-",
+    drafter=BUILT_IN[0].drafter,
+    shape=BUILT_IN[0].shape,
+    acceptor=BUILT_IN[0].acceptor,
+    builder=BUILT_IN[0].builder,
+)
 
-    def points(loaded: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name="mine", value="some.module:ENTRY", load=lambda: loaded)]
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: points(mine))
-    assert catalogue()["mine"] is mine and find("mine").options is MethodOptions
-    monkeypatch.setattr(registry, "entry_points", lambda group: points("no entry"))
-    with pytest.raises(ValueError, match=r"mine = some\.module:ENTRY names no foretell\.catalogue.Entry"):
-        catalogue()
+def test_methods_of_other_packages_are_found_and_broken_ones_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> object:
+        raise ImportError("no module\nnamed torch_plus")
+
+    points = [
+        SimpleNamespace(name="broken", value="broken.module:ENTRY", load=fail),
+        SimpleNamespace(name="text", value="some.module:NAME", load=lambda: "no entry"),
+        SimpleNamespace(name="mine", value="good.module:ENTRY", load=lambda: MINE),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    assert catalogue()["mine"] is MINE and find("mine").options is MethodOptions
+    first, second = installed_methods().problems
+    assert "broken = broken.module:ENTRY" in first and "(ImportError: no module named torch_plus); upgrade or" in first
+    assert "text = some.module:NAME" in second and "no foretell.catalogue.Entry" in second
+    with pytest.raises(ValueError, match=r"unknown method 'broken'.*no module named torch_plus"):
+        find("broken")
+    shown = run_foretell("methods", "--json")
+    assert shown.exit_code == 0 and '"mine"' in shown.stdout and shown.stderr.count("foretell: the method") == 2

@@ -1,4 +1,4 @@
-"""Which small models a method drafts with: those that were named, trained or not, else the installed one."""
+"""The draft models of a method: those that were named, trained or not, else the installed one."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretell.catalogue import BuildContext, build, speculators
-from foretell.catalogue.speculators import require_draft_models, require_draft_predictor, find_draft_models
+from foretell.catalogue.speculators import find_draft_models, require_draft_models, require_draft_predictor
 from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
 from foretell.engine.engine import Request
 from foretell.model.compress import DecoderTransform
@@ -18,18 +18,18 @@ from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 
 
-def parts(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> BuildContext:
+def build_context(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> BuildContext:
     return BuildContext(VOCAB, target(), drafts, speculators=tuple(speculator(k) for k in kinds))
 
 
-def test_a_trained_draft_is_a_small_model_over_its_own_tokens() -> None:
-    (runner,) = require_draft_models(parts("draft_model"))
+def test_a_trained_draft_model_has_a_reduced_vocabulary() -> None:
+    (runner,) = require_draft_models(build_context("draft_model"))
     assert isinstance(runner, DecoderRunner) and isinstance(runner.network, ReducedVocabulary) and runner.vocab == VOCAB
-    assert isinstance(require_draft_predictor(parts("draft_model")), DraftModel)
+    assert isinstance(require_draft_predictor(build_context("draft_model")), DraftModel)
 
 
 def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() -> None:
-    both = parts("draft_model", "draft_model", drafts=(DecoderRunner(sibling()),))
+    both = build_context("draft_model", "draft_model", drafts=(DecoderRunner(sibling()),))
     method = build("specinfer", both)
     assert isinstance(method.draft, MixtureDrafter) and len(method.draft.drafters) == 3
     requests = [Request(random_tokens(5 + i, seed=i), max_new_tokens=9) for i in range(3)]
@@ -37,19 +37,19 @@ def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() ->
 
 
 def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:
-    with pytest.raises(ValueError, match="drafts with small models, and a speculator of another kind was named"):
-        build("draft_model", parts("medusa"))
+    with pytest.raises(ValueError, match="drafts with draft models, and a speculator of another kind was named"):
+        build("draft_model", build_context("medusa"))
     with pytest.raises(ValueError, match=r"several trained speculators were named .* drafts with one; name one"):
-        build("online", parts("draft_model", "draft_model"))
+        build("online", build_context("draft_model", "draft_model"))
     with pytest.raises(
         ValueError, match=r"train one with `foretell train draft_model`, or name one with --draft-model DIR; layer_skip"
     ):
-        build("draft_model", parts())
+        build("draft_model", build_context())
 
 
-def test_tolerant_blocks_draft_with_heads_or_small_models_as_named() -> None:
-    assert isinstance(build("blockwise_lossy", parts("blockwise")).draft, HeadsDrafter)
-    assert isinstance(build("blockwise_lossy", parts("draft_model")).draft, DraftModel)
+def test_blockwise_lossy_drafts_with_heads_or_draft_models() -> None:
+    assert isinstance(build("blockwise_lossy", build_context("blockwise")).draft, HeadsDrafter)
+    assert isinstance(build("blockwise_lossy", build_context("draft_model")).draft, DraftModel)
 
 
 class RandomCheckpoint(Checkpoint):

@@ -1,11 +1,11 @@
-"""Files as documents: what counts as one, and that tokenising many at once, in parts, changes nothing that matters."""
+"""Documents of files, and their tokens, which do not depend on pieces and batches."""
 
 from pathlib import Path
 
 import pytest
 
 from foretell.retrieval.corpus import NotTextError, find_files, read_documents, tokenize_documents
-from words import word_codec
+from word_codec import word_codec
 
 
 def test_files_are_documents_and_lines_of_json_too(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_documents_stay_whole_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretell.retrieval.corpus._PIECE", 20)
-    monkeypatch.setattr("foretell.retrieval.corpus._BATCH", 3)
+    monkeypatch.setattr("foretell.retrieval.corpus._PIECE_CHARACTERS", 20)
+    monkeypatch.setattr("foretell.retrieval.corpus._BATCH_PIECES", 3)
     codec = word_codec("a", "b", "c")
     texts = ["a b\n" * 30, "", "c", "b " * 25, *["a c"] * 9]
     assert [d.tolist() for d in tokenize_documents(texts, codec)] == [codec.encode(t) for t in texts]

@@ -1,4 +1,4 @@
-"""The reader of JSON and of configurations: whatever a file holds, one sentence with its name."""
+"""JSON and configurations: every invalid value is one sentence with the name of its source."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_files_that_are_not_there_or_hold_something_else(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"hidden": "x"}, r"^c\.json: hidden: input should be a valid integer.*, found 'x'$"),
         ({"hidden": 0}, "hidden: input should be greater than or equal to 1, found 0"),
@@ -58,8 +58,8 @@ def test_files_that_are_not_there_or_hold_something_else(tmp_path: Path) -> None
         ([], r"c\.json: input should be .*, found \[\]"),
     ],
 )
-def test_a_validation_error_names_the_key_and_what_was_found(value: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_validation_error_names_the_key_and_what_was_found(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         validate(Sizes, value, "c.json")
 
 
@@ -79,6 +79,6 @@ def test_keys_are_typed_bounded_and_named() -> None:
         (lambda: read.objects("e")[0].integer("f"), r"c.json: e\.0\.f should be an integer, found 1.5"),
         (lambda: read.require("a", "d", "z"), "has no 'd', 'z'"),
     )
-    for call, said in wrong:
-        with pytest.raises(ValueError, match=said):
+    for call, message in wrong:
+        with pytest.raises(ValueError, match=message):
             call()

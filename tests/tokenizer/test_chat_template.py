@@ -18,27 +18,44 @@ LARGE = "{% set x = 'a' * 99999 %}"
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 'a' * 10**10 }}", "{{ 10**10 * 'a' }}", "{{ [1] * 10**10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 10**10 * 'a' ~ "
-                                                                                                 "'b' }}",
-        DOUBLING.replace("VALUE", "n.x + n.x"), DOUBLING.replace("VALUE", "n.x ~ n.x"), DOUBLING.replace("VALUE",
-        "[n.x, n.x]"),
-        DOUBLING.replace("VALUE", "(n.x, n.x)"), DOUBLING.replace("VALUE", "{'a': n.x, 'b': n.x}"),
-        DOUBLING.replace("VALUE", "dict(a=n.x, b=n.x)"), DOUBLING.replace("VALUE", "n.x.replace('a', 'aa')"),
-        "{{ 'a'.ljust(10**10) }}", "{{ 'a'|center(10**10) }}", "{{ ('a'|attr('zfill'))(10**10) }}", "{{ "
-                                                                                                    "'\\t'.expandtabs(10**10) }}",
-        "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '%9999999999d'|format(1) }}", "{{ "
-                                                                                                  "'{:9999999999}'.format(1) }}",
-        "{{ '{:{w}}'.format(1, w=10**9) }}", LARGE + "{{ ('{0}' * 99999).format(x) }}",
-        LARGE + "{{ x.replace('a', x) }}", LARGE + "{{ x|replace('', x) }}", LARGE + "{{ x.join(x) }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**10 * 'a' }}",
+        "{{ [1] * 10**10 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 10**10 * 'a' ~ 'b' }}",
+        DOUBLING.replace("VALUE", "n.x + n.x"),
+        DOUBLING.replace("VALUE", "n.x ~ n.x"),
+        DOUBLING.replace("VALUE", "[n.x, n.x]"),
+        DOUBLING.replace("VALUE", "(n.x, n.x)"),
+        DOUBLING.replace("VALUE", "{'a': n.x, 'b': n.x}"),
+        DOUBLING.replace("VALUE", "dict(a=n.x, b=n.x)"),
+        DOUBLING.replace("VALUE", "n.x.replace('a', 'aa')"),
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ 'a'|center(10**10) }}",
+        "{{ ('a'|attr('zfill'))(10**10) }}",
+        "{{ '\\t'.expandtabs(10**10) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (10**9, 1) }}",
+        "{{ '%9999999999d'|format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=10**9) }}",
+        LARGE + "{{ ('{0}' * 99999).format(x) }}",
+        LARGE + "{{ x.replace('a', x) }}",
+        LARGE + "{{ x|replace('', x) }}",
+        LARGE + "{{ x.join(x) }}",
         LARGE + "{{ x|join(x) }}",
-        LARGE + "{{ range(9999)|map('replace', '9', x)|list }}", LARGE + "{{ (x|replace('a', 'a\\n'))|indent(x) }}",
+        LARGE + "{{ range(9999)|map('replace', '9', x)|list }}",
+        LARGE + "{{ (x|replace('a', 'a\\n'))|indent(x) }}",
         LARGE + "{% macro f() %}{{ varargs|string }}{% endmacro %}{{ f(x,x,x,x,x,x,x,x,x,x,x,x) }}",
-        "{{ 'a'|indent(10**10) }}", "{{ 1|round(10**10) }}", "{{ [1]|slice(10**9)|list }}", "{{ 1.to_bytes(10**10, "
-                                                                                            "'big') }}",
-        "{{ [[1]]|sum(start=[]) }}", "{% for i in range(99999) %}" + "a" * 200 + "{% endfor %}",
+        "{{ 'a'|indent(10**10) }}",
+        "{{ 1|round(10**10) }}",
+        "{{ [1]|slice(10**9)|list }}",
+        "{{ 1.to_bytes(10**10, 'big') }}",
+        "{{ [[1]]|sum(start=[]) }}",
+        "{% for i in range(99999) %}" + "a" * 200 + "{% endfor %}",
         "{% for i in range(99999) %}{% set x %}" + "a" * 9999 + "{% endset %}{% endfor %}",
     ],
-)  # fmt: skip
+)
 def test_no_template_makes_a_large_value(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_VALUE_BYTES", 1 << 17)
     started = time.process_time()
@@ -74,16 +91,24 @@ def test_a_template_that_does_not_end_is_stopped_by_the_clock(monkeypatch: pytes
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(10**12) %}{% endfor %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ none.x.y }}", "{{ "
-                                                                                                      "lipsum(n=10**9) "
-                                                                                                      "}}",
-        "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(10**12) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ 'a' + 1 }}",
+        "{{ none.x.y }}",
+        "{{ lipsum(n=10**9) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% include 'x' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'x'|nosuch }}",
-        "{% if %}", "{{ " + "(" * 5000, "{% if 1 %}" * 3000, "{{ " + "9" * 9999 + " }}",
+        "{% if %}",
+        "{{ " + "(" * 5000,
+        "{% if 1 %}" * 3000,
+        "{{ " + "9" * 9999 + " }}",
         "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
-        "a" * (MAX_TEMPLATE_CHARS + 1), "{{ raise_exception('long ' * 1000) }}",
+        "a" * (MAX_TEMPLATE_CHARS + 1),
+        "{{ raise_exception('long ' * 1000) }}",
     ],
-)  # fmt: skip
+)
 def test_whatever_a_template_raises_is_one_sentence(source: str) -> None:
     with pytest.raises(ValueError, match=r"^the chat template ") as error:
         ChatTemplate(source).render([USER])
@@ -91,17 +116,16 @@ def test_whatever_a_template_raises_is_one_sentence(source: str) -> None:
 
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
-    "'\n'}}{% endfor %}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA_3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
-    "message['role'] + "
-    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = "
-    "bos_token + content %}"
-    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
-    "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -125,13 +149,16 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- endif %}
 {%- endfor %}"""
 GEMMA_3 = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
-    {%- if messages[0]['content'] is string -%}{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- endif -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
+    {%- endif -%}
     {%- set loop_messages = messages[1:] -%}
 {%- else -%}
     {%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}
 {%- endif -%}
 {%- for message in loop_messages -%}
-    {%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}{%- else -%}{%- set role = message['role'] -%}{%- endif -%}
+    {%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}
+    {%- else -%}{%- set role = message['role'] -%}{%- endif -%}
     {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
     {%- if message['content'] is string -%}{{ message['content'] | trim }}{%- elif message['content'] is iterable -%}
         {%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}
@@ -142,7 +169,8 @@ GEMMA_3 = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
 QWEN_3 = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>')) %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string
+        and not(message.content.startswith('<tool_response>')) %}
         {%- set ns.multi_step_tool = false %}
         {%- set ns.last_query_index = index %}
     {%- endif %}
@@ -157,7 +185,8 @@ QWEN_3 = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messag
             {%- set content = content.split('</think>')[-1].lstrip('\n') %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query_index and reasoning_content %}
-            {{- '<|im_start|>assistant\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content + '<|im_end|>\n' }}
+            {{- '<|im_start|>assistant\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n'
+                + content + '<|im_end|>\n' }}
         {%- else %}
             {{- '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}
         {%- endif %}
@@ -176,34 +205,59 @@ AGAIN = {"role": "user", "content": ' "é" \n'}
 @pytest.mark.parametrize(
     ("source", "messages", "text"),
     [
-        (CHATML, [USER, ANSWER],
-        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nSo. <|im_end|>\n"
-         "<|im_start|>assistant\n"),
-        (LLAMA_3, [SYSTEM, AGAIN], "<s><|start_header_id|>system<|end_header_id|>\n\nBe "
-                                   "brief.<|eot_id|><|start_header_id|>user<|end_header_id|>"
-         '\n\n"é"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'),
-        (MISTRAL, [SYSTEM, USER, ANSWER, AGAIN], "<s>[INST] Why?[/INST] <think>\nhm\n</think>\n\nSo.</s>[INST] Be "
-                                                 "brief.\n\n"
-         ' "é" \n[/INST]'),
-        (GEMMA_3, [SYSTEM, USER, ANSWER, AGAIN], "<s><start_of_turn>user\nBe "
-                                                 "brief.\n\nWhy?<end_of_turn>\n<start_of_turn>model\n"
-         '<think>\nhm\n</think>\n\nSo.<end_of_turn>\n<start_of_turn>user\n"é"<end_of_turn>\n<start_of_turn>model\n'),
-        (QWEN_3, [USER, ANSWER, AGAIN],
-        '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo. <|im_end|>\n<|im_start|>user\n "é" \n'
-         "<|im_end|>\n<|im_start|>assistant\n"),
-        ("{{ messages|tojson }}{{ '%s:%d'|format('a', 7) }}{{ '{}-{:.2f}'.format('b', 0.5) }}{{ 'c'.center(5) }}{{ '-' "
-         "* 4 }}", [USER],
-         '[{"role": "user", "content": "Why?"}]a:7b-0.50  c  ----'),
-        ("{{ messages|map(attribute='role')|join(', ') }}{{ 'a b'.replace(' ', '_') }}{{ ','.join(['x', 'y']) }}{{ "
-         "1|default(999999) }}",
-         [USER, ANSWER], "user, assistanta_bx,y1"),
-        ("{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}{% for k, v in "
-         "{'a': 1}.items() %}{{ k ~ v }}"
-         "{% endfor %}{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if loop.last %}{% break %}{% "
-         "endif %}{{ i }}{% endfor %}",
-         [USER], "123a1023"),
+        (
+            CHATML,
+            [USER, ANSWER],
+            "<|im_start|>user\nWhy?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\nhm\n</think>\n\nSo. <|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            LLAMA_3,
+            [SYSTEM, AGAIN],
+            "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            '<|start_header_id|>user<|end_header_id|>\n\n"é"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            MISTRAL,
+            [SYSTEM, USER, ANSWER, AGAIN],
+            '<s>[INST] Why?[/INST] <think>\nhm\n</think>\n\nSo.</s>[INST] Be brief.\n\n "é" \n[/INST]',
+        ),
+        (
+            GEMMA_3,
+            [SYSTEM, USER, ANSWER, AGAIN],
+            "<s><start_of_turn>user\nBe brief.\n\nWhy?<end_of_turn>\n"
+            "<start_of_turn>model\n<think>\nhm\n</think>\n\nSo.<end_of_turn>\n"
+            '<start_of_turn>user\n"é"<end_of_turn>\n<start_of_turn>model\n',
+        ),
+        (
+            QWEN_3,
+            [USER, ANSWER, AGAIN],
+            "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo. <|im_end|>\n"
+            '<|im_start|>user\n "é" \n<|im_end|>\n<|im_start|>assistant\n',
+        ),
+        (
+            "{{ messages|tojson }}{{ '%s:%d'|format('a', 7) }}{{ '{}-{:.2f}'.format('b', 0.5) }}"
+            "{{ 'c'.center(5) }}{{ '-' * 4 }}",
+            [USER],
+            '[{"role": "user", "content": "Why?"}]a:7b-0.50  c  ----',
+        ),
+        (
+            "{{ messages|map(attribute='role')|join(', ') }}{{ 'a b'.replace(' ', '_') }}"
+            "{{ ','.join(['x', 'y']) }}{{ 1|default(999999) }}",
+            [USER, ANSWER],
+            "user, assistanta_bx,y1",
+        ),
+        (
+            "{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+            "{% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %}"
+            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}"
+            "{% if loop.last %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            [USER],
+            "123a1023",
+        ),
     ],
-)  # fmt: skip
+)
 def test_published_templates_write_what_they_always_did(
     source: str, messages: Sequence[dict[str, str]], text: str
 ) -> None:

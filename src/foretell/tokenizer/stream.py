@@ -1,0 +1,70 @@
+"""Incremental detokenization and stop strings for streamed answers."""
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into text: the same text as that of all tokens decoded at once.
+
+    Decodes a window of the last tokens. An incomplete character at the end is held back until it is complete. A run of
+    `run_tokens`, whose text depends on the whole run, is held back until another token ends it.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
+        self._decode, self._run_tokens = decode, run_tokens
+        self._tokens: list[int] = []
+        self._window_start = 0
+        self._decoded = 0
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        self._tokens.extend(tokens)
+        end = len(self._tokens)
+        while end > self._decoded and self._tokens[end - 1] in self._run_tokens:
+            end -= 1
+        if end == self._decoded:
+            return ""
+        known = self._decode(self._tokens[self._window_start : self._decoded])
+        text = self._decode(self._tokens[self._window_start : end])
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self._window_start, self._decoded = self._decoded, end
+        return text[len(known) :]
+
+    def finish(self) -> str:
+        """The text that was held back, complete or not."""
+        known = self._decode(self._tokens[self._window_start : self._decoded])
+        text = self._decode(self._tokens[self._window_start :])
+        self._window_start = self._decoded = len(self._tokens)
+        return text[len(known) :]
+
+
+class StopStrings:
+    """Ends streamed text before the first stop string; holds back text that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [s for s in stops if s]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that can be shown now, and whether a stop string was found."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        hits = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
+        if hits:
+            shown, self._held = self._held[: min(hits)], ""
+            return shown, True
+        held_back = max(
+            (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
+            default=0,
+        )
+        end = len(self._held) - held_back
+        shown, self._held = self._held[:end], self._held[end:]
+        return shown, False
+
+    def finish(self) -> str:
+        """The text that was held back: it was not a stop string."""
+        text, self._held = self._held, ""
+        return text

@@ -1,0 +1,135 @@
+"""Incremental detokenization gives whole characters, and stop strings are found wherever they are cut."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from byte_level import byte_level
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from foretell.tokenizer.codec import TextCodec
+from foretell.tokenizer.stream import Detokenizer, StopStrings
+
+
+def as_bytes(tokens: Sequence[int]) -> str:
+    """A tokenizer with one token per byte."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def streamed(detokenizer: Detokenizer, tokens: Sequence[int], sizes: Sequence[int]) -> list[str]:
+    shown, at = list[str](), 0
+    for size in [*sizes, len(tokens)]:
+        shown.append(detokenizer.push(tokens[at : at + size]))
+        at = min(at + size, len(tokens))
+    return [*shown, detokenizer.finish()]
+
+
+TEXTS = ["plain", "größer als 5 € — ja", "日本語のテキスト", "👩‍👩‍👧 und 🇩🇪!", "e\u0301a\u0300"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@given(sizes=st.lists(st.integers(0, 4), max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_characters_are_never_split_and_nothing_is_lost(text: str, sizes: list[int]) -> None:
+    shown = streamed(Detokenizer(as_bytes), list(text.encode()), sizes)
+    assert "".join(shown) == text
+    assert all("\ufffd" not in part for part in shown)
+
+
+def test_a_byte_of_a_character_is_held_until_the_rest_comes() -> None:
+    detokenizer, euro = Detokenizer(as_bytes), list("€".encode())
+    assert [detokenizer.push([b]) for b in [65, *euro, 66]] == ["A", "", "", "€", "B"]
+
+
+def test_what_never_becomes_a_character_is_shown_at_the_end() -> None:
+    detokenizer = Detokenizer(as_bytes)
+    assert detokenizer.push([65, 0xE2]) + detokenizer.finish() == "A\ufffd"
+
+
+@pytest.mark.parametrize("text", [*TEXTS, " the thäte  that"])
+def test_a_byte_level_tokenizer_streams_its_own_text(text: str) -> None:
+    codec = byte_level()
+    tokens = codec.encode(text)
+    assert "".join(streamed(codec.detokenizer(), tokens, [1] * len(tokens))) == codec.decode(tokens) == text
+
+
+def test_spaces_between_words_survive_a_decoder_that_strips_the_first() -> None:
+    words = ["the", "cat", "sat"]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return " ".join(words[t] for t in tokens)
+
+    assert "".join(streamed(Detokenizer(decode), [0, 1, 2, 1], [1, 1, 1, 1])) == "the cat sat cat"
+
+
+@cache
+def byte_fallback(strip: bool) -> TextCodec:
+    """A tokenizer as SentencePiece models have: words, and a token per byte for all else; token 2 is left out of
+    text.
+    """
+    words = ["<unk>", "▁", "<end>", "▁a", "b", "▁▁", "é", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    tokenizer.add_special_tokens(["<end>"])
+    return TextCodec(tokenizer)
+
+
+LONE_BYTES = [7 + b for b in (0x0A, 0x0A, 0x41, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF, 0x20)]
+cuts = st.lists(st.integers(0, 5), max_size=40)
+
+
+@pytest.mark.parametrize("strip", [False, True])
+@given(tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, *LONE_BYTES]), max_size=25), sizes=cuts)
+@example(tokens=LONE_BYTES[-2:-5:-1] + LONE_BYTES[:1] + LONE_BYTES[-2:] + [3, 4], sizes=[1] * 8)
+@settings(max_examples=150, deadline=None)
+def test_bytes_that_are_no_character_stream_as_they_decode(strip: bool, tokens: list[int], sizes: list[int]) -> None:
+    codec = byte_fallback(strip)
+    assert "".join(streamed(codec.detokenizer(), tokens, sizes)) == codec.decode(tokens)
+
+
+@given(st.binary(max_size=25), cuts)
+@settings(max_examples=150, deadline=None)
+def test_a_byte_level_tokenizer_streams_any_bytes_as_they_decode(text: bytes, sizes: list[int]) -> None:
+    codec = byte_level()
+    letters = {
+        b: codec.tokenizer.token_to_id(c) for b, c in zip(text, pre_tokenizers.ByteLevel.alphabet(), strict=False)
+    }
+    tokens = [token for b in text if (token := letters.get(b)) is not None]
+    assert "".join(streamed(codec.detokenizer(), tokens, sizes)) == codec.decode(tokens)
+
+
+def test_a_run_of_bytes_is_shown_when_another_token_ends_it() -> None:
+    detokenizer, (newline, euro) = byte_fallback(False).detokenizer(), (17, [7 + b for b in "€".encode()])
+    assert [detokenizer.push([t]) for t in (4, newline, 4, *euro, 4)] == ["b", "", "\nb", "", "", "", "€b"]
+
+
+parts = st.lists(st.text("ab.", max_size=3), max_size=12)
+
+
+@given(parts, st.lists(st.text("ab.", min_size=1, max_size=3), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_text_ends_before_the_first_stop_string_however_it_arrives(pieces: list[str], stops: list[str]) -> None:
+    whole = "".join(pieces)
+    hits = [whole.find(s) for s in stops if s in whole]
+    watch, shown, stopped = StopStrings(stops), "", False
+    for piece in pieces:
+        part, stopped = watch.push(piece)
+        shown += part
+        assert whole.startswith(shown)
+        if stopped:
+            break
+    shown += "" if stopped else watch.finish()
+    assert stopped == bool(hits)
+    # Two stop strings may overlap: which ends the text first depends on which is complete first.
+    assert shown == whole if not hits else shown in {whole[:h] for h in hits}
+
+
+def test_only_the_beginning_of_a_stop_string_is_held_back() -> None:
+    watch = StopStrings(["END"])
+    assert watch.push("the E") == ("the ", False)
+    assert watch.push("N") == ("", False)
+    assert watch.push("T") == ("ENT", False)
+    assert watch.push(" END more") == (" ", True)
