@@ -112,7 +112,9 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
 
 
 def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:
-    """Recorded states are those that training would compute, also after an interruption; others are not in the cache."""
+    """Recorded states are those that training would compute, also after an interruption; others are not in the
+    cache.
+    """
     hidden_layers, folder = (1, 3), tmp_path / "set"
     fill(model, folder, 90, steps=40, hidden_layers=hidden_layers)
     fill(model, folder, 60)  # without them

@@ -85,7 +85,8 @@ def test_a_lack_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_what_was_trained_decodes(made: Path) -> None:
-    result = run_foretell("generate", "hello", "--model", tiny_target(), "--method", "mlp_speculator", "--draft-model", made,
+    result = run_foretell("generate", "hello", "--model", tiny_target(), "--method", "mlp_speculator", "--draft-model",
+    made,
     "--max-new-tokens", "8",
                       "--dtype", "float32")  # fmt: skip
     plain = run_foretell("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--dtype", "float32")

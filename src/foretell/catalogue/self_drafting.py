@@ -21,7 +21,7 @@ from foretell.catalogue.options import (
 )
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.compress import fake_quantize, identity
+from foretell.model.compress import fake_quantize, identity, magnitude_prune
 from foretell.model.influence import measure_influence
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip

@@ -53,7 +53,8 @@ def parse_hidden_layers(text: str, highest: int, option: str) -> tuple[int, ...]
 def compute_hidden_states(
     decoder: Decoder, token: Int[torch.Tensor, "b s"], hidden_layers: Sequence[int]
 ) -> tuple[Float[torch.Tensor, "b s d"], ...]:
-    """Hidden states of the target for whole sequences, padded at the end, in the dtype of its weights, without a KV cache.
+    """Hidden states of the target for whole sequences, padded at the end, in the dtype of its weights, without a KV
+    cache.
 
     Layers are numbered as in `Runner.forward`.
     """
