@@ -108,8 +108,8 @@ def test_what_counts_as_prose(text: str, wide: bool) -> None:
 def test_code_is_wrapped_at_120_columns() -> None:
     wide = [
         f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
-        for path in _files(".py", ".sh")
+        for path in _files(".py", ".sh", ".h", ".cpp", ".js", ".css", ".html")
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if len(line) > CODE
+        if len(re.sub(r"\s*# (type: ignore|noqa|fmt:).*$", "", line)) > CODE
     ]
     assert not wide, "\n".join(wide)

@@ -197,7 +197,7 @@ def test_trees_deeper_than_the_stages_are_refused() -> None:
     network = network_of(stages=3)
     for values in ({"num_steps": 4}, {"speculative_tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
                    {"draft_sample_method": "probabilistic", "num_speculative_tokens": 4}):  # fmt: skip
-        with pytest.raises(ValueError, match="3 stages and drafts no deeper, and 4 were asked for"):
+        with pytest.raises(ValueError, match="3 stages, one for each level, and 4 levels were asked for"):
             mlp_speculator_method(network, MLPSpeculatorOptions.from_values("mlp_speculator", dict(values)))
 
 

@@ -278,7 +278,7 @@ def test_a_damaged_line_of_the_journal_is_refused_in_a_sentence(line: str, tmp_p
 
 def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (small_set(tmp_path) / SETTINGS_FILE).write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"settings.json: damaged"):
+    with pytest.raises(ValueError, match=r"settings.json: not valid JSON"):
         Dataset.open(tmp_path)
 
 

@@ -225,7 +225,7 @@ def test_a_later_training_may_read_more_of_the_target(tmp_path: Path) -> None:
     other = {
         "options": {"inner": "32", "more_hidden_layers": "0,1"},
         "out": str(tmp_path / "d"),
-        "begin": str(tmp_path / "c"),
+        "init_from": str(tmp_path / "c"),
     }
     with pytest.raises(
         ValueError, match=r"reads layers \[3, 1, 0\] of the target, and \[3, 0, 1\] with these settings"

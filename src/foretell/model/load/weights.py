@@ -21,7 +21,8 @@ Tensor = torch.Tensor
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of readable weights, by their names in safetensors."""
 _QUANTIZED = re.compile(
-    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*|weight_(scale|packed|zero_point|shape|format).*"
+    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*"
+    r"|weight_(scale|packed|zero_point|shape|format).*"
     r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
 )
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
