@@ -176,3 +176,18 @@ def test_the_targets_sample_depends_on_the_position_only() -> None:
 def test_values_out_of_range_are_refused(name: str, value: float, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be {words}, found"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_the_nucleus_is_that_of_sorting_the_whole_vocabulary(temperature: float, top_p: float) -> None:
+    """Bit for bit, ties included: among equal probabilities the lower token ids are kept."""
+    generator = torch.Generator().manual_seed(7)
+    for step in (0.0, 0.5):
+        logits = 3 * torch.randn(4099, generator=generator)
+        logits = (logits / step).round() * step if step else logits
+        p = torch.softmax(logits.double() / temperature, -1)
+        ordered, index = p.sort(descending=True, stable=True)
+        expected = p.index_fill(-1, index[ordered.cumsum(-1) - ordered >= top_p], 0)
+        found = truncate_distribution(p, SamplingParams(temperature, top_p=top_p))
+        assert torch.equal(found, expected / expected.sum())

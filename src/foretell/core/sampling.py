@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 
 _MASK = (1 << 64) - 1
+_NUCLEUS_ROUNDING = 0.999
+"""Share of the bound on the probability of tokens outside the nucleus below which tokens are not sorted."""
 """64 bits."""
 
 
@@ -156,9 +158,12 @@ def truncate_distribution(p: Float[torch.Tensor, " v"], sampling: SamplingParams
         p = torch.where(p >= p.topk(sampling.top_k).values[-1], p, 0)
         p = p / p.sum()
     if sampling.top_p < 1:
-        ordered, index = p.sort(descending=True, stable=True)
-        dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
-        p = p.index_fill(-1, index[dropped], 0)
+        # All tokens below this probability weigh less than 1 - top_p together, so none of them is kept: only the others
+        # are sorted. The factor leaves room for rounding.
+        candidates = (p >= _NUCLEUS_ROUNDING * (1 - sampling.top_p) / p.shape[-1]).nonzero()[:, 0]
+        ordered, order = p[candidates].sort(descending=True, stable=True)
+        kept = candidates[order[ordered.cumsum(-1) - ordered < sampling.top_p]]
+        p = torch.zeros_like(p).index_copy_(0, kept, p[kept])
         p = p / p.sum()
     if sampling.min_p > 0:
         p = torch.where(p >= sampling.min_p * p.max(), p, 0)

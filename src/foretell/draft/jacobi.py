@@ -5,13 +5,12 @@ from itertools import accumulate
 from typing import Literal
 
 from foretell.core.context import Context, StepResult
+from foretell.core.sampling import Stream
 from foretell.distributions.processed import target_distributions
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
 InitialGuess = Literal["last", "random"]
-_STREAM = 1 << 30
-"""Stream of the random numbers for initial guesses."""
 _PRIOR = 0.3
 """Prior acceptance rate of every position."""
 
@@ -65,7 +64,9 @@ class JacobiDrafter(Retriever):
         sequence = context.sequences[i]
         if self.initial_guess == "last":
             return int(sequence.tokens[-1])
-        return int(sequence.tokens[int(context.rngs[i].uniform(sequence.length + ahead, _STREAM) * sequence.length)])
+        return int(
+            sequence.tokens[int(context.rngs[i].uniform(sequence.length + ahead, Stream.JACOBI) * sequence.length)]
+        )
 
     def observe(self, step: StepResult) -> None:
         """Compute the next iterate: the target's tokens after every guess that is not decided yet."""

@@ -6,12 +6,10 @@ import numpy as np
 import torch
 
 from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-
-_STREAM = (1 << 30) + 1
-"""Stream of the random numbers for the window's initial guesses."""
 
 
 class NgramPool:
@@ -158,7 +156,7 @@ class LookaheadDrafter(Retriever):
         start = sequence.length
 
         def guess() -> int:
-            return int(sequence.tokens[int(rng.uniform(start + next(draws), _STREAM) * start)])
+            return int(sequence.tokens[int(rng.uniform(start + next(draws), Stream.LOOKAHEAD) * start)])
 
         return _RequestState(
             LookaheadWindow(self.width, self.ngram - 1, guess), NgramPool(self.candidates), self.candidates
