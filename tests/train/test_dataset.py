@@ -112,7 +112,7 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
 
 
 def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:
-    """Recorded states are those that training would compute, also after an interruption; others are not in the cache."""
+    """Recorded states equal those that training computes, also after an interruption; others are not in the cache."""
     hidden_layers, folder = (1, 3), tmp_path / "set"
     fill(model, folder, 90, steps=40, hidden_layers=hidden_layers)
     fill(model, folder, 60)  # without them
@@ -276,7 +276,7 @@ def test_a_damaged_line_of_the_journal_is_refused_in_a_sentence(line: str, tmp_p
 
 def test_settings_nested_without_end_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (small_set(tmp_path) / HEADER).write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"settings.json: damaged"):
+    with pytest.raises(ValueError, match=r"settings.json: not valid JSON"):
         Dataset.open(tmp_path)
 
 

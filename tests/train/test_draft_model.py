@@ -126,7 +126,7 @@ def test_influential_blocks_keep_first_and_last() -> None:
         ({"layers": "9"}, "layers=9: the target has 4 blocks"),
         ({"blocks": "0,7"}, "blocks 0 to 3 of its target, found"),
         ({"blocks": "first"}, "write even, influence, or numbers such as 0,2,3"),
-        ({"loss": "kl"}, "loss=kl"),
+        ({"loss": "kl"}, "loss: input should be"),
         ({"lair": "3"}, "layers"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_in_a_sentence(lost: str, tm
     ("key", "value", "words"),
     [
         ("curve", [], "the curve does not have 1 steps"),
-        ("best", "high", "best: Input should be a valid number"),
+        ("best", "high", "best: .*nput should be a valid number"),
         ("step", 10**9, "the curve does not have"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words
         done.run(lambda: True)
     file = next(tmp_path.glob("checkpoint/step-*/state.json"))
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(ValueError, match=f"state.json: damaged .*{words}.* delete"):
+    with pytest.raises(ValueError, match=f"state.json: .*{words}.* delete"):
         trained(wanted)
 
 

@@ -80,7 +80,7 @@ def test_a_lack_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried 9"
         )
 
-    monkeypatch.setattr(MLPSpeculatorRecipe, "of", fail)
+    monkeypatch.setattr(MLPSpeculatorRecipe, "build", fail)
     assert "--set inner=32: not enough memory" in asked(tmp_path / "out")
 
 
