@@ -34,7 +34,7 @@ def test_all_of_it_is_small_and_described() -> None:
     assert sum(f.stat().st_size for f in FOLDER.rglob(WEIGHTS)) <= 40_000_000
     for kind in PACKAGE_KINDS:
         card = (FOLDER / kind / "README.md").read_text("utf-8")
-        for part in ("## Command", "## Data", "## Course", "## Questions that it never saw"):
+        for part in ("## Command", "## Data", "## Training curve", "## Questions that it never saw"):
             assert part in card, (kind, part)
         assert (FOLDER / kind / "curve.png").is_file() and (FOLDER / kind / "curve.csv").is_file()
 

@@ -193,7 +193,7 @@ def test_keeping_states_changes_rounding_only(tmp_path: Path) -> None:
 
 def test_training_begins_with_the_weights_of_an_earlier_speculator(tmp_path: Path) -> None:
     first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2))
-    second = trained(settings(tmp_path / "b", steps=2, begin=str(tmp_path / "a"), lr=1e-5, draft_vocab=None))
+    second = trained(settings(tmp_path / "b", steps=2, init_from=str(tmp_path / "a"), lr=1e-5, draft_vocab=None))
     assert losses(second)[0] < 0.95 * losses(first)[0]
     assert second.best >= first.best - 0.1
 
@@ -207,8 +207,8 @@ def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
         return list(tokens.tolist())
 
     first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2, draft_vocab=48))
-    trained(settings(tmp_path / "b", steps=1, begin=str(tmp_path / "a"), draft_vocab=None))
-    again = trained(settings(tmp_path / "c", steps=1, begin=str(tmp_path / "a"), draft_vocab=60))
+    trained(settings(tmp_path / "b", steps=1, init_from=str(tmp_path / "a"), draft_vocab=None))
+    again = trained(settings(tmp_path / "c", steps=1, init_from=str(tmp_path / "a"), draft_vocab=60))
     assert drafted("a") == drafted("b") and len(drafted("a")) == 48
     assert len(drafted("c")) == 60 and set(drafted("a")) < set(drafted("c"))
     assert losses(again)[0] < 0.95 * losses(first)[0]
@@ -216,7 +216,7 @@ def test_a_later_training_may_choose_other_tokens(tmp_path: Path) -> None:
 
 def test_a_later_training_may_read_more_of_the_target(tmp_path: Path) -> None:
     first = trained(settings(tmp_path / "a", steps=24, measure_every=0, lr=1e-2))
-    narrow = settings(tmp_path / "b", steps=1, begin=str(tmp_path / "a"), lr=1e-9, draft_vocab=None)
+    narrow = settings(tmp_path / "b", steps=1, init_from=str(tmp_path / "a"), lr=1e-9, draft_vocab=None)
     more = {"options": {"inner": "32", "more_hidden_layers": "1,0"}, "out": str(tmp_path / "c")}
     before, begun = losses(trained(narrow))[0], losses(trained(narrow.model_copy(update=more)))[0]
     # What it did not see weighs nothing at first.
@@ -235,14 +235,15 @@ def test_a_later_training_may_read_more_of_the_target(tmp_path: Path) -> None:
 
 def test_a_card_tells_of_the_trainings_that_it_began_from(tmp_path: Path) -> None:
     for name, begin in ("a", ""), ("b", "a"), ("c", "b"):
-        done = trained(settings(tmp_path / name, steps=2, begin=str(tmp_path / begin) if begin else "", draft_vocab=32))
+        done = trained(
+            settings(tmp_path / name, steps=2, init_from=str(tmp_path / begin) if begin else "", draft_vocab=32)
+        )
         write_card(done, f"foretell train to {name}")
     lines = (tmp_path / "c" / "README.md").read_text().splitlines()
     assert [line for line in lines if "# Started" in line] == ["## Started from `b`", "### Started from `a`"]
     assert [line for line in lines if "foretell train" in line] == [f"foretell train to {name}" for name in "cba"]
-    assert [line for line in lines if line.endswith(" curve")] == [
-        f"{level} Training curve" for level in ("##", "###", "####")
-    ]
+    curves = ["## Training curve", "### Training curve", "#### Training curve"]
+    assert [line for line in lines if line.endswith(" curve")] == curves
     assert sum("curve.png" in line for line in lines) == 1
 
 
