@@ -34,7 +34,7 @@ from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
-from foretell.tokenizer.gguf import codec_from_gguf as codec_from_gguf
+from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
 
@@ -50,8 +50,9 @@ def load(
     """Load a model.
 
     `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id
-    (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16 or int8; int8 quantises the weights and
-    so changes the target's distribution. `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
+    (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16 or int8, whose arithmetic
+    `foretell.model.backend` states; int8 quantises weights and activations, so it changes the target's distribution.
+    `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
     beyond it are read from the file in every pass, which makes a pass slow. Architectures that the own decoder does not
     support run through transformers, more slowly (extra `hf`).
 

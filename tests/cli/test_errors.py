@@ -116,6 +116,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         ("lacking", "config.json", b'{"model_type": "llama"}', "hidden_size"),
         ("tokenizer", "tokenizer.json", b"{}", "tokenizer.json"),
         ("settings", "tokenizer_config.json", b"{", "tokenizer_config.json"),
+        ("nested settings", "tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json"),
         ("index", "model.safetensors.index.json", b"{", "model.safetensors.index.json"),
         ("map", "model.safetensors.index.json", b"{}", "model.safetensors.index.json"),
     ):

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from foretell.utils.validation import explain
+
 
 class MethodOptions(BaseModel):
     """The options of a method; this class has none."""
@@ -36,12 +38,8 @@ class MethodOptions(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(p) for p in first["loc"])
-            message = first["msg"].removeprefix("Value error, ")
-            raise ValueError(
-                f"method {method}, {where}: {message}" if where else f"method {method}: {message}"
-            ) from error
+            separator = ", " if error.errors()[0]["loc"] else ": "
+            raise ValueError(f"method {method}{separator}{explain(error)}") from error
 
     @classmethod
     def _unknown_option(cls, method: str, key: str) -> ValueError:

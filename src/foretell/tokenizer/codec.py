@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from foretell.tokenizer.chat_template import ChatTemplate
 from foretell.tokenizer.stream import Detokenizer
+from foretell.utils.validation import read_json
 
 Message = Mapping[str, str]
 """A turn of a conversation: `role` (system, user, assistant) and `content`."""
@@ -219,12 +220,7 @@ def from_directory(path: Path) -> TextCodec:
 
 
 def _read_tokenizer_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file}: not a JSON object ({error}); download it again") from error
+    return read_json(file, "download it again") if file.is_file() else {}
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

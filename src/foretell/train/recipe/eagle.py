@@ -30,6 +30,7 @@ from foretell.train.objective.unrolled import (
 )
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_from_target
+from foretell.utils.validation import validate
 
 
 class EagleOptions(BaseModel):
@@ -205,7 +206,7 @@ def eagle_config(setup: RecipeSetup, kind: str, options: EagleOptions, more: dic
         "norm_eps": c.norm_eps,
         "rope": c.rope or RopeConfig(),
     }
-    return EagleConfig.model_validate(values | more)
+    return validate(EagleConfig, values | more, "--set")
 
 
 def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.Tensor, "b s"]:
