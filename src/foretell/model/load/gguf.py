@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.model.stored_matrix import KINDS, StoredMatrix
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -74,7 +76,8 @@ class GGUF:
             size = path.stat().st_size
             if size < 24:
                 raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Writable, so that torch makes tensors of it; what is written stays in this process.
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         cursor = _Cursor(self._data)
         if self._data[:4] != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
@@ -116,6 +119,17 @@ class GGUF:
         """Return the file's memory pages to the system; they are read again when needed."""
         if sys.platform == "linux":
             self._data.madvise(mmap.MADV_DONTNEED)
+
+    def stored_matrix(self, name: str) -> StoredMatrix | None:
+        """A view of the file's bytes of a matrix; None: not a matrix, or of a type that `Kind` does not have."""
+        from gguf.constants import GGMLQuantizationType
+
+        e = self.tensors[name]
+        kind = GGMLQuantizationType(e.ggml_type).name
+        if len(e.shape) != 2 or kind not in KINDS:
+            return None
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
+        return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1))
 
     def load_tensor(self, name: str) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, dequantised to float32."""

@@ -15,6 +15,7 @@ from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.linear import Linear
 from foretell.model.load.gguf import GGUF
 from foretell.model.moe import ExpertFeedForward
+from foretell.model.stored_matrix import StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
@@ -55,6 +56,14 @@ class Weights(ABC):
         if found is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
         return self._checked(name, found, shape)
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
+        """The matrix of this name and shape, as the file stores it.
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        return StoredMatrix.of(self.require(name, outputs, inputs))
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
@@ -204,20 +213,36 @@ class GGUFWeights(Weights):
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        gguf_name = _GGUF_NAMES.get(name)
+        gguf_name = self._name_in_file(name)
         if gguf_name is None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            stem, _, kind = rest.rpartition(".")
-            if stem not in self._block:
-                return None
-            gguf_name = f"blk.{layer}.{self._block[stem]}.{kind}"
-        if gguf_name not in self._file.tensors:
             return None
         tensor: Tensor = self._file.load_tensor(gguf_name)
-        if self._file.metadata["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            pairs = tensor.view(-1, self._config.head_dim // 2, 2, *tensor.shape[1:])
-            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
-        return tensor
+        return tensor[self._half_split_order(len(tensor))] if self._is_interleaved(name) else tensor
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
+        """The matrix of this name and shape, as the file stores it: a view of the mapped file where rows keep their
+        order. Storage types without a `Kind` are widened.
+        """
+        gguf_name = self._name_in_file(name)
+        found = None if gguf_name is None else self._file.stored_matrix(gguf_name)
+        if found is None or found.shape != (outputs, inputs):
+            return super().matrix(name, outputs, inputs)
+        return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+
+    def _name_in_file(self, name: str) -> str | None:
+        found = _GGUF_NAMES.get(name)
+        if found is None:
+            layer, _, rest = name.removeprefix("model.layers.").partition(".")
+            stem, _, kind = rest.rpartition(".")
+            found = f"blk.{layer}.{self._block.get(stem)}.{kind}"
+        return found if found in self._file.tensors else None
+
+    def _is_interleaved(self, name: str) -> bool:
+        """Whether the rows of a head are in llama.cpp's order: pairs of the two halves."""
+        return self._file.metadata["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
+
+    def _half_split_order(self, rows: int) -> Tensor:
+        return torch.arange(rows).view(-1, self._config.head_dim // 2, 2).transpose(1, 2).flatten()
 
     def release_pages(self) -> None:
         """Return the file's memory pages to the system."""

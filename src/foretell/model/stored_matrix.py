@@ -1,0 +1,95 @@
+"""Matrices as their checkpoint stores them: rows of quantised blocks, or of floats. They are widened on request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+
+Kind = Literal[
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"
+]  # fmt: skip
+"""Storage types, by their names in GGUF. `Q4_Z` is ours: 32 inputs in 20 bytes, float16 scale d and zero point z, then
+16 bytes of levels q in the order of Q4_0; a weight is d * (q - z). GPTQ and AWQ checkpoints become this type."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+BLOCKS: dict[Kind, tuple[int, int]] = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "MXFP4": (32, 17), "Q4_Z": (32, 20),
+}  # fmt: skip
+"""Inputs per block, and bytes per block."""
+FLOAT_KINDS: dict[Kind, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of the kinds that are not quantised."""
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [outputs, inputs] in the bytes of its checkpoint, often a view of a mapped file."""
+
+    kind: Kind
+    inputs: int
+    data: UInt8[torch.Tensor, "o bytes"]
+    """The rows, a whole number of blocks each."""
+
+    def __post_init__(self) -> None:
+        per_block, size = BLOCKS[self.kind]
+        if self.inputs % per_block or self.data.shape[1] != self.inputs // per_block * size:
+            raise ValueError(
+                f"a {self.kind} matrix of {self.inputs} inputs needs rows of whole blocks of {per_block}, "
+                f"found rows of {self.data.shape[1]} bytes"
+            )
+
+    @classmethod
+    def of(cls, tensor: Float[torch.Tensor, "o i"]) -> "StoredMatrix":
+        """A float tensor as it is; float64 becomes float32."""
+        kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
+        tensor = tensor.detach().contiguous()
+        if tensor.dtype not in kinds:
+            tensor = tensor.float()
+        return cls(kinds[tensor.dtype], tensor.shape[1], tensor.view(torch.uint8).view(len(tensor), -1))
+
+    @property
+    def outputs(self) -> int:
+        """Number of rows."""
+        return len(self.data)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.outputs, self.inputs
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the rows are blocks of integers with scales."""
+        return self.kind not in FLOAT_KINDS
+
+    def rows(self, index: Int[torch.Tensor, " n"]) -> "StoredMatrix":
+        """The rows of these indices, copied."""
+        return StoredMatrix(self.kind, self.inputs, self.data.index_select(0, index))
+
+    def widen(self) -> Float[torch.Tensor, "o i"]:
+        """The numbers: of a quantised matrix in float32, as `gguf.quants` computes them; else in the stored dtype."""
+        if not self.quantized:
+            return self.data.view(FLOAT_KINDS[self.kind])
+        data = np.ascontiguousarray(self.data.numpy())
+        if self.kind == "Q4_Z":
+            return _widen_q4_z(data)
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return torch.from_numpy(dequantize(data, GGMLQuantizationType[self.kind]).reshape(self.shape))
+
+
+def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
+    blocks = data.reshape(-1, BLOCKS["Q4_Z"][1])
+    scale, zero = (blocks[:, i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
+    levels = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1).astype(np.float32)
+    return torch.from_numpy((scale * (levels - zero)).reshape(len(data), -1))
+
+
+def widen_rows(parts: Sequence[StoredMatrix]) -> Float[torch.Tensor, "o i"]:
+    """Matrices of the same inputs, one below the other; in the common dtype of their numbers."""
+    return torch.cat([part.widen() for part in parts])
