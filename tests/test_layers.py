@@ -10,7 +10,7 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound", "model.activation"),
     (
         "core.tree",
         "model",
@@ -19,6 +19,7 @@ ORDER = [
         "model.embedding_and_head",
         "model.kv_cache",
         "model.linear",
+        "model.load.experts",
         "model.load.gguf",
         "model.moe",
         "model.rope",
