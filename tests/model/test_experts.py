@@ -67,7 +67,7 @@ def stored(kind: Kind, values: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
 
 def experts_of(name: str, key: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Views of a fused tensor of transformers: [experts, outputs, inputs] by name in GGUF."""
-    kind, gpt = key.rpartition("_bias")[1] and "bias" or "weight", name == "gpt_oss"
+    kind, gpt = "bias" if key.endswith("_bias") else "weight", name == "gpt_oss"
     if gpt and kind == "weight":
         tensor = tensor.transpose(1, 2)
     if "down" in key:
@@ -90,7 +90,8 @@ def write_gguf(path: Path, name: str, oracle: Any, kind: Kind) -> None:
         "vocab_size": c.vocab_size, "embedding_length": c.hidden_size, "block_count": c.num_hidden_layers,
         "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads, "key_length": c.head_dim or 16,
         "feed_forward_length": c.intermediate_size, "context_length": c.max_position_embeddings,
-        "layer_norm_rms_eps": c.rms_norm_eps, "rope_freq_base": c.rope_parameters["rope_theta"], "expert_count": 4, "expert_used_count": 2,
+        "layer_norm_rms_eps": c.rms_norm_eps, "rope_freq_base": c.rope_parameters["rope_theta"],
+        "expert_count": 4, "expert_used_count": 2,
         **({} if name == "mixtral" else {"expert_feed_forward_length": 32}),
         **({"expert_shared_feed_forward_length": 64} if name == "qwen2_moe" else {}),
         **({"sliding_window": 8, "rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0,
@@ -181,7 +182,7 @@ def test_a_layer_without_scales_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     tensors[f"{name}_blocks"] = hf_mxfp4(tensors.pop(name).transpose(1, 2))[0]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="no model.layers.0.mlp.experts.down_proj_scales"):
+    with pytest.raises(ValueError, match=r"no model\.layers\.0\.mlp\.experts\.down_proj_scales"):
         decoder_of(tmp_path)
 
 

@@ -531,7 +531,7 @@ def from_gguf(
         bos=next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
         eos=_gguf_eos(whole),
         # GGUF files hold Gemma's norm weights with the offset of 1 added.
-        **(dict(ARCHITECTURES[kind]) | {"norm_offset": 0.0, "tied": tied or gemma} | _GGUF_FIXED.get(kind, {})),
+        **{**ARCHITECTURES[kind], "norm_offset": 0.0, "tied": tied or gemma, **_GGUF_FIXED.get(kind, {})},
     )
 
 

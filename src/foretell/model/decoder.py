@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, gpt-oss and mixtures of experts by configuration.
+"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, gpt-oss and Mixtral by configuration.
 
 The modules hold weights only; key-value caches are arguments.
 """

@@ -259,8 +259,9 @@ class GGUFWeights(Weights):
         """
         found = self.get(name)
         if found is not None and shape[0] == 1 and found.shape == shape[1:]:
-            return found[None]
-        return super().require(name, *shape)
+            return found.unsqueeze(0)
+        checked: Tensor = super().require(name, *shape)
+        return checked
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it: a view of the mapped file where rows keep their
