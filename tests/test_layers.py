@@ -15,6 +15,7 @@ ORDER = [
         "core.tree",
         "model",
         "model.backend",
+        "model.cache",
         "model.config",
         "model.embedding_and_head",
         "model.kv_cache",

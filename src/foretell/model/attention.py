@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import PaddedLayout
@@ -35,7 +36,7 @@ class AttentionBackend(ABC):
 class CachedAttention(AttentionBackend):
     """Attention over a key-value cache, in the cache's dtype."""
 
-    def __init__(self, cache: KVCache, padded: PaddedLayout, config: ModelConfig) -> None:
+    def __init__(self, cache: Cache, padded: PaddedLayout, config: ModelConfig) -> None:
         self._cache, self._padded, self._config = cache, padded, config
 
     def attend(
@@ -47,10 +48,12 @@ class CachedAttention(AttentionBackend):
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
-        c, cache, padded = self._config, self._cache, self._padded
-        cache.write(layer, padded.row, padded.slot, k, v)
-        q = q.to(cache.k.dtype)
-        return padded_attention(q, layer, cache, padded, c.window_of(layer), c.scale, c.attention_softcap, sinks)
+        c, padded = self._config, self._padded
+        store, index = self._cache.store(layer)
+        assert isinstance(store, KVCache)
+        store.write(index, padded.row, padded.slot, k, v)
+        q = q.to(store.k.dtype)
+        return padded_attention(q, index, store, padded, c.window_of(layer), c.scale, c.attention_softcap, sinks)
 
 
 def padded_attention(

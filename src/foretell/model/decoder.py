@@ -16,6 +16,7 @@ from torch import nn
 from foretell.model.activation import Activation, gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
@@ -275,7 +276,7 @@ class Decoder(nn.Module):
     def _block_list(self) -> list[DecoderBlock]:
         return [b for b in self.blocks if isinstance(b, DecoderBlock)]
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
         return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
@@ -286,7 +287,7 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
         return self.run_padded(x, PaddedLayout.from_layout(layout, x.device), cache, blocks)
 
@@ -300,17 +301,17 @@ class Decoder(nn.Module):
         self,
         x: Float[torch.Tensor, "t d"],
         padded: PaddedLayout,
-        cache: KVCache,
+        cache: Cache,
         blocks: BlockRange,
     ) -> BlockOutput:
         """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
         return run_blocks(x, blocks, self.block, self._block_forward(padded, cache))
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[DecoderBlock]:
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""
         return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache)
 
-    def _block_forward(self, padded: PaddedLayout, cache: KVCache) -> BlockForward[DecoderBlock]:
+    def _block_forward(self, padded: PaddedLayout, cache: Cache) -> BlockForward[DecoderBlock]:
         c, attention = self.config, CachedAttention(cache, padded, self.config)
         full = rope_angles(self.rope_tables, padded.position)
         local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from foretell.model.backend import Backend
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import (
     BlockForward,
@@ -105,7 +106,7 @@ class NativeDecoder:
         x = self._head.gather_rows(token) if self._embeds_from_head else self._embedding.index_select(0, token).float()
         return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
         return BlockOutput(self._stack.run(x, layout, cache, *blocks))
 
@@ -134,7 +135,7 @@ class NativeDecoder:
         """Pack a block of the torch decoder as block `i`."""
         return self._stack.pack_block(i, block_weights(block))
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[PackedBlock]:
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[PackedBlock]:
         """The forward pass of a block over this layout and cache."""
         stack, tokens, memory = (
             self._stack,
@@ -156,7 +157,7 @@ class NativeDecoder:
         self,
         roots: Float[torch.Tensor, "b d"],
         trees: DynamicTrees,
-        cache: KVCache,
+        cache: Cache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
         """Grow trees below roots whose last layer's outputs are given; their keys are cached after the requests' own.
@@ -168,6 +169,7 @@ class NativeDecoder:
         """
         stack = self._stack
         check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
+        memory = stack.cache_struct(cache)
         invalid = build.library().foretell_decoder_trees(
             *(
                 stack.model,
@@ -178,9 +180,9 @@ class NativeDecoder:
                 self._norm.data_ptr(),
             ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
+            *(memory, *trees.output_addresses, torch.get_num_threads()),
         )
-        trees.check_result(invalid, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, memory.slots, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""

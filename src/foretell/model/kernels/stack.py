@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import PackedLinears, check_tensor
@@ -105,7 +106,7 @@ class NativeStack:
         return plain and rotary and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
-        self, x: Tensor, layout: Layout, cache: KVCache, first: int, last: int, attention_input: Tensor | None = None
+        self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, attention_input: Tensor | None = None
     ) -> Tensor:
         """Run blocks first .. last - 1 on the residual stream, float32 [t, hidden]; returns the result in a new tensor.
 
@@ -120,7 +121,7 @@ class NativeStack:
         self,
         x: Tensor,
         layout: Layout,
-        cache: KVCache,
+        cache: Cache,
         first: int,
         last: int,
         hidden_layers: Sequence[int] = (),
@@ -254,8 +255,9 @@ class NativeStack:
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         return structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
 
-    def cache_struct(self, cache: KVCache) -> structures.Cache:
+    def cache_struct(self, cache: Cache) -> structures.Cache:
         """A cache as an argument of the kernels."""
+        assert isinstance(cache, KVCache)
         layers, rows, _, slots, _ = cache.k.shape
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
         shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
