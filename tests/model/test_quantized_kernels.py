@@ -29,7 +29,9 @@ def random_blocks(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> Store
     blocks = rng.integers(0, 256, (outputs * inputs // per_block, size), dtype=np.uint8)
     for at in SCALES[kind]:
         numbers = rng.normal(0, 1e-2, len(blocks)).astype(np.float16)
-        numbers[:: 7 if at else 5] = rng.choice(np.array([0, 6e-8, -3e-6, 0.5], np.float16), len(numbers[:: 7 if at else 5]))
+        numbers[:: 7 if at else 5] = rng.choice(
+            np.array([0, 6e-8, -3e-6, 0.5], np.float16), len(numbers[:: 7 if at else 5])
+        )
         blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(110, 131, len(blocks))
