@@ -10,8 +10,8 @@ ARITHMETIC = {
         "bfloat16 embedding and cache; float32 residual stream, norms, softmax and logits"
     ),
     "int8-activations": (
-        "weights as the file has them; int8 inputs of products with quantised weights, one scale per 32 inputs; "
-        "bfloat16 other weights, embedding and cache; float32 residual stream, norms, softmax and logits"
+        "int8 activations, one scale per 32 inputs, times quantised weights as the file has them; "
+        "bfloat16 other weights and cache; float32 residual stream, norms, softmax and logits"
     ),
 }
 """Arithmetic of each precision; the same on every backend up to rounding."""

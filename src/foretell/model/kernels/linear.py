@@ -86,7 +86,7 @@ class PackedLinears:
         self._further: list[structures.Weight] = []
         """Structures of the second and further weights of a layer."""
         for weights, bias in layers:
-            biases = [None] * len(weights) if bias is None else bias.split([w.outputs for w in weights])
+            biases = [None] * len(weights) if bias is None else torch.split(bias, [w.outputs for w in weights])
             parts = [self._struct(w, next(words), b) for w, b in zip(weights, biases, strict=True)]
             for part, following in pairwise(parts):
                 part.next = ctypes.addressof(following)

@@ -12,8 +12,8 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activa
 PANEL_KINDS = (
     "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"
 )  # fmt: skip
-"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others are as in `StoredMatrix`."""
-OPERANDS: tuple[Precision, ...] = PRECISIONS
+"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
+OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 ABI_VERSION = 1

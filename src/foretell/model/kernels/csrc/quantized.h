@@ -124,7 +124,7 @@ struct Nibbles : Base {
     if (Base::kOffset) put_half(panel + kLevelWords * kPanel + kPanel / 2, output, block + 2);
   }
 
-  static Group read(const uint32_t* panel, int, int half) {
+  __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {
     Group g;
     unpack_nibbles(panel + kLanes * half, g.levels);
     if (kBits == 5) add_bits(panel + 4 * kPanel + kLanes * half, 4, g.levels);
@@ -142,7 +142,7 @@ using Q5_1 = Nibbles<5, Asymmetric, 0>;
 
 // d * (q - z): the second half-precision number of a group is z.
 struct Q4_Z : Q4_1 {
-  static Group read(const uint32_t* panel, int group, int half) {
+  __attribute__((always_inline)) static Group read(const uint32_t* panel, int group, int half) {
     Group g = Q4_1::read(panel, group, half);
     g.offset[0] = -(g.scale[0] * g.offset[0]);
     return g;
@@ -159,7 +159,7 @@ struct Q8_0 : Symmetric {
     }
     put_half(panel + 8 * kPanel, output, block);
   }
-  static Group read(const uint32_t* panel, int, int half) {
+  __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {
     Group g;
     for (int k = 0; k < kGroupWords; ++k) g.levels[k] = load<Word>(panel + kPanel * k + kLanes * half);
     g.scale[0] = g.scale[1] = load_halves(panel + 8 * kPanel + kLanes / 2 * half);
@@ -193,7 +193,7 @@ struct KBlock : Asymmetric {
       bytes[kPanel + output] = (uint8_t)(j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4);
     }
   }
-  static Group read(const uint32_t* panel, int j, int half) {
+  __attribute__((always_inline)) static Group read(const uint32_t* panel, int j, int half) {
     const uint32_t* group = panel + kUnits + j * kPerGroup;
     const uint8_t* bytes = (const uint8_t*)(group + kLevelWords * kPanel) + kLanes * half;
     Group g;
@@ -230,7 +230,7 @@ struct Q6_K {
     for (int j = 0; j < 16; ++j)
       ((uint8_t*)(panel + kUnits + j / 2 * kPerGroup + 6 * kPanel))[j % 2 * kPanel + output] = scales[j];
   }
-  static Group read(const uint32_t* panel, int j, int half) {
+  __attribute__((always_inline)) static Group read(const uint32_t* panel, int j, int half) {
     const uint32_t* group = panel + kUnits + j * kPerGroup;
     const int8_t* bytes = (const int8_t*)(group + 6 * kPanel) + kLanes * half;
     Group g;
@@ -251,7 +251,7 @@ struct MXFP4 : Symmetric {
     for (int i = 0; i < 32; ++i) pack_nibble(panel, output, i, i < 16 ? block[1 + i] & 15 : block[i - 15] >> 4);
     ((uint8_t*)(panel + 4 * kPanel))[output] = block[0];
   }
-  static Group read(const uint32_t* panel, int, int half) {
+  __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {
     Group g;
     unpack_nibbles(panel + kLanes * half, g.levels);
     for (int k = 0; k < kGroupWords; ++k) g.levels[k] = numbers(g.levels[k]);
@@ -283,13 +283,13 @@ size_t quantized_panel_words(int in) {
 
 // a and b of the 16 inputs from `first` on: weights are a * u + b.
 template <class K>
-Float offset_of(const Group& g, int part) {
+__attribute__((always_inline)) inline Float offset_of(const Group& g, int part) {
   return K::kOffset ? g.offset[0] : -(g.scale[part] * splat((float)K::kZero));
 }
 
 // Weights of 16 outputs for input i of a group.
 template <class K>
-Float widen(const Group& g, const Float* offset, int i) {
+__attribute__((always_inline)) inline Float widen(const Group& g, const Float* offset, int i) {
   const Word level = (g.levels[i / 4] >> (8 * (i % 4))) & splat(0xFFu);
   return fma(__builtin_convertvector((Int)level, Float), g.scale[i / 16], offset[i / 16]);
 }
@@ -388,7 +388,7 @@ struct QuantizedProduct {
     ((out[2 * T] = low[T], out[2 * T + 1] = high[T]), ...);
   }
 
-  static Float add(Float acc, const Group& g, const uint32_t* x) {
+  __attribute__((always_inline)) static Float add(Float acc, const Group& g, const uint32_t* x) {
     const Float scale = (Float)splat(x[Int8Blocks::kScale]);
     if constexpr (K::kTwoScales) {
       const int32_t first = (int32_t)x[Int8Blocks::kFirstSum], second = (int32_t)x[Int8Blocks::kSum] - first;
@@ -401,7 +401,7 @@ struct QuantizedProduct {
   }
 
   template <int kFrom, int kTo>
-  static Int dot(const Group& g, const uint32_t* x, int32_t start) {
+  __attribute__((always_inline)) static Int dot(const Group& g, const uint32_t* x, int32_t start) {
     Int sum = splat(start);
     for (int k = kFrom; k < kTo; ++k) sum = Int8::step(sum, g.levels[k], splat(x[k]));
     return sum;
