@@ -24,6 +24,7 @@ ORDER = [
         "model.load.gguf",
         "model.moe",
         "model.rope",
+        "model.rope_config",
         "model.stored_matrix",
         "model.training.chunked_attention",
     ),
