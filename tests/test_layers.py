@@ -18,6 +18,7 @@ ORDER = [
         "model.cache",
         "model.config",
         "model.embedding_and_head",
+        "model.expert_matrices",
         "model.kv_cache",
         "model.linear",
         "model.load.experts",

@@ -1,13 +1,13 @@
 """Reads the mixture-of-experts layers of checkpoints: one tensor per expert, or all experts of a layer in one."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from jaxtyping import Float, UInt8
 
 from foretell.model.config import ModelConfig
+from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
 from foretell.model.stored_matrix import StoredMatrix
 
 Tensor = torch.Tensor
@@ -26,49 +26,27 @@ class Weights(Protocol):
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix: ...  # noqa: D102
 
 
-@dataclass(frozen=True)
-class GatedMatrices:
-    """The matrices of a gated feed-forward network as the file stores them, and their biases (None: there are none)."""
-
-    gate: StoredMatrix
-    up: StoredMatrix
-    down: StoredMatrix
-    gate_bias: Float[Tensor, " f"] | None = None
-    up_bias: Float[Tensor, " f"] | None = None
-    down_bias: Float[Tensor, " d"] | None = None
-
-
-@dataclass(frozen=True)
-class RouterWeights:
-    """The router of a layer: its matrix, the bias of its logits, and the bias of its choice."""
-
-    matrix: Float[Tensor, "e d"]
-    bias: Float[Tensor, " e"] | None
-    selection_bias: Float[Tensor, " e"] | None
-
-
-def read_router(config: ModelConfig, prefix: str, weights: Weights) -> RouterWeights:
-    """The router of the layer whose names begin with `prefix`.
+def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> ExpertMatrices:
+    """The mixture of experts of the layer whose names begin with `prefix`; experts are read while they are iterated.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
     """
-    experts = config.experts
+    experts, hidden = config.experts, config.hidden
     assert experts is not None
-    name = f"{prefix}{_names(config)[0]}{'router' if config.architecture == 'gpt_oss' else 'gate'}"
-    return RouterWeights(
-        weights.require(f"{name}.weight", experts.count, config.hidden),
-        weights.require(f"{name}.bias", experts.count) if experts.router_bias else None,
-        weights.require(f"{name}.e_score_correction_bias", experts.count) if experts.selection_bias else None,
+    router = f"{prefix}{_names(config)[0]}{'router' if config.architecture == 'gpt_oss' else 'gate'}"
+    gate = f"{prefix}mlp.shared_expert_gate.weight"
+    return ExpertMatrices(
+        weights.require(f"{router}.weight", experts.count, hidden),
+        _read_experts(config, prefix, weights),
+        weights.require(f"{router}.bias", experts.count) if experts.router_bias else None,
+        weights.require(f"{router}.e_score_correction_bias", experts.count) if experts.selection_bias else None,
+        _read_shared_expert(config, prefix, weights) if experts.shared_ffn else None,
+        weights.require(gate, 1, hidden) if experts.shared_gate else None,
     )
 
 
-def read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
-    """The experts of the layer whose names begin with `prefix`, one after the other.
-
-    Raises:
-        ValueError: a tensor is missing or has another shape.
-    """
+def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
     experts = config.experts
     assert experts is not None
     stem, names = _names(config)
@@ -76,31 +54,20 @@ def read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator
         yield from _fused_experts(config, f"{prefix}mlp.experts.", weights)
         return
     for j in range(experts.count):
-        yield read_gated(weights, f"{prefix}{stem}experts.{j}.", names, experts.ffn, config.hidden, experts.bias)
+        yield _read_gated(weights, f"{prefix}{stem}experts.{j}.", names, experts.ffn, config.hidden, experts.bias)
 
 
-def read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices | None:
-    """The shared expert of the layer whose names begin with `prefix`; None: the architecture has none.
-
-    Raises:
-        ValueError: a tensor is missing or has another shape.
-    """
+def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices:
     experts = config.experts
     assert experts is not None
-    if not experts.shared_ffn:
-        return None
     name = "shared_expert" if config.architecture == "qwen2_moe" else "shared_experts"
-    return read_gated(weights, f"{prefix}mlp.{name}.", _COMMON[1], experts.shared_ffn, config.hidden, bias=False)
+    return _read_gated(weights, f"{prefix}mlp.{name}.", _COMMON[1], experts.shared_ffn, config.hidden, bias=False)
 
 
-def read_gated(
+def _read_gated(
     weights: Weights, prefix: str, names: tuple[str, str, str], ffn: int, hidden: int, bias: bool
 ) -> GatedMatrices:
-    """The matrices called `names` (gate, up, down) after `prefix`.
-
-    Raises:
-        ValueError: a tensor is missing or has another shape.
-    """
+    """The matrices called `names` (gate, up, down) after `prefix`."""
     sizes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
     matrices = (weights.matrix(f"{prefix}{n}.weight", *size) for n, size in zip(names, sizes, strict=True))
     biases = (

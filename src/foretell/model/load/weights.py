@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
+from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.linear import Linear
-from foretell.model.load.experts import GatedMatrices, read_experts, read_router, read_shared_expert
+from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.stored_matrix import StoredMatrix, widen_rows
@@ -385,21 +386,19 @@ def _experts(
         return linear((m.gate, m.up), m.gate_bias, m.up_bias)
 
     def wide(tensor: Tensor) -> Tensor:
-        """A number of the router, which stays in float32."""
+        """A tensor of the router or of a gate, which stay in float32."""
         placed = place(tensor)
         return placed if placed.dtype == torch.float64 else tensor.to(placed.device, torch.float32)
 
-    each = [(gate_up(m), linear((m.down,), m.down_bias)) for m in read_experts(c, prefix, weights)]
-    router, shared = read_router(c, prefix, weights), read_shared_expert(c, prefix, weights)
-    gate = None
-    if experts.shared_gate:
-        gate = Linear(place(weights.require(f"{prefix}mlp.shared_expert_gate.weight", 1, c.hidden)))
+    read = read_expert_layer(c, prefix, weights)
+    each = [(gate_up(m), linear((m.down,), m.down_bias)) for m in read.experts]
+    gate = None if read.shared_gate is None else Linear(wide(read.shared_gate))
     return ExpertFeedForward(
         experts,
-        Linear(wide(router.matrix), None if router.bias is None else wide(router.bias)),
+        Linear(wide(read.router), None if read.router_bias is None else wide(read.router_bias)),
         [pair[0] for pair in each],
         [pair[1] for pair in each],
-        None if shared is None else (gate_up(shared), linear((shared.down,)), gate),
-        None if router.selection_bias is None else wide(router.selection_bias),
+        None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
+        None if read.selection_bias is None else wide(read.selection_bias),
         c.activation,
     )
