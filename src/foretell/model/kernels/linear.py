@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import copy_to_huge_pages, pack_weight, pad_bias
+from foretell.model.kernels.pack import Matrix, pack_matrices, pad_bias
 from foretell.model.kernels.structures import PANEL, PRECISIONS, Precision
 
 
@@ -18,11 +18,12 @@ class NativeLinear:
         RuntimeError: the kernels are not available here.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: Precision) -> None:
+    def __init__(self, weight: Tensor | Matrix, bias: Tensor | None, dtype: Precision) -> None:
         self._kernels = build.library()
-        self.outputs, self.inputs = weight.shape
+        matrix = Matrix.of(weight)
+        self.outputs, self.inputs = matrix.outputs, matrix.inputs
         self.precision: Precision = dtype
-        self._packed = PackedLinears([(weight, bias)], dtype, self._kernels)
+        self._packed = PackedLinears([(matrix, bias)], dtype, self._kernels)
 
     @property
     def struct(self) -> structures.Weight:
@@ -75,16 +76,16 @@ class PackedLinears:
     """Packed linear layers that are read one after the other: their structures, and the tensors these point into."""
 
     def __init__(
-        self, layers: Sequence[tuple[Tensor, Tensor | None]], precision: Precision, kernels: ctypes.CDLL
+        self, layers: Sequence[tuple[Matrix, Tensor | None]], precision: Precision, kernels: ctypes.CDLL
     ) -> None:
-        words = copy_to_huge_pages([pack_weight(weight, precision, kernels) for weight, _ in layers])
+        words = pack_matrices([matrix for matrix, _ in layers], precision, kernels)
         biases = [None if bias is None else pad_bias(bias) for _, bias in layers]
         self.tensors = [*words, *(bias for bias in biases if bias is not None)]
         self.structs = [
             structures.Weight(
-                packed.data_ptr(), None if bias is None else bias.data_ptr(), weight.shape[1], weight.shape[0]
+                packed.data_ptr(), None if bias is None else bias.data_ptr(), matrix.inputs, matrix.outputs
             )
-            for packed, bias, (weight, _) in zip(words, biases, layers, strict=True)
+            for packed, bias, (matrix, _) in zip(words, biases, layers, strict=True)
         ]
 
 

@@ -4,42 +4,133 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretell.model.kernels.structures import LANES, PANEL, Precision
+from foretell.model.kernels.structures import LANES, PANEL, PRECISIONS, Precision
 from foretell.model.linear import INT8_BLOCK, INT8_GROUP
+from foretell.model.stored_matrix import FLOAT_KINDS, StoredMatrix
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
+_CHUNK = 1 << 20
+"""Numbers that are packed at a time: bounds the memory for widened rows."""
 
 
-def interleave_gate_up(gate_up: Tensor) -> Tensor:
-    """Interleave a fused [2 * ffn, hidden] gate and up weight in turns of 16 rows: a panel holds both factors of 16
-    outputs.
-    """
-    width = gate_up.shape[1]
-    parts = [pad(part, (0, 0, 0, -part.shape[0] % LANES)).view(-1, LANES, width) for part in gate_up.chunk(2)]
-    return torch.stack(parts, 1).view(-1, width)
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix to be packed: parts of the same inputs, one below the other, or gate and up interleaved."""
+
+    parts: tuple[StoredMatrix, ...]
+    interleaved: bool = False
+    """The two parts alternate in turns of 16 rows, each padded to whole turns: a panel holds both factors of 16
+    outputs."""
+    through_bfloat16: bool = False
+    """Numbers are rounded to bfloat16 before anything else is done with them."""
+
+    @staticmethod
+    def of(weight: "Matrix | Tensor", interleaved: bool = False) -> "Matrix":
+        """A [out, in] tensor of any float dtype; with `interleaved` its first half is the gate, the second up."""
+        if isinstance(weight, Matrix):
+            return weight
+        halves = weight.chunk(2) if interleaved else (weight,)
+        return Matrix(tuple(map(StoredMatrix.of, halves)), interleaved)
+
+    @property
+    def inputs(self) -> int:
+        """Length of a row."""
+        return self.parts[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        """Number of rows, padding between interleaved parts included."""
+        rows = [part.outputs for part in self.parts]
+        return sum(-(-count // LANES) * LANES for count in rows) if self.interleaved else sum(rows)
+
+    def order(self) -> Int[np.ndarray, " rows"]:
+        """Numbers of the rows, counted over all parts, padded to whole panels with -1."""
+        first, numbers = 0, list[np.ndarray]()
+        for part in self.parts:
+            numbers.append(np.arange(first, first + part.outputs))
+            first += part.outputs
+        if self.interleaved:
+            turns = [_pad(part, LANES).reshape(-1, LANES) for part in numbers]
+            return _pad(np.stack(turns, 1).ravel(), PANEL)
+        return _pad(np.concatenate(numbers), PANEL)
 
 
-def pack_weight(weight: Tensor, precision: Precision, kernels: ctypes.CDLL) -> Tensor:
-    """Pack a [out, in] weight of any float dtype; returns bytes [panels, bytes of a panel].
+def _pad(numbers: np.ndarray, multiple: int) -> np.ndarray:
+    return np.pad(numbers, (0, -len(numbers) % multiple), constant_values=-1)
+
+
+def panel_bytes(inputs: int, precision: Precision) -> int:
+    """Bytes of a packed panel of 32 outputs."""
+    if precision == "float32":
+        return PANEL * 4 * inputs
+    if precision == "bfloat16":
+        return PANEL * 4 * -(-inputs // 2)
+    padded = -(-inputs // INT8_BLOCK) * INT8_BLOCK
+    return PANEL * (padded + 4 * -(-padded // INT8_GROUP))
+
+
+def pack_matrices(matrices: Sequence[Matrix], precision: Precision, kernels: ctypes.CDLL) -> list[Tensor]:
+    """Pack matrices into one block of huge pages, which takes fewer TLB misses to stream, on all threads.
 
     int8 weights are rotated first and have one scale per output and group of inputs, stored after the group.
     """
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    weight = pad(weight.detach().to(dtype), (0, 0, 0, -weight.shape[0] % PANEL))
-    if precision == "float32":
-        return _panels(weight, 1)
-    if precision == "bfloat16":
-        return _panels(pad(weight, (0, weight.shape[1] % 2)), 2)
-    weight = pad(weight, (0, -weight.shape[1] % INT8_BLOCK)).contiguous().clone()
-    kernels.foretell_hadamard(weight.data_ptr(), weight.numel())
-    return torch.cat([_quantize_group(group) for group in torch.split(weight, INT8_GROUP, 1)], 1)
+    sizes = [-(-m.outputs // PANEL) * panel_bytes(m.inputs, precision) for m in matrices]
+    packed = list(torch.split(allocate(sum(sizes)), sizes))
+    tasks = [
+        task for m, words in zip(matrices, packed, strict=True) for task in _pack_tasks(m, words, precision, kernels)
+    ]
+    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            done.result()
+    return packed
+
+
+def _pack_tasks(
+    matrix: Matrix, words: Tensor, precision: Precision, kernels: ctypes.CDLL
+) -> Iterator[Callable[[], None]]:
+    """Calls that pack a few panels each."""
+    order, size = matrix.order(), panel_bytes(matrix.inputs, precision)
+    step = max(_CHUNK // matrix.inputs // PANEL, 1) * PANEL
+    for first in range(0, len(order), step):
+        target = words[first // PANEL * size :]
+        yield partial(_pack_chunk, matrix, order[first : first + step], target, precision, kernels)
+
+
+def _pack_chunk(
+    matrix: Matrix, order: Int[np.ndarray, " rows"], words: Tensor, precision: Precision, kernels: ctypes.CDLL
+) -> None:
+    kinds = {part.kind for part in matrix.parts}
+    as_stored = len(kinds) == 1 and kinds <= FLOAT_KINDS.keys()
+    address, first = np.zeros(len(order), np.uint64), 0
+    kept = []
+    """Widened rows, alive until they are packed."""
+    for part in matrix.parts:
+        here = np.flatnonzero((order >= first) & (order < first + part.outputs))
+        rows = order[here] - first
+        first += part.outputs
+        data = part.data
+        if not as_stored:
+            data = part.rows(torch.from_numpy(rows)).widen().float().contiguous().view(torch.uint8)
+            rows = np.arange(len(rows))
+            kept.append(data)
+        address[here] = data.data_ptr() + rows * data.shape[1]
+    kind = kinds.pop() if as_stored else "F32"
+    kernels.foretell_pack_rows(
+        *(PRECISIONS.index(precision), list(FLOAT_KINDS).index(kind), matrix.through_bfloat16),
+        *(address.ctypes.data, len(order) // PANEL, matrix.inputs, words.data_ptr()),
+    )
 
 
 def pad_bias(vector: Tensor) -> Tensor:
@@ -47,16 +138,8 @@ def pad_bias(vector: Tensor) -> Tensor:
     return pad(vector.detach().float(), (0, -vector.shape[0] % PANEL)).contiguous()
 
 
-def copy_to_huge_pages(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Copy byte tensors into one block of huge pages, which takes fewer TLB misses to stream."""
-    sizes = [part.numel() for part in parts]
-    copies = list(torch.split(_allocate(sum(sizes)), sizes))
-    for copy, part in zip(copies, parts, strict=True):
-        copy.copy_(part.view(-1))
-    return copies
-
-
-def _allocate(size: int) -> Tensor:
+def allocate(size: int) -> Tensor:
+    """Uninitialised bytes in huge pages, where the system has them."""
     if sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
     block = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -65,16 +148,3 @@ def _allocate(size: int) -> Tensor:
     memory = torch.frombuffer(block, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + size]
-
-
-def _quantize_group(weight: Tensor) -> Tensor:
-    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    levels = (weight / scale).round().add(128).to(torch.uint8)
-    return torch.cat([_panels(levels, 4), scale.view(-1, PANEL).view(torch.uint8)], 1)
-
-
-def _panels(numbers: Tensor, depth: int) -> Tensor:
-    """[out, in] to bytes [out / 32, (in / depth, 32, depth)]."""
-    outputs, inputs = numbers.shape
-    words = numbers.view(outputs // PANEL, PANEL, inputs // depth, depth).transpose(1, 2)
-    return words.contiguous().view(outputs // PANEL, -1).view(torch.uint8)

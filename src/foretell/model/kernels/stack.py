@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -16,7 +16,7 @@ from torch import Tensor
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import interleave_gate_up
+from foretell.model.kernels.pack import Matrix
 from foretell.model.kernels.structures import ACTIVATIONS, PRECISIONS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
@@ -25,14 +25,16 @@ from foretell.model.rope import RopeTables
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Weights of one decoder block in any float dtype; matrices are [out, in]. None: the architecture has none."""
+    """Weights of one decoder block in any float dtype, or as the checkpoint stores them; matrices are [out, in].
+    None: the architecture has none.
+    """
 
     attention_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Tensor | Matrix
+    output: Tensor | Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Matrix
+    down: Tensor | Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -55,7 +57,7 @@ class PackedBlock:
 
 
 class NativeStack:
-    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
+    """The blocks of a decoder, packed once, unless they are packed already; a call runs a range of them over new tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
     [context, head_dim / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
@@ -68,7 +70,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: Sequence[BlockWeights],
+        blocks: "Iterable[BlockWeights | PackedBlock]",
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -87,8 +89,10 @@ class NativeStack:
             *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
-        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
+        self.blocks = [
+            block if isinstance(block, PackedBlock) else self.pack_block(i, block) for i, block in enumerate(blocks)
+        ]
+        self.layers = (structures.Layer * len(self.blocks))(*(block.struct for block in self.blocks))
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
 
     @staticmethod
@@ -194,10 +198,10 @@ class NativeStack:
             block.post_mlp_norm,
         )
         linears = (
-            (block.qkv, block.qkv_bias),
-            (block.output, block.output_bias),
-            (interleave_gate_up(block.gate_up), None),
-            (block.down, None),
+            (Matrix.of(block.qkv), block.qkv_bias),
+            (Matrix.of(block.output), block.output_bias),
+            (Matrix.of(block.gate_up, interleaved=True), None),
+            (Matrix.of(block.down), None),
         )
         packed = PackedLinears(linears, self.precision, self._kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)

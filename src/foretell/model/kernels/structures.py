@@ -129,7 +129,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
-    "foretell_hadamard": (None, (_P, c_int64)),
+    "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""

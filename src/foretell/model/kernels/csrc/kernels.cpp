@@ -11,6 +11,7 @@
 // is multiplied with one word of the activations, broadcast to all lanes. Precisions differ in `step` alone.
 
 #include "abi.h"
+#include "pack.h"
 #include "speculators.h"
 
 extern "C" {
@@ -161,9 +162,11 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
-void foretell_hadamard(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
+// Packs rows of floats of a `RowType` for a precision: `panels` times 32 addresses, null for a row of zeros.
+// through_bfloat16: every number is rounded to bfloat16 first.
+void foretell_pack_rows(int32_t precision, int32_t type, int32_t through_bfloat16, const void* const* rows,
+                        int32_t panels, int32_t in, uint32_t* words) {
+  pack_rows(precision, type, through_bfloat16, rows, panels, in, words);
 }
 
 // Vector instructions that the kernels were compiled for.
@@ -228,7 +231,7 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
-    S(foretell_hadamard);
+    S(foretell_pack_rows);
     S(foretell_instructions);
 #undef S
     return out;
