@@ -33,16 +33,18 @@ from foretell.model.stored_matrix import StoredMatrix
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
     assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
+    gate, up = block.mlp.gate_up.weight.chunk(2)
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
-        qkv=block.qkv.weight,
+        qkv=[block.qkv.weight],
         qkv_bias=block.qkv.bias,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
         output=block.output.weight,
         output_bias=block.output.bias,
         mlp_norm=block.mlp_norm.weight,
-        gate_up=block.mlp.gate_up.weight,
+        gate=gate,
+        up=up,
         down=block.mlp.down.weight,
         post_attention_norm=_weight(block.post_attention_norm),
         post_mlp_norm=_weight(block.post_mlp_norm),
@@ -74,8 +76,8 @@ class NativeDecoder:
             decoder.local_rope_tables,
         )
         packed = NativeLinear(head.weight, head.bias, precision)
-        tied = head.weight.data_ptr() == table.data_ptr() and precision != "int8"
-        source = packed if tied else StoredMatrix.of(table)
+        tied = head.weight.data_ptr() == table.data_ptr()
+        source = packed if tied and packed.holds_floats else StoredMatrix.of(table)
         dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
         self._assemble(
             decoder.config,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,122 +16,133 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretell.model.kernels.structures import LANES, PANEL, PRECISIONS, Precision
-from foretell.model.linear import INT8_BLOCK, INT8_GROUP
+from foretell.model.kernels.structures import LANES, PANEL, PANEL_KINDS, Precision
 from foretell.model.stored_matrix import FLOAT_KINDS, StoredMatrix
+
+Matrix = Tensor | StoredMatrix
+"""A matrix [out, in] in any float dtype, or as its checkpoint stores it."""
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
 _CHUNK = 1 << 20
-"""Numbers that are packed at a time: bounds the memory for widened rows."""
+"""Numbers that a thread packs at a time: bounds the memory for widened rows."""
+_ROW_TYPES = list(FLOAT_KINDS)
+"""Float rows that the kernels read, in the order of `RowType` in csrc/pack.h."""
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A matrix to be packed: parts of the same inputs, one below the other, or gate and up interleaved."""
+class Panels:
+    """Outputs of a linear layer that are packed alike, and the matrices that they come from."""
 
     parts: tuple[StoredMatrix, ...]
-    interleaved: bool = False
-    """The two parts alternate in turns of 16 rows, each padded to whole turns: a panel holds both factors of 16
-    outputs."""
+    order: Int[np.ndarray, " rows"]
+    """Rows of all parts, counted through, in the order of the outputs, padded to whole panels; -1: a row of zeros."""
+    outputs: int
+    kind: str
+    """One of `PANEL_KINDS`."""
+    operand: Precision
+    """What the inputs of the product are rounded to; one of `structures.OPERANDS`."""
     through_bfloat16: bool = False
-    """Numbers are rounded to bfloat16 before anything else is done with them."""
-
-    @staticmethod
-    def of(weight: "Matrix | Tensor", interleaved: bool = False) -> "Matrix":
-        """A [out, in] tensor of any float dtype; with `interleaved` its first half is the gate, the second up."""
-        if isinstance(weight, Matrix):
-            return weight
-        halves = weight.chunk(2) if interleaved else (weight,)
-        return Matrix(tuple(map(StoredMatrix.of, halves)), interleaved)
+    """Numbers are rounded to bfloat16 before they become int8."""
 
     @property
     def inputs(self) -> int:
         """Length of a row."""
         return self.parts[0].inputs
 
-    @property
-    def outputs(self) -> int:
-        """Number of rows, padding between interleaved parts included."""
-        rows = [part.outputs for part in self.parts]
-        return sum(-(-count // LANES) * LANES for count in rows) if self.interleaved else sum(rows)
+    def panel_bytes(self, kernels: ctypes.CDLL) -> int:
+        """Bytes of a panel."""
+        return 4 * int(kernels.foretell_panel_words(PANEL_KINDS.index(self.kind), self.inputs))
 
-    def order(self) -> Int[np.ndarray, " rows"]:
-        """Numbers of the rows, counted over all parts, padded to whole panels with -1."""
-        first, numbers = 0, list[np.ndarray]()
+    def nbytes(self, kernels: ctypes.CDLL) -> int:
+        """Bytes of all panels."""
+        return len(self.order) // PANEL * self.panel_bytes(kernels)
+
+    def tasks(self, words: Tensor, kernels: ctypes.CDLL) -> Iterator[Callable[[], None]]:
+        """Calls that pack a few panels each into `words`."""
+        size, step = self.panel_bytes(kernels), max(_CHUNK // self.inputs // PANEL, 1) * PANEL
+        for first in range(0, len(self.order), step):
+            yield partial(self._pack, self.order[first : first + step], words[first // PANEL * size :], kernels)
+
+    def _pack(self, order: Int[np.ndarray, " rows"], words: Tensor, kernels: ctypes.CDLL) -> None:
+        kinds = {part.kind for part in self.parts}
+        as_stored = len(kinds) == 1 and (self.kind in kinds or kinds <= FLOAT_KINDS.keys())
+        address, first = np.zeros(len(order), np.uint64), 0
+        widened = []
+        """Rows that are alive until they are packed."""
         for part in self.parts:
-            numbers.append(np.arange(first, first + part.outputs))
+            here = np.flatnonzero((order >= first) & (order < first + part.outputs))
+            rows, data = order[here] - first, part.data
             first += part.outputs
-        if self.interleaved:
-            turns = [_pad(part, LANES).reshape(-1, LANES) for part in numbers]
-            return _pad(np.stack(turns, 1).ravel(), PANEL)
-        return _pad(np.concatenate(numbers), PANEL)
+            if not as_stored:
+                data = part.rows(torch.from_numpy(rows)).widen().float().contiguous().view(torch.uint8)
+                rows = np.arange(len(rows))
+                widened.append(data)
+            address[here] = data.data_ptr() + rows * data.stride(0)
+        row_type = next(iter(kinds)) if as_stored else "F32"
+        kernels.foretell_pack_rows(
+            *(PANEL_KINDS.index(self.kind), _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0),
+            *(self.through_bfloat16, address.ctypes.data, len(order) // PANEL, self.inputs, words.data_ptr()),
+        )
 
 
-def _pad(numbers: np.ndarray, multiple: int) -> np.ndarray:
+def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
+    """How to pack matrices of the same inputs, one below the other; neighbours of one kind become one weight.
+
+    Quantised matrices keep their blocks, unless the precision is int8 or a part would end within a panel.
+    """
+    stored = [_stored(part) for part in parts]
+    if precision == "int8" or not all(m.quantized for m in stored) or any(m.outputs % PANEL for m in stored[:-1]):
+        return [_float_panels(parts, np.arange(sum(m.outputs for m in stored)), precision)]
+    found = []
+    for kind, same in groupby(stored, key=lambda m: m.kind):
+        run = tuple(same)
+        rows = sum(m.outputs for m in run)
+        found.append(Panels(run, _pad(np.arange(rows), PANEL), rows, kind, precision))
+    return found
+
+
+def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
+    """How to pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
+    pair = _stored(gate), _stored(up)
+    width = pair[0].outputs
+    turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
+    order = np.stack(turns, 1).ravel()
+    if precision != "int8" and pair[0].quantized and pair[0].kind == pair[1].kind:
+        return Panels(pair, order, len(order), pair[0].kind, precision)
+    return _float_panels((gate, up), order, precision)
+
+
+def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], precision: Precision) -> Panels:
+    """A float or int8 weight; with int8 activations, bfloat16.
+
+    int8 weights are rotated first and have one scale per output and group of inputs, stored after the group. Those of
+    a checkpoint are rounded to bfloat16 before.
+    """
+    kinds = {"float32": "F32", "bfloat16": "BF16", "int8": "int8", "int8-activations": "BF16"}
+    operand: Precision = "bfloat16" if precision == "int8-activations" else precision
+    rounded = precision != "float32" and any(isinstance(part, StoredMatrix) for part in parts)
+    stored = tuple(map(_stored, parts))
+    return Panels(stored, _pad(order, PANEL), len(order), kinds[precision], operand, rounded)
+
+
+def _stored(part: Matrix) -> StoredMatrix:
+    return part if isinstance(part, StoredMatrix) else StoredMatrix.of(part)
+
+
+def _pad(numbers: Int[np.ndarray, " n"], multiple: int) -> Int[np.ndarray, " rows"]:
     return np.pad(numbers, (0, -len(numbers) % multiple), constant_values=-1)
 
 
-def panel_bytes(inputs: int, precision: Precision) -> int:
-    """Bytes of a packed panel of 32 outputs."""
-    if precision == "float32":
-        return PANEL * 4 * inputs
-    if precision == "bfloat16":
-        return PANEL * 4 * -(-inputs // 2)
-    padded = -(-inputs // INT8_BLOCK) * INT8_BLOCK
-    return PANEL * (padded + 4 * -(-padded // INT8_GROUP))
-
-
-def pack_matrices(matrices: Sequence[Matrix], precision: Precision, kernels: ctypes.CDLL) -> list[Tensor]:
-    """Pack matrices into one block of huge pages, which takes fewer TLB misses to stream, on all threads.
-
-    int8 weights are rotated first and have one scale per output and group of inputs, stored after the group.
-    """
-    sizes = [-(-m.outputs // PANEL) * panel_bytes(m.inputs, precision) for m in matrices]
+def pack(weights: Sequence[Panels], kernels: ctypes.CDLL) -> list[Tensor]:
+    """Pack weights into one block of huge pages, which takes fewer TLB misses to stream, on all threads."""
+    sizes = [weight.nbytes(kernels) for weight in weights]
     packed = list(torch.split(allocate(sum(sizes)), sizes))
-    tasks = [
-        task for m, words in zip(matrices, packed, strict=True) for task in _pack_tasks(m, words, precision, kernels)
-    ]
+    tasks = [t for weight, words in zip(weights, packed, strict=True) for t in weight.tasks(words, kernels)]
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         for done in [pool.submit(task) for task in tasks]:
             done.result()
     return packed
-
-
-def _pack_tasks(
-    matrix: Matrix, words: Tensor, precision: Precision, kernels: ctypes.CDLL
-) -> Iterator[Callable[[], None]]:
-    """Calls that pack a few panels each."""
-    order, size = matrix.order(), panel_bytes(matrix.inputs, precision)
-    step = max(_CHUNK // matrix.inputs // PANEL, 1) * PANEL
-    for first in range(0, len(order), step):
-        target = words[first // PANEL * size :]
-        yield partial(_pack_chunk, matrix, order[first : first + step], target, precision, kernels)
-
-
-def _pack_chunk(
-    matrix: Matrix, order: Int[np.ndarray, " rows"], words: Tensor, precision: Precision, kernels: ctypes.CDLL
-) -> None:
-    kinds = {part.kind for part in matrix.parts}
-    as_stored = len(kinds) == 1 and kinds <= FLOAT_KINDS.keys()
-    address, first = np.zeros(len(order), np.uint64), 0
-    kept = []
-    """Widened rows, alive until they are packed."""
-    for part in matrix.parts:
-        here = np.flatnonzero((order >= first) & (order < first + part.outputs))
-        rows = order[here] - first
-        first += part.outputs
-        data = part.data
-        if not as_stored:
-            data = part.rows(torch.from_numpy(rows)).widen().float().contiguous().view(torch.uint8)
-            rows = np.arange(len(rows))
-            kept.append(data)
-        address[here] = data.data_ptr() + rows * data.shape[1]
-    kind = kinds.pop() if as_stored else "F32"
-    kernels.foretell_pack_rows(
-        *(PRECISIONS.index(precision), list(FLOAT_KINDS).index(kind), matrix.through_bfloat16),
-        *(address.ctypes.data, len(order) // PANEL, matrix.inputs, words.data_ptr()),
-    )
 
 
 def pad_bias(vector: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix
-from foretell.model.kernels.structures import ACTIVATIONS, PRECISIONS, Precision
+from foretell.model.kernels.pack import Matrix, plan_gate_up, plan_rows
+from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
@@ -25,16 +25,16 @@ from foretell.model.rope import RopeTables
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Weights of one decoder block in any float dtype, or as the checkpoint stores them; matrices are [out, in].
-    None: the architecture has none.
-    """
+    """Weights of one decoder block; matrices are [out, in]. None: the architecture has none."""
 
     attention_norm: Tensor
-    qkv: Tensor | Matrix
-    output: Tensor | Matrix
+    qkv: Sequence[Matrix]
+    """One matrix, or query, key and value apart."""
+    output: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor | Matrix
-    down: Tensor | Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -45,10 +45,11 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A packed decoder block: its structure, and the tensors that this points into."""
+    """A packed decoder block: its structure, and all memory that this points into."""
 
     struct: structures.Layer
     tensors: tuple[Tensor, ...]
+    structs: tuple[ctypes.Structure, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +87,7 @@ class NativeStack:
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
+            *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
         self.blocks = [
@@ -197,13 +198,15 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        linears = (
-            (Matrix.of(block.qkv), block.qkv_bias),
-            (Matrix.of(block.output), block.output_bias),
-            (Matrix.of(block.gate_up, interleaved=True), None),
-            (Matrix.of(block.down), None),
+        packed = PackedLinears(
+            [
+                (plan_rows(block.qkv, self.precision), block.qkv_bias),
+                (plan_rows([block.output], self.precision), block.output_bias),
+                ([plan_gate_up(block.gate, block.up, self.precision)], None),
+                (plan_rows([block.down], self.precision), None),
+            ],
+            self._kernels,
         )
-        packed = PackedLinears(linears, self.precision, self._kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         struct = structures.Layer(
@@ -212,7 +215,8 @@ class NativeStack:
             *self._ropes[window > 0],
             *(window, 1, 1),
         )
-        return PackedBlock(struct, (*packed.tensors, *(scale for scale in scales if scale is not None)))
+        tensors = (*packed.tensors, *(scale for scale in scales if scale is not None))
+        return PackedBlock(struct, tensors, tuple(packed.further))
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache

@@ -10,10 +10,10 @@ from foretell.model.decoder import decoder_rope_tables
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
-from foretell.model.kernels.pack import Matrix
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.weights import Weights
+from foretell.model.stored_matrix import StoredMatrix
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
@@ -45,10 +45,10 @@ def _build(
     embedding = weights.matrix("model.embed_tokens.weight", config.vocab, config.hidden)
     own_head = None if config.tied else weights.head_matrix(config.vocab, config.hidden)
     table = embedding if own_head is None else own_head
-    head = NativeLinear(Matrix((table,), through_bfloat16=precision != "float32"), None, precision)
+    head = NativeLinear(table, None, precision)
     weights.release_pages()
     # A view of a mapped file takes no memory of its own; else a tied embedding is read from the head.
-    from_head = own_head is None and not weights.mapped and precision != "int8"
+    from_head = own_head is None and not weights.mapped and head.holds_floats
     dtype = weight_dtype(precision)
     if not from_head and not weights.mapped:
         embedding = embedding.rounded(dtype)
@@ -68,11 +68,10 @@ def read_blocks(config: ModelConfig, weights: Weights, precision: Precision) -> 
 def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
     """The weights of block `i`, its matrices as the checkpoint stores them."""
     c, prefix = config, f"model.layers.{i}."
-    q, kv, narrow = c.heads * c.head_dim, c.kv_heads * c.head_dim, precision != "float32"
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
-    def matrix(inputs: int, outputs: dict[str, int], interleaved: bool = False) -> Matrix:
-        parts = (weights.matrix(f"{prefix}{name}.weight", n, inputs) for name, n in outputs.items())
-        return Matrix(tuple(parts), interleaved, through_bfloat16=narrow)
+    def matrix(name: str, outputs: int, inputs: int) -> StoredMatrix:
+        return weights.matrix(f"{prefix}{name}.weight", outputs, inputs)
 
     def bias(outputs: dict[str, int], wanted: bool) -> Float[torch.Tensor, " o"] | None:
         if not wanted:
@@ -90,18 +89,18 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
         return found
 
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    output = {"self_attn.o_proj": c.hidden}
     return BlockWeights(
         attention_norm=vector("input_layernorm"),
-        qkv=matrix(c.hidden, qkv),
+        qkv=[matrix(name, outputs, c.hidden) for name, outputs in qkv.items()],
         qkv_bias=bias(qkv, c.qkv_bias),
         q_norm=norm("self_attn.q_norm", c.head_dim, c.qk_norm),
         k_norm=norm("self_attn.k_norm", c.head_dim, c.qk_norm),
-        output=matrix(q, output),
-        output_bias=bias(output, c.output_bias),
+        output=matrix("self_attn.o_proj", c.hidden, q),
+        output_bias=bias({"self_attn.o_proj": c.hidden}, c.output_bias),
         mlp_norm=vector("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"),
-        gate_up=matrix(c.hidden, {"mlp.gate_proj": c.ffn, "mlp.up_proj": c.ffn}, interleaved=True),
-        down=matrix(c.ffn, {"mlp.down_proj": c.hidden}),
+        gate=matrix("mlp.gate_proj", c.ffn, c.hidden),
+        up=matrix("mlp.up_proj", c.ffn, c.hidden),
+        down=matrix("mlp.down_proj", c.hidden, c.ffn),
         post_attention_norm=norm("post_attention_layernorm", c.hidden, c.post_norms),
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden, c.post_norms),
     )

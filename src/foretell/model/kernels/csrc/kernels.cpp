@@ -8,7 +8,8 @@
 //
 // Matrix products read 32-bit *words*: one float32, two bfloat16 or four int8 numbers. Weights are packed into panels
 // of 32 outputs, [word of the input][output], so that one 64-byte vector holds the same input word of 16 outputs, and
-// is multiplied with one word of the activations, broadcast to all lanes. Precisions differ in `step` alone.
+// is multiplied with one word of the activations, broadcast to all lanes. Every weight has a kind of its own, and says
+// what its inputs are rounded to.
 
 #include "abi.h"
 #include "pack.h"
@@ -28,17 +29,14 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
-void foretell_linear(int32_t precision, const Weight* w, const float* x, float* y, int32_t tokens, int32_t width,
-                     int32_t threads) {
-  linear(precision, *w, x, y, tokens, width, threads);
+void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  linear(*w, x, y, tokens, width, threads);
 }
 
 // One stage of an MLP speculator for `tokens` states and the embeddings of the tokens that follow them.
-void foretell_mlp_speculator_stage(int32_t precision, const Stage* s, const float* state, const float* embedded,
-                                   float* next, float* logits, int32_t tokens, int32_t threads) {
-  dispatch_precision(precision, [&](auto p) {
-    run_stage<typename decltype(p)::Product>(*s, state, embedded, next, logits, tokens, threads);
-  });
+void foretell_mlp_speculator_stage(const Stage* s, const float* state, const float* embedded, float* next,
+                                   float* logits, int32_t tokens, int32_t threads) {
+  run_stage(*s, state, embedded, next, logits, tokens, threads);
 }
 
 // The k largest of each row of logits x [tokens, width], descending, as probabilities under its softmax, [tokens, k].
@@ -51,7 +49,7 @@ void foretell_topk_softmax(const float* x, float* probabilities, int64_t* indice
 
 // Dynamic trees, as of foretell_eagle_trees, from the stages of an MLP speculator. start [requests, in of the first
 // stage]: the states that produced the root tokens root [requests].
-int32_t foretell_mlp_speculator_trees(int32_t precision, const Stage* stages, const Embedding* e,
+int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
                                       const int64_t* token_of, const float* start, const int64_t* root,
                                       const DynamicTree* b, int64_t* token, int64_t* parent, int64_t* sizes,
                                       int32_t threads) {
@@ -74,7 +72,7 @@ int32_t foretell_mlp_speculator_trees(int32_t precision, const Stage* stages, co
         std::memcpy(before.get() + i * (size_t)inner, states.get() + (size_t)tree[node.parent].number * inner,
                     4 * (size_t)inner);
     }
-    foretell_mlp_speculator_stage(precision, stages + level, level ? before.get() : start, embedded.get(),
+    foretell_mlp_speculator_stage(stages + level, level ? before.get() : start, embedded.get(),
                                   states.get() + (size_t)count * inner, scores.get(), (int)n, threads);
     foretell_topk_softmax(scores.get(), probabilities, found, (int)n, width, k, threads);
     count += (int64_t)n;
@@ -143,9 +141,9 @@ int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t coun
 
 // The k largest outputs of a linear layer for each row of x [tokens, in], descending, as probabilities under their
 // softmax.
-void foretell_linear_topk_softmax(int32_t precision, const Weight* w, const float* x, float* probabilities,
+void foretell_linear_topk_softmax(const Weight* w, const float* x, float* probabilities,
                                   int64_t* indices, int32_t tokens, int32_t k, int32_t threads) {
-  linear_topk_softmax(precision, *w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
+  linear_topk_softmax(*w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
 }
 
 // Index of the largest number of each row of x [tokens, width], the lowest of equals.
@@ -162,12 +160,19 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// Packs rows of floats of a `RowType` for a precision: `panels` times 32 addresses, null for a row of zeros.
-// through_bfloat16: every number is rounded to bfloat16 first.
-void foretell_pack_rows(int32_t precision, int32_t type, int32_t through_bfloat16, const void* const* rows,
-                        int32_t panels, int32_t in, uint32_t* words) {
-  pack_rows(precision, type, through_bfloat16, rows, panels, in, words);
+// Packs rows as `panels` panels of 32 outputs of a kind: 32 addresses per panel, null for a row of zeros. A kind of GGUF
+// blocks needs rows of such blocks, the others rows of floats of a `RowType`. through_bfloat16: floats are rounded to
+// bfloat16 first.
+void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, const void* const* rows, int32_t panels,
+                        int32_t in, uint32_t* words) {
+  if (kind > kInt8)
+    pack_blocks(kind, (const uint8_t* const*)rows, panels, in, words);
+  else
+    pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
+
+// Words of a panel.
+int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
 // Vector instructions that the kernels were compiled for.
 const char* foretell_instructions() {
@@ -198,12 +203,13 @@ const char* foretell_abi() {
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
-    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out));
+    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
+      F(Weight, operand), F(Weight, next));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, ffn),
-      F(Model, context), F(Model, precision), F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
+      F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
@@ -232,6 +238,7 @@ const char* foretell_abi() {
     S(foretell_topk);
     S(foretell_topk_softmax);
     S(foretell_pack_rows);
+    S(foretell_panel_words);
     S(foretell_instructions);
 #undef S
     return out;

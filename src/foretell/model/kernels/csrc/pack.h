@@ -1,26 +1,15 @@
-// Packs rows of floats into panels, straight from where a checkpoint stores them.
+// Packs rows into panels, straight from where a checkpoint stores them.
 
 #pragma once
 
 #include <cmath>
 #include <limits>
 
-#include "precisions.h"
-#include "threads.h"
+#include "linear.h"
 
 namespace {
 
 enum RowType : int32_t { kRowsFloat32 = 0, kRowsFloat16 = 1, kRowsBfloat16 = 2 };
-
-inline float widen_float16(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
-  // Exponents of float16 are smaller by 112, except for infinities and what is no number.
-  const uint32_t moved = rest >= 0x7C00 ? rest << 13 | 0x7F800000 : rest << 13;
-  float value;
-  std::memcpy(&value, &moved, 4);
-  if (rest < 0x7C00) value *= 0x1p112f;
-  return sign ? -value : value;
-}
 
 // One row as float32; null is a row of zeros.
 inline void widen_row(int32_t type, const void* row, int in, float* out) {
@@ -34,7 +23,7 @@ inline void widen_row(int32_t type, const void* row, int in, float* out) {
       std::memcpy(out + i, &bits, 4);
     }
   } else {
-    for (int i = 0; i < in; ++i) out[i] = widen_float16(((const uint16_t*)row)[i]);
+    for (int i = 0; i < in; ++i) out[i] = half_to_float(((const uint16_t*)row)[i]);
   }
 }
 
@@ -47,7 +36,7 @@ inline void round_to_bfloat16(float* x, int count) {
 
 // 32 rows, `stride` apart and zero past their end, as a panel of Float32 or Bfloat16.
 template <class P>
-void pack_floats(const float* rows, size_t stride, int in, uint32_t* panel) {
+void pack_panel(const float* rows, size_t stride, int in, uint32_t* panel) {
   const int steps = (int)FloatProduct<P>::row_words(in);
   for (int k = 0; k < steps; ++k)
     for (int o = 0; o < kPanel; ++o) {
@@ -87,34 +76,37 @@ inline void pack_int8(float* rows, size_t stride, int in, uint32_t* panel) {
   }
 }
 
-// Packs `panels` panels of 32 rows each.
-inline void pack_rows(int32_t precision, int32_t type, bool through_bfloat16, const void* const* rows, int panels,
-                      int in, uint32_t* words) {
+inline void pack_floats(int32_t kind, int32_t type, bool through_bfloat16, const void* const* rows, int panels, int in,
+                        uint32_t* words) {
   // Rows lie at different places of the cache's sets.
   const size_t width = (size_t)Int8::padded(in), stride = width + kLanes;
   const Buffer<float> wide = buffer<float>(kPanel * stride);
-  std::fill(wide.get(), wide.get() + kPanel * stride, 0.0f);
-  for (int p = 0; p < panels; ++p) {
+  for (int p = 0; p < panels; ++p, words += panel_words(kind, in)) {
     for (int o = 0; o < kPanel; ++o) {
       float* row = wide.get() + o * stride;
       widen_row(type, rows[(size_t)p * kPanel + o], in, row);
       if (through_bfloat16) round_to_bfloat16(row, in);
       std::fill(row + in, row + width, 0.0f);  // the rotation wrote there
     }
-    switch (precision) {
-      case kFloat32:
-        pack_floats<Float32>(wide.get(), stride, in, words);
-        words += FloatProduct<Float32>::panel_words(in);
-        break;
-      case kBfloat16:
-        pack_floats<Bfloat16>(wide.get(), stride, in, words);
-        words += FloatProduct<Bfloat16>::panel_words(in);
-        break;
-      case kInt8:
-        pack_int8(wide.get(), stride, in, words);
-        words += Int8::panel_words(in);
-    }
+    if (kind == kFloat32)
+      pack_panel<Float32>(wide.get(), stride, in, words);
+    else if (kind == kBfloat16)
+      pack_panel<Bfloat16>(wide.get(), stride, in, words);
+    else
+      pack_int8(wide.get(), stride, in, words);
   }
+}
+
+inline void pack_blocks(int32_t kind, const uint8_t* const* rows, int panels, int in, uint32_t* words) {
+  with_blocks(kind, [&](auto k) {
+    using K = typename decltype(k)::Type;
+    const size_t size = quantized_panel_words<K>(in);
+    std::memset(words, 0, 4 * size * (size_t)panels);
+    for (int i = 0; i < panels * kPanel; ++i)
+      if (rows[i])
+        for (int b = 0; b < in / K::kInputs; ++b)
+          K::pack(rows[i] + b * K::kBytes, words + i / kPanel * size + b * K::kWords, i % kPanel);
+  });
 }
 
 }  // namespace
