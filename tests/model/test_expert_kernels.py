@@ -119,7 +119,7 @@ def test_an_expert_without_tokens_is_not_read() -> None:
     config = replace(CONFIGS["mixtral"], layers=1)
     config = replace(config, experts=replace(config.experts, layers=(0,)))  # type: ignore[type-var]
     runner = run(config, "float32")
-    stack = runner.network._stack  # type: ignore[attr-defined]
+    stack = runner.network.stack  # type: ignore[attr-defined]
     experts = stack.layers[0].experts.contents
     assert runner.forward([0], chain_tree([3])).experts == (2,)
     wanted, tried = runner.forward([0], chain_tree([3])).logits, 0

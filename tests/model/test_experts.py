@@ -14,13 +14,22 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
+from foretell.core.sampling import SamplingParams
+from foretell.engine.engine import Request
+from foretell.load import load
+from foretell.model import kernels as native
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.experts import mxfp4_rows
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.native import build_native
 from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, Weights, build_decoder, gguf_config
+from foretell.model.runner import DecoderRunner
 from foretell.model.stored_matrix import StoredMatrix
-from helpers import all_logits, random_tokens
+from foretell.testing import letter_codec
+from helpers import all_logits, chain_tree, random_tokens
 from model.test_decoder import YARN
 
 SIZES: dict[str, Any] = {
@@ -190,3 +199,33 @@ def test_a_layer_without_scales_is_named(tmp_path: Path) -> None:
 def test_other_constants_of_gpt_oss_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} .*no other value is supported"):
         from_hf({"model_type": "gpt_oss", **SIZES, key: 3.5})
+
+
+@pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
+@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", Kind.MXFP4), ("qwen2_moe", Kind.Q8_0), ("mixtral", Kind.F32)])
+def test_blocks_of_a_file_run_on_the_kernels_with_the_bits_of_the_widened_model(
+    name: str, kind: Kind, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        write_gguf(tmp_path / "model.gguf", name, oracle_of(name), kind)
+    file = GGUF(tmp_path / "model.gguf")
+    config, text = gguf_config(file), random_tokens(20, 64)
+    widened = NativeDecoder(decoder_of(tmp_path / "model.gguf"), "float32")
+    stored = build_native(config, GGUFWeights(file, config), "float32")
+    assert stored.stack.layers[0].experts.contents.down[0].kind == PANEL_KINDS.index(kind.name)
+    found, wanted = (DecoderRunner(n).forward([0], chain_tree(text)) for n in (stored, widened))
+    assert torch.equal(found.logits, wanted.logits) and found.experts == wanted.experts
+
+
+def test_a_gpt_oss_directory_answers_as_transformers_does(tmp_path: Path) -> None:
+    oracle, text = oracle_of("gpt_oss"), random_tokens(10, 64)
+    oracle.save_pretrained(tmp_path)
+    letter_codec(64).tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompt, wanted = list(text), list[int]()
+    with torch.no_grad():
+        for _ in range(64):
+            wanted.append(int(oracle(torch.tensor([prompt + wanted])).logits[0, -1].argmax()))
+    for method in ("autoregressive", "prompt_lookup"):
+        engine = load(str(tmp_path), "float32").engine(method)
+        found = engine.complete([Request(prompt, SamplingParams(temperature=0), max_new_tokens=64)])[0]
+        assert list(found.tokens) == wanted

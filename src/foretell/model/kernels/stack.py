@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -19,11 +19,12 @@ from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, interleave_bias, pack_gate_up, pack_rows
+from foretell.model.kernels.pack import interleave_bias, plan_gate_up, plan_rows
 from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
+from foretell.model.stored_matrix import Matrix
 
 _LAYER_LINEARS = 4
 """Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
@@ -58,22 +59,21 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A packed decoder block: its structure, and the linear layers, norms, sinks and experts that this points into."""
+    """A packed decoder block: its structure, and all memory that this points into."""
 
     struct: structures.Layer
-    linears: PackedLinears
-    norms: tuple[Tensor, ...]
-    experts: PackedExperts | None = None
+    tensors: tuple[Tensor, ...]
+    structs: tuple[structures.Memory, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        own = sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
-        return own + (0 if self.experts is None else self.experts.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class NativeStack:
-    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
+    """The blocks of a decoder, packed once, unless they are packed already; a call runs a range of them over new
+    tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
     [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
@@ -86,7 +86,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: Sequence[BlockWeights],
+        blocks: "Iterable[BlockWeights | PackedBlock]",
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -106,8 +106,10 @@ class NativeStack:
             *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
-        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
+        self.blocks = [
+            block if isinstance(block, PackedBlock) else self.pack_block(i, block) for i, block in enumerate(blocks)
+        ]
+        self.layers = (structures.Layer * len(self.blocks))(*(block.struct for block in self.blocks))
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
 
     @staticmethod
@@ -216,32 +218,36 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        how = self.precision, self._kernels
         linears = [
-            (pack_rows(block.qkv, *how), block.qkv_bias),
-            (pack_rows([block.output], *how), block.output_bias),
+            (plan_rows(block.qkv, self.precision), block.qkv_bias),
+            (plan_rows([block.output], self.precision), block.output_bias),
         ]
         if block.gate is not None and block.up is not None and block.down is not None:
             bias = interleave_bias(block.gate_bias, block.up_bias)
-            linears.append(([pack_gate_up(block.gate, block.up, *how)], bias))
-            linears.append((pack_rows([block.down], *how), block.down_bias))
-        packed = PackedLinears(linears)
+            linears.append(([plan_gate_up(block.gate, block.up, self.precision)], bias))
+            linears.append((plan_rows([block.down], self.precision), block.down_bias))
+        packed = PackedLinears(linears, self._kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
         experts = None
         if block.experts is not None:
             assert self.config.experts is not None
-            experts = PackedExperts(self.config.experts, block.experts, *how)
+            experts = PackedExperts(self.config.experts, block.experts, self.precision, self._kernels)
         structs = [*packed.structs, structures.Weight(), structures.Weight()]
         struct = structures.Layer(
             *structs[:_LAYER_LINEARS],
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            None if experts is None else ctypes.pointer(experts.struct),
+            None if experts is None else ctypes.pointer(experts.structs[0]),
             *self._ropes[window > 0],
             *(window, 1, 1),
         )
-        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None), experts)
+        memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
+        further: list[structures.Memory] = [*packed.further]
+        if experts is not None:
+            memory += experts.tensors
+            further += experts.structs
+        return PackedBlock(struct, tuple(memory), tuple(further))
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache

@@ -12,7 +12,7 @@ from foretell.model.stored_matrix import StoredMatrix
 
 Tensor = torch.Tensor
 _MIXTRAL = ("block_sparse_moe.", ("w1", "w3", "w2"))
-_COMMON = ("mlp.", ("gate_proj", "up_proj", "down_proj"))
+_GATED = "gate_proj", "up_proj", "down_proj"
 
 
 class Weights(Protocol):
@@ -54,20 +54,24 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
         yield from _fused_experts(config, f"{prefix}mlp.experts.", weights)
         return
     for j in range(experts.count):
-        yield _read_gated(weights, f"{prefix}{stem}experts.{j}.", names, experts.ffn, config.hidden, experts.bias)
+        yield read_gated(weights, f"{prefix}{stem}experts.{j}.", experts.ffn, config.hidden, experts.bias, names)
 
 
 def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices:
     experts = config.experts
     assert experts is not None
     name = "shared_expert" if config.architecture == "qwen2_moe" else "shared_experts"
-    return _read_gated(weights, f"{prefix}mlp.{name}.", _COMMON[1], experts.shared_ffn, config.hidden, bias=False)
+    return read_gated(weights, f"{prefix}mlp.{name}.", experts.shared_ffn, config.hidden, bias=False)
 
 
-def _read_gated(
-    weights: Weights, prefix: str, names: tuple[str, str, str], ffn: int, hidden: int, bias: bool
+def read_gated(
+    weights: Weights, prefix: str, ffn: int, hidden: int, bias: bool, names: tuple[str, str, str] = _GATED
 ) -> GatedMatrices:
-    """The matrices called `names` (gate, up, down) after `prefix`."""
+    """The matrices called `names` (gate, up, down) after `prefix`.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
     sizes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
     matrices = (weights.matrix(f"{prefix}{n}.weight", *size) for n, size in zip(names, sizes, strict=True))
     biases = (
@@ -79,7 +83,7 @@ def _read_gated(
 
 def _names(config: ModelConfig) -> tuple[str, tuple[str, str, str]]:
     """Where a layer's experts are named, and the names of gate, up and down."""
-    return _MIXTRAL if config.architecture == "mixtral" else _COMMON
+    return _MIXTRAL if config.architecture == "mixtral" else ("mlp.", _GATED)
 
 
 def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:

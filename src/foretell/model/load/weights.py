@@ -17,7 +17,7 @@ from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
 from foretell.model.moe import ExpertFeedForward
-from foretell.model.stored_matrix import StoredMatrix, widen_rows
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
@@ -43,6 +43,8 @@ class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
+    mapped = False
+    """Whether matrices are views of a mapped file, so that keeping one takes no memory."""
 
     @abstractmethod
     def get(self, name: str) -> Float[Tensor, "*shape"] | None:
@@ -84,6 +86,11 @@ class Weights(ABC):
         found = self.get(_HEAD)
         return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
 
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """As `head`, but as the file stores it."""
+        found = self.head(vocab, hidden)
+        return None if found is None else StoredMatrix.of(found)
+
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
             raise ValueError(
@@ -102,6 +109,8 @@ class SafetensorsWeights(Weights):
     Raises:
         ValueError: there is no safetensors file (a pickle is refused by name), or it is damaged.
     """
+
+    mapped = True
 
     def __init__(self, path: Path) -> None:
         self.source = str(path)
@@ -240,6 +249,8 @@ def gguf_config(file: GGUF) -> ModelConfig:
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
+    mapped = True
+
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
@@ -274,6 +285,10 @@ class GGUFWeights(Weights):
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """The output matrix as the file stores it; None: it is tied to the embedding."""
+        return None if self._place_in_file(_HEAD) is None else self.matrix(_HEAD, vocab, hidden)
 
     def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
         """The tensor that holds this one, and the index of the expert whose part it is."""
@@ -378,27 +393,28 @@ def _experts(
     c, experts = config, config.experts
     assert experts is not None
 
-    def linear(matrices: Sequence[StoredMatrix], *biases: Tensor | None) -> Linear:
+    def linear(matrices: Sequence[Matrix], *biases: Tensor | None) -> Linear:
         bias = [b for b in biases if b is not None]
-        return Linear(place(widen_rows(matrices)), place(torch.cat(bias)) if bias else None)
+        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices]
+        return Linear(place(torch.cat(wide)), place(torch.cat(bias)) if bias else None)
 
     def gate_up(m: GatedMatrices) -> Linear:
         return linear((m.gate, m.up), m.gate_bias, m.up_bias)
 
-    def wide(tensor: Tensor) -> Tensor:
+    def unrounded(tensor: Tensor) -> Tensor:
         """A tensor of the router or of a gate, which stay in float32."""
         placed = place(tensor)
         return placed if placed.dtype == torch.float64 else tensor.to(placed.device, torch.float32)
 
     read = read_expert_layer(c, prefix, weights)
     each = [(gate_up(m), linear((m.down,), m.down_bias)) for m in read.experts]
-    gate = None if read.shared_gate is None else Linear(wide(read.shared_gate))
+    gate = None if read.shared_gate is None else Linear(unrounded(read.shared_gate))
     return ExpertFeedForward(
         experts,
-        Linear(wide(read.router), None if read.router_bias is None else wide(read.router_bias)),
+        Linear(unrounded(read.router), None if read.router_bias is None else unrounded(read.router_bias)),
         [pair[0] for pair in each],
         [pair[1] for pair in each],
         None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
-        None if read.selection_bias is None else wide(read.selection_bias),
+        None if read.selection_bias is None else unrounded(read.selection_bias),
         c.activation,
     )
