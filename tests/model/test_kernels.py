@@ -1,7 +1,6 @@
 """The CPU kernels against plain torch, and their batch invariance."""
 
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
+from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2, "int8-activations": 3e-2}
@@ -349,17 +349,11 @@ def test_supported_architectures() -> None:
     assert not any(NativeStack.supports(config) for config in refused)
 
 
-OTHER_BUILDS = {"portable": ["-O1", "-DFORETELL_PORTABLE"]}
-if platform.machine() == "x86_64":
-    OTHER_BUILDS["avx2"] = ["-O1", "-march=x86-64-v3"]
-
-
 @pytest.mark.parametrize("instructions", OTHER_BUILDS)
 def test_every_instruction_set_gives_the_same_bits(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, where = tokens(37, NINE), chain(37, 0)
     expected = {p: stack_of(NINE, p)(x, where, cache_of(NINE, p), 0, 2) for p in PRECISIONS}
-    other = build.build(OTHER_BUILDS[instructions]).library
-    assert other is not None and other.foretell_instructions().decode() == instructions
+    other = other_build(instructions)
     monkeypatch.setattr(build, "library", lambda: other)
     for precision in PRECISIONS:
         found = stack_of(NINE, precision)(x, where, cache_of(NINE, precision), 0, 2)

@@ -367,8 +367,32 @@ inline Float dot_bfloat16(Float acc, Word w, Word x) {
       acc, w, x);
 }
 
-// 16 half-precision numbers.
-inline Float load_float16(const void* p) {
+inline float half_to_float(uint16_t half) {
+#if defined(__aarch64__)
+  __fp16 number;
+  std::memcpy(&number, &half, 2);
+  return (float)number;
+#else
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31, mantissa = half & 0x3FF;
+  uint32_t bits = sign;
+  if (exponent == 31) {
+    bits |= 0x7F800000u | mantissa << 13;
+  } else if (exponent) {
+    bits |= (exponent + 112) << 23 | mantissa << 13;
+  } else {
+    const float tiny = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24, exact
+    uint32_t magnitude;
+    std::memcpy(&magnitude, &tiny, 4);
+    bits |= magnitude;
+  }
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
+#endif
+}
+
+// 16 numbers in half precision.
+inline Float load_halves(const void* p) {
 #if FORETELL_AVX512
   return (Float)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif FORETELL_AVX2
@@ -379,25 +403,57 @@ inline Float load_float16(const void* p) {
   uint16_t half[kLanes];
   float lane[kLanes];
   std::memcpy(half, p, sizeof half);
-  for (int i = 0; i < kLanes; ++i) {
-#if defined(__aarch64__)
-    __fp16 number;
-    std::memcpy(&number, half + i, 2);
-    lane[i] = (float)number;
+  for (int i = 0; i < kLanes; ++i) lane[i] = half_to_float(half[i]);
+  return load<Float>(lane);
+#endif
+}
+
+// 16 bytes, uint8_t or int8_t, as integers.
+template <class Byte>
+inline Int load_bytes(const void* p) {
+#if FORETELL_AVX512 || FORETELL_AVX2
+  Int out;
+  for (int i = 0; i < kParts; ++i) {
+    const char* at = (const char*)p + kPartLanes * i;
+#if FORETELL_AVX512
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)at);
+    out = (Int)(Byte(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #else
-    // The exponent is moved to its place and corrected by a product, which also scales denormal numbers.
-    const uint32_t sign = (uint32_t)(half[i] & 0x8000) << 16, bits = (uint32_t)(half[i] & 0x7FFF) << 13;
-    float number;
-    std::memcpy(&number, &bits, 4);
-    number *= 0x1p112f;
-    uint32_t out;
-    std::memcpy(&out, &number, 4);
-    if (bits >= 0x0F800000u) out |= 0x7F800000u;  // infinity and NaN
-    out |= sign;
-    std::memcpy(lane + i, &out, 4);
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)at);
+    out.part[i] = (IntPart)(Byte(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #endif
   }
-  return load<Float>(lane);
+  return out;
+#else
+  Byte bytes[kLanes];
+  int32_t lane[kLanes];
+  std::memcpy(bytes, p, sizeof bytes);
+  for (int i = 0; i < kLanes; ++i) lane[i] = bytes[i];
+  return load<Int>(lane);
+#endif
+}
+
+// Every byte of the codes, 0 to 15, replaced by that entry of a table.
+inline Word lookup_bytes(const uint8_t* table, Word codes) {
+#if FORETELL_AVX512
+  return (Word)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)codes);
+#else
+  return each_part<Word>(
+      [table](WordPart part) {
+#if FORETELL_AVX2
+        const __m128i entries = _mm_loadu_si128((const __m128i*)table);
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)part);
+#elif FORETELL_NEON
+        return vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)part);
+#else
+        uint8_t bytes[sizeof part];
+        std::memcpy(bytes, &part, sizeof part);
+        for (uint8_t& byte : bytes) byte = table[byte];
+        std::memcpy(&part, bytes, sizeof part);
+        return part;
+#endif
+      },
+      codes);
 #endif
 }
 
