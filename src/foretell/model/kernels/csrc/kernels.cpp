@@ -191,22 +191,7 @@ void foretell_hadamard(float* x, int64_t count) {
 }
 
 // Vector instructions that the kernels were compiled for.
-const char* foretell_instructions() {
-#if FORETELL_AVX512
-  return "avx512"
-#if FORETELL_BF16
-         "+bf16"
-#endif
-#if FORETELL_VNNI
-         "+vnni"
-#endif
-      ;
-#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
-  return "avx2";
-#else
-  return "portable";
-#endif
-}
+const char* foretell_instructions() { return kInstructions; }
 
 // The interface as text, a line per constant, structure and function; `structures.interface()` writes the same.
 const char* foretell_abi() {
