@@ -159,7 +159,7 @@ void race_block(const Weigher& weigh, const float* x, int first, int n, uint64_t
     const Wide rest = wide(1.0) - __builtin_convertvector((Long)bits, Wide) * wide(0x1p-53);
     const Long runs =
         (rest <= wide(winner.time * kRaceSlack) * __builtin_convertvector(weight, Wide) + wide(0x1p-52)) & (weight > 0);
-    if (!any((Int)runs)) continue;
+    if (!any(load<Int>(&runs))) continue;
     for (int lane = 0; lane < kWide; ++lane)
       if (runs[lane]) winner.run(bits[lane], first + i + lane, weight[lane]);
   }
