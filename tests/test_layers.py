@@ -36,6 +36,7 @@ ORDER = [
         "model.compress",
         "model.cuda_graph",
         "model.kernels.decoder",
+        "model.load.quantization_config",
         "model.load.weights",
         "model.network",
         "model.offload",

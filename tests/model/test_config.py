@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foretell.model.config import ARCHITECTURES, ModelConfig, from_gguf, from_hf, quantization_method
+from foretell.model.config import ARCHITECTURES, ModelConfig, from_gguf, from_hf
 from foretell.model.rope import rope_tables
 
 SIZES: Mapping[str, Any] = {
@@ -314,11 +314,3 @@ def test_hostile_gguf_metadata_is_read_or_refused(name: str) -> None:
                 from_gguf({**raw, key: value}, "m.gguf")
             except ValueError as error:
                 assert str(error).startswith("m.gguf: ") and "\n" not in str(error)
-
-
-def test_quantisations_are_known_by_name() -> None:
-    assert quantization_method({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
-    assert quantization_method({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
-    assert quantization_method({"quantization": {"bits": 4}}) == "quantization"
-    assert quantization_method({"quantization_config": None}) is None
-    assert quantization_method({}) is None
