@@ -53,7 +53,7 @@ ORDER = [
     ("load", "testing", "retrieval.corpus"),
     ("__init__",),
     ("train.data", "tune"),
-    ("train", "train.objective"),
+    ("train", "train.objective", "quantize"),
     ("train.recipe",),
     ("train.loop",),
     ("bench", "roofline", "verify"),
