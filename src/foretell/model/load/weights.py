@@ -2,12 +2,12 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
@@ -16,6 +16,7 @@ from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
@@ -31,10 +32,6 @@ _QUANTIZED = re.compile(
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
 MLX.
 """
-
-
-QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
-"""Advice in the error about a quantised checkpoint."""
 _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
@@ -61,14 +58,6 @@ class Weights(ABC):
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
         return self._checked(name, found, shape)
 
-    def bytes(self, name: str, *shape: int) -> UInt8[Tensor, "*shape"] | None:
-        """The tensor of bytes of this name and shape; None: there is none.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        return None
-
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it.
 
@@ -76,6 +65,14 @@ class Weights(ABC):
             ValueError: it is missing or has another shape.
         """
         return StoredMatrix.of(self.require(name, outputs, inputs))
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        return (StoredMatrix.of(each.T) for each in self.require(name, count, inputs, outputs))
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
@@ -103,16 +100,34 @@ class Weights(ABC):
         """Return the file's memory pages to the system; later calls of `get` read them again."""
 
 
-class SafetensorsWeights(Weights):
-    """One `model.safetensors`, or shards with an index.
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
+    that is not a float of 16 bits or more.
 
     Raises:
-        ValueError: there is no safetensors file (a pickle is refused by name), or it is damaged.
+        ValueError: the tensor belongs to a quantised checkpoint.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
+        )
+
+
+def candidate_names(name: str) -> tuple[str, ...]:
+    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
+class SafetensorsWeights(Weights):
+    """One `model.safetensors`, or shards with an index. `check(file, name, dtype)` is called for every tensor.
+
+    Raises:
+        ValueError: there is no safetensors file (a pickle is refused by name), it is damaged, or `check` refuses it.
     """
 
     mapped = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[Path, str, str], None] = refuse_quantized) -> None:
         self.source = str(path)
         index = path / "model.safetensors.index.json"
         single = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
@@ -127,9 +142,9 @@ class SafetensorsWeights(Weights):
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
         self._readers: dict[str, Callable[[str], Tensor]] = {}
-        self._open(check=True)
+        self._open(check)
 
-    def _open(self, check: bool = False) -> None:
+    def _open(self, check: Callable[[Path, str, str], None] | None = None) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -140,21 +155,15 @@ class SafetensorsWeights(Weights):
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._readers[key] = handle.get_tensor
-                if check:
-                    dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
-                    refuse_quantized(path / name, key, dtype)
+                if check is not None:
+                    check(path / name, key, handle.get_slice(key).get_dtype())  # type: ignore[no-untyped-call]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
+        for candidate in candidate_names(name):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
-
-    def bytes(self, name: str, *shape: int) -> UInt8[Tensor, "*shape"] | None:
-        """The tensor of bytes of this name and shape; None: there is none."""
-        read = self._readers.get(name)
-        return None if read is None else self._checked(name, read(name), shape)
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, because transformers would initialise a missing one at random.
@@ -178,19 +187,6 @@ def _shards(index: Path) -> list[str]:
     if outside is not None:
         raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
     return sorted(set(files.values()))
-
-
-def refuse_quantized(file: Path, name: str, dtype: str) -> None:
-    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
-    that is not a float of 16 bits or more.
-
-    Raises:
-        ValueError: the tensor belongs to a quantised checkpoint.
-    """
-    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
-        raise ValueError(
-            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
-        )
 
 
 _GGUF_NAMES = {

@@ -63,7 +63,7 @@ struct Layer {
 
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
-  int32_t cache_kind, activation;  // cache_kind: kFloat32 or kBfloat16
+  int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap;
 };
 
@@ -111,6 +111,12 @@ struct HiddenLayers {  // layers, ascending, whose input (the residual stream) i
   const int32_t* layer;
   int32_t count;
   float* out;
+};
+
+struct Sampling {  // of one row of logits
+  double inverse_temperature, top_p, min_p;
+  uint64_t noise;  // key of the noise of all tokens at the row's position
+  int32_t top_k;   // 0: all
 };
 
 struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
