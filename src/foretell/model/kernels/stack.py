@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -16,7 +16,8 @@ from torch import Tensor
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, plan_gate_up, plan_rows
+from foretell.model.kernels.pack import Matrix, Panels, plan_gate_up, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
@@ -43,13 +44,27 @@ class BlockWeights:
     post_mlp_norm: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PackedBlock:
-    """A packed decoder block: its structure, and all memory that this points into."""
+def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
+    """How to pack the linear layers of a block: of query, key and value, of the attention's output, of gate and up, and
+    of the feed-forward network's output.
+    """
+    return (
+        plan_rows(block.qkv, precision),
+        plan_rows([block.output], precision),
+        [plan_gate_up(block.gate, block.up, precision)],
+        plan_rows([block.down], precision),
+    )
 
-    struct: structures.Layer
-    tensors: tuple[Tensor, ...]
-    structs: tuple[ctypes.Structure, ...] = ()
+
+class PackedBlock(PackedPart):
+    """A packed decoder block: its structure first, and all memory that this points into."""
+
+    @property
+    def struct(self) -> structures.Layer:
+        """The argument of the kernels."""
+        found = self.structs[0]
+        assert isinstance(found, structures.Layer)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +73,7 @@ class PackedBlock:
 
 
 class NativeStack:
-    """The blocks of a decoder, packed once, unless they are packed already; a call runs a range of them over new tokens and writes to the cache.
+    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
     [context, head_dim / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
@@ -71,7 +86,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: "Iterable[BlockWeights | PackedBlock]",
+        blocks: Sequence[BlockWeights],
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -90,11 +105,19 @@ class NativeStack:
             *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        self.blocks = [
-            block if isinstance(block, PackedBlock) else self.pack_block(i, block) for i, block in enumerate(blocks)
-        ]
-        self.layers = (structures.Layer * len(self.blocks))(*(block.struct for block in self.blocks))
+        self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+
+    def _set_blocks(self, blocks: Sequence[PackedBlock]) -> None:
+        self.blocks = blocks
+        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in blocks))
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeStack":
+        """A stack of packed blocks with the rotary tables of this one."""
+        other = object.__new__(NativeStack)
+        other.__dict__.update(self.__dict__)
+        other._set_blocks(blocks)
+        return other
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -198,25 +221,24 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        packed = PackedLinears(
-            [
-                (plan_rows(block.qkv, self.precision), block.qkv_bias),
-                (plan_rows([block.output], self.precision), block.output_bias),
-                ([plan_gate_up(block.gate, block.up, self.precision)], None),
-                (plan_rows([block.down], self.precision), None),
-            ],
-            self._kernels,
+        qkv, output, gate_up, down = plan_block(block, self.precision)
+        packed = PackedLinears.pack(
+            [(qkv, block.qkv_bias), (output, block.output_bias), (gate_up, None), (down, None)], self._kernels
         )
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         struct = structures.Layer(
             *packed.structs,
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            *self._ropes[window > 0],
-            *(window, 1, 1),
+            *(None, None, window, 1, 1),
         )
         tensors = (*packed.tensors, *(scale for scale in scales if scale is not None))
-        return PackedBlock(struct, tensors, tuple(packed.further))
+        return self.attach(i, PackedBlock((struct, *packed.further), tensors))
+
+    def attach(self, i: int, block: PackedBlock) -> PackedBlock:
+        """Let a packed block, as block `i`, point to the rotary tables of this stack."""
+        block.struct.cos, block.struct.sin = self._ropes[self.config.window_of(i) > 0]
+        return block
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
