@@ -140,6 +140,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
+    "foretell_widen_rows": (None, (_I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
