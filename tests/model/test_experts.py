@@ -20,10 +20,11 @@ from foretell.load import load
 from foretell.model import kernels as native
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
+from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.native import build_native
+from foretell.model.load.native import load_native
 from foretell.model.load.quantization_config import parse_quantization
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, Weights, build_decoder, gguf_config
@@ -207,20 +208,29 @@ def test_other_constants_of_gpt_oss_are_refused(key: str) -> None:
         from_hf({"model_type": "gpt_oss", **SIZES, key: 3.5})
 
 
+def down_kind(network: NativeDecoder) -> int:
+    """How the first expert's last matrix is packed."""
+    experts = structures.Experts.from_address(network.stack.layers[0].experts)
+    return int(structures.Weight.from_address(experts.down).kind)
+
+
 @pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", Kind.MXFP4), ("qwen2_moe", Kind.Q8_0), ("mixtral", Kind.F32)])
 def test_blocks_of_a_file_run_on_the_kernels_with_the_bits_of_the_widened_model(
-    name: str, kind: Kind, tmp_path: Path
+    name: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.no_grad():
         write_gguf(tmp_path / "model.gguf", name, oracle_of(name), kind)
     file = GGUF(tmp_path / "model.gguf")
     config, text = gguf_config(file), random_tokens(20, 64)
     widened = NativeDecoder(decoder_of(tmp_path / "model.gguf"), "float32")
-    stored = build_native(config, GGUFWeights(file, config), "float32")
-    assert stored.stack.layers[0].experts.contents.down[0].kind == PANEL_KINDS.index(kind.name)
-    found, wanted = (DecoderRunner(n).forward([0], chain_tree(text)) for n in (stored, widened))
-    assert torch.equal(found.logits, wanted.logits) and found.experts == wanted.experts
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path))
+    wanted = DecoderRunner(widened).forward([0], chain_tree(text))
+    for _ in ("packed from the file", "read from the cache of packed weights"):
+        stored = load_native(config, GGUFWeights(file, config), "float32")
+        assert down_kind(stored) == PANEL_KINDS.index(kind.name)
+        found = DecoderRunner(stored).forward([0], chain_tree(text))
+        assert torch.equal(found.logits, wanted.logits) and found.experts == wanted.experts
 
 
 def test_a_gpt_oss_directory_answers_as_transformers_does(tmp_path: Path) -> None:

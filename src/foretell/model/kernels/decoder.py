@@ -1,5 +1,6 @@
 """The decoder on the CPU kernels."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -102,7 +103,7 @@ class NativeDecoder:
         # The decoder's norm weights include the offset already.
         stack = NativeStack(
             replace(decoder.config, norm_offset=0.0),
-            (block_weights(b) for b in decoder.blocks),
+            [block_weights(b) for b in decoder.blocks],
             precision,
             decoder.rope_tables,
             decoder.local_rope_tables,
@@ -190,6 +191,10 @@ class NativeDecoder:
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
         return self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
+        """The decoder of these packed blocks with this embedding, norm and head."""
+        return self._sharing(self.config, self.stack.with_blocks(blocks))
 
     def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[PackedBlock]:
         """The forward pass of a block over this layout and cache."""

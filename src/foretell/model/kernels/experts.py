@@ -31,18 +31,19 @@ class PackedExperts:
         linears = [_pack_router(weights, kernels)]
         pairs = list[structures.Weight]()
         for some in _batches(weights.experts):
-            linears.append(PackedLinears([linear for m in some for linear in _plan_gated(m, precision)], kernels))
+            linears.append(PackedLinears.pack([linear for m in some for linear in _plan_gated(m, precision)], kernels))
             pairs += linears[-1].structs
         gate_up, down = (_same_operands(pairs[i::2]) for i in (0, 1))
         shared = [structures.Weight(), structures.Weight()]
         if weights.shared is not None:
-            linears.append(PackedLinears(_plan_gated(weights.shared, precision), kernels))
+            linears.append(PackedLinears.pack(_plan_gated(weights.shared, precision), kernels))
             shared = linears[-1].structs
         biases = [] if weights.selection_bias is None else [weights.selection_bias.detach().float().contiguous()]
         self.tensors = (*chain(*(packed.tensors for packed in linears)), *biases)
         """All memory of weights."""
         struct = structures.Experts(
-            *(linears[0].structs[0], biases[0].data_ptr() if biases else None, gate_up, down),
+            *(linears[0].structs[0], biases[0].data_ptr() if biases else None),
+            *(ctypes.addressof(gate_up), ctypes.addressof(down)),
             *(*shared, config.count, config.active, config.ffn, config.shared_ffn, weights.shared_gate is not None),
             *(SCORINGS.index(config.scoring), config.renormalize),
             *(config.groups, config.active_groups, config.ranked_by, config.scale),
@@ -56,6 +57,13 @@ class PackedExperts:
         return config.scoring == "sigmoid" or not (config.selection_bias or config.ranked_by > 1)
 
 
+def planned_bytes(config: MoEConfig, weights: ExpertMatrices, precision: Precision, kernels: ctypes.CDLL) -> int:
+    """About how many bytes the packed experts take: as many for each as for the first."""
+    first = next(iter(weights.experts))
+    parts = [(config.count, first), *([] if weights.shared is None else [(1, weights.shared)])]
+    return sum(n * panels.nbytes(kernels) for n, m in parts for plan, _ in _plan_gated(m, precision) for panels in plan)
+
+
 def _batches(experts: Iterable[GatedMatrices]) -> Iterator[list[GatedMatrices]]:
     rest = iter(experts)
     while some := list(islice(rest, _PACKED_TOGETHER)):
@@ -67,7 +75,7 @@ def _pack_router(weights: ExpertMatrices, kernels: ctypes.CDLL) -> PackedLinears
     matrix, bias = torch.cat([part.detach().float() for part in parts]), weights.router_bias
     if bias is not None:
         bias = torch.nn.functional.pad(bias.detach().float(), (0, len(matrix) - len(bias)))
-    return PackedLinears([(plan_rows([matrix], "float32"), bias)], kernels)
+    return PackedLinears.pack([(plan_rows([matrix], "float32"), bias)], kernels)
 
 
 def _plan_gated(matrices: GatedMatrices, precision: Precision) -> list[tuple[list[Panels], Tensor | None]]:

@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -19,7 +19,8 @@ from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
@@ -57,13 +58,25 @@ class BlockWeights:
     experts: ExpertMatrices | None = None
 
 
-@dataclass(frozen=True)
-class PackedBlock:
-    """A packed decoder block: its structure, and all memory that this points into."""
+def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
+    """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
+    feed-forward network gate and up, and its output.
+    """
+    attention = [plan_rows(block.qkv, precision), plan_rows([block.output], precision)]
+    if block.gate is None or block.up is None or block.down is None:
+        return attention
+    return [*attention, [plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
 
-    struct: structures.Layer
-    tensors: tuple[Tensor, ...]
-    structs: tuple[structures.Memory, ...] = ()
+
+class PackedBlock(PackedPart):
+    """A packed decoder block: its structure first, and all memory that this points into."""
+
+    @property
+    def struct(self) -> structures.Layer:
+        """The argument of the kernels."""
+        found = self.structs[0]
+        assert isinstance(found, structures.Layer)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +85,7 @@ class PackedBlock:
 
 
 class NativeStack:
-    """The blocks of a decoder, packed once, unless they are packed already; a call runs a range of them over new
-    tokens and writes to the cache.
+    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
     [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
@@ -86,7 +98,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: "Iterable[BlockWeights | PackedBlock]",
+        blocks: Sequence[BlockWeights],
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -106,11 +118,19 @@ class NativeStack:
             *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        self.blocks = [
-            block if isinstance(block, PackedBlock) else self.pack_block(i, block) for i, block in enumerate(blocks)
-        ]
-        self.layers = (structures.Layer * len(self.blocks))(*(block.struct for block in self.blocks))
+        self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+
+    def _set_blocks(self, blocks: Sequence[PackedBlock]) -> None:
+        self.blocks = blocks
+        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in blocks))
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeStack":
+        """A stack of packed blocks with the rotary tables of this one."""
+        other = object.__new__(NativeStack)
+        other.__dict__.update(self.__dict__)
+        other._set_blocks(blocks)
+        return other
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -218,15 +238,10 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        linears = [
-            (plan_rows(block.qkv, self.precision), block.qkv_bias),
-            (plan_rows([block.output], self.precision), block.output_bias),
-        ]
-        if block.gate is not None and block.up is not None and block.down is not None:
-            bias = interleave_bias(block.gate_bias, block.up_bias)
-            linears.append(([plan_gate_up(block.gate, block.up, self.precision)], bias))
-            linears.append((plan_rows([block.down], self.precision), block.down_bias))
-        packed = PackedLinears(linears, self._kernels)
+        layers = plan_block(block, self.precision)
+        gate_up_bias = interleave_bias(block.gate_bias, block.up_bias)
+        biases = (block.qkv_bias, block.output_bias, gate_up_bias, block.down_bias)
+        packed = PackedLinears.pack(list(zip(layers, biases, strict=False)), self._kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
@@ -238,16 +253,20 @@ class NativeStack:
         struct = structures.Layer(
             *structs[:_LAYER_LINEARS],
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            None if experts is None else ctypes.pointer(experts.structs[0]),
-            *self._ropes[window > 0],
-            *(window, 1, 1),
+            None if experts is None else ctypes.addressof(experts.structs[0]),
+            *(None, None, window, 1, 1),
         )
         memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
-        further: list[structures.Memory] = [*packed.further]
+        further: list[structures.Memory] = [struct, *packed.further]
         if experts is not None:
             memory += experts.tensors
             further += experts.structs
-        return PackedBlock(struct, tuple(memory), tuple(further))
+        return self.attach(i, PackedBlock(further, memory))
+
+    def attach(self, i: int, block: PackedBlock) -> PackedBlock:
+        """Let a packed block, as block `i`, point to the rotary tables of this stack."""
+        block.struct.cos, block.struct.sin = self._ropes[self.config.window_of(i) > 0]
+        return block
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache

@@ -38,7 +38,7 @@ class Experts(ctypes.Structure):
     """The mixture of experts of a layer."""
 
     _fields_ = (
-        *(("router", Weight), ("selection_bias", c_void_p), ("gate_up", POINTER(Weight)), ("down", POINTER(Weight))),
+        *(("router", Weight), ("selection_bias", c_void_p), ("gate_up", c_void_p), ("down", c_void_p)),
         *((name, Weight) for name in ("shared_gate_up", "shared_down")),
         *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
@@ -57,8 +57,7 @@ class Layer(ctypes.Structure):
         *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
-        ("experts", POINTER(Experts)),
-        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_void_p) for name in ("experts", "cos", "sin")),
         *((name, c_int32) for name in ("window", "attention", "mlp")),
     )
 
@@ -168,6 +167,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
+    "foretell_widen_rows": (None, (_I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),

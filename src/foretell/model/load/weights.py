@@ -40,8 +40,12 @@ class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
-    mapped = False
-    """Whether matrices are views of a mapped file, so that keeping one takes no memory."""
+    files: Sequence[Path] = ()
+    """Files that the tensors come from; none: they are made up."""
+
+    def maps(self, name: str) -> bool:
+        """Whether `matrix` gives this one as a view of a mapped file, so that keeping it takes no memory."""
+        return False
 
     @abstractmethod
     def get(self, name: str) -> Float[Tensor, "*shape"] | None:
@@ -125,8 +129,6 @@ class SafetensorsWeights(Weights):
         ValueError: there is no safetensors file (a pickle is refused by name), it is damaged, or `check` refuses it.
     """
 
-    mapped = True
-
     def __init__(self, path: Path, check: Callable[[Path, str, str], None] = refuse_quantized) -> None:
         self.source = str(path)
         index = path / "model.safetensors.index.json"
@@ -141,6 +143,7 @@ class SafetensorsWeights(Weights):
                 )
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
+        self.files = [path / name for name in files]
         self._readers: dict[str, Callable[[str], Tensor]] = {}
         self._open(check)
 
@@ -164,6 +167,10 @@ class SafetensorsWeights(Weights):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
+
+    def maps(self, name: str) -> bool:
+        """True: all tensors are views."""
+        return True
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, because transformers would initialise a missing one at random.
@@ -245,10 +252,9 @@ def gguf_config(file: GGUF) -> ModelConfig:
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
-    mapped = True
-
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
+        self.files = [file.path]
         norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
         self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
 
@@ -281,6 +287,11 @@ class GGUFWeights(Weights):
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+
+    def maps(self, name: str) -> bool:
+        """Whether the file stores it in one of the known kinds."""
+        place = self._place_in_file(name)
+        return place is not None and self._file.stored_matrix(*place) is not None
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """The output matrix as the file stores it; None: it is tied to the embedding."""

@@ -174,6 +174,11 @@ void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, co
     pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
+// Rows of GGUF blocks of a kind as float32, [count, in].
+void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count, int32_t in, float* out) {
+  widen_blocks(kind, rows, count, in, out);
+}
+
 // Words of a panel.
 int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
@@ -245,6 +250,7 @@ const char* foretell_abi() {
     S(foretell_topk);
     S(foretell_topk_softmax);
     S(foretell_pack_rows);
+    S(foretell_widen_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
