@@ -41,6 +41,8 @@ ORDER = [
         "model.cuda_graph",
         "model.kernels.decoder",
         "model.load.quantization_config",
+        "model.latent",
+        "model.load.latent",
         "model.load.weights",
         "model.network",
         "model.offload",

@@ -18,7 +18,7 @@ from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
-from foretell.model.kv_cache import KVCache
+from foretell.model.kv_cache import KVCache, LatentCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
@@ -118,8 +118,12 @@ class DecoderLayer(nn.Module, ABC):
         """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
         p = self.layer_modules
         qkv = self.project(attention_input, sizes, angles)
-        part: torch.Tensor = p.output(attention.attend(layer, *qkv, p.sinks))
+        part: torch.Tensor = p.output(self.merge_heads(attention.attend(layer, *qkv, p.sinks)))
         return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
+
+    def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:
+        """The input of the output projection from the output of the attention."""
+        return out
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
@@ -139,7 +143,7 @@ class DecoderBlock(DecoderLayer):
     def __init__(
         self,
         attention_norm: RMSNorm,
-        qkv: Linear,
+        qkv: nn.Module,
         output: Linear,
         mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward,
@@ -285,6 +289,8 @@ class Decoder(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
+        if c.latent is not None:
+            return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, self.embedding.dtype, self.device)
         return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:

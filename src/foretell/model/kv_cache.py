@@ -17,10 +17,20 @@ _SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
 class KVCache(Cache):
     """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand."""
 
+    shared = False
+    """Whether `k` and `v` are one tensor."""
+
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty_like(self.k)
-        self._movable = _movable_view(self.k), _movable_view(self.v)
+        self._set(torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device))
+
+    def _set(self, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Use these tensors; v None: none is kept yet."""
+        self.k, self.v = k, k if self.shared else torch.empty_like(k) if v is None else v
+        self._movable = tuple(_movable_view(part) for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        return (self.k,) if self.shared else (self.k, self.v)
 
     @property
     def rows(self) -> int:
@@ -30,7 +40,7 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(part.nbytes for part in self._parts)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Grow to at least `rows` rows of `slots` tokens each; the contents stay."""
@@ -39,12 +49,11 @@ class KVCache(Cache):
             return
         rows, step = max(rows, old_rows), _SMALL_STEP if slots <= _SMALL_LIMIT else _LARGE_STEP
         slots = max(old_slots, -(-slots // step) * step)
-        for name in ("k", "v"):
-            old: torch.Tensor = getattr(self, name)
-            new = old.new_zeros(layers, rows, heads, slots, dim)
-            new[:, :old_rows, :, :old_slots] = old
-            setattr(self, name, new)
-        self._movable = _movable_view(self.k), _movable_view(self.v)
+        grown = []
+        for old in self._parts:
+            grown.append(old.new_zeros(layers, rows, heads, slots, dim))
+            grown[-1][:, :old_rows, :, :old_slots] = old
+        self._set(*grown)
 
     def write(
         self,
@@ -57,7 +66,8 @@ class KVCache(Cache):
         """Store the keys and values of new tokens in their slots."""
         index = row, slice(None), slot
         self.k[layer][index] = k.to(self.k.dtype)
-        self.v[layer][index] = v.to(self.v.dtype)
+        if not self.shared:
+            self.v[layer][index] = v.to(self.v.dtype)
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
@@ -71,6 +81,12 @@ class KVCache(Cache):
         source, target = list(source[skip:]), target + skip
         for part in self._movable:
             part[:, row, :, target : target + len(source)] = part[:, row][:, :, source]
+
+
+class LatentCache(KVCache):
+    """What latent attention keeps of a token: one vector that is key and value of all heads."""
+
+    shared = True
 
 
 def _movable_view(part: torch.Tensor) -> Any:

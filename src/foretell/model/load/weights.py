@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.expert_matrices import GatedMatrices
+from foretell.model.latent import LatentBlock
 from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.latent import read_latent_projection
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.stored_matrix import Matrix, StoredMatrix
@@ -368,6 +371,7 @@ def build_block(
 
     attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
     mlp: FeedForward | ExpertFeedForward
+    qkv: nn.Module
     if c.experts is not None and i in c.experts.layers:
         mlp = _experts(c, prefix, weights, place)
     else:
@@ -376,9 +380,13 @@ def build_block(
             stack(matrix("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)),
             c.activation,
         )
-    return DecoderBlock(
+    if c.latent is None:
+        qkv = stack(*(matrix(f"self_attn.{n}", width, c.hidden, c.qkv_bias) for n, width in attention.items()))
+    else:
+        qkv, q = read_latent_projection(c, prefix, weights, place), c.heads * c.latent.value_dim
+    return (DecoderBlock if c.latent is None else LatentBlock)(
         attention_norm=norm("input_layernorm", c.hidden),
-        qkv=stack(*(matrix(f"self_attn.{n}", width, c.hidden, c.qkv_bias) for n, width in attention.items())),
+        qkv=qkv,
         output=stack(matrix("self_attn.o_proj", c.hidden, q, c.output_bias)),
         mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
         mlp=mlp,
