@@ -155,7 +155,7 @@ class NativeDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
-        return self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
     def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[PackedBlock]:
         """The forward pass of a block over this layout and cache."""
