@@ -27,7 +27,7 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize_int8
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.native import block_packer, build_native, build_native_without_blocks, weight_dtype
+from foretell.model.load.native import load_native, native_blocks, weight_dtype
 from foretell.model.load.quantization_config import parse_quantization, refuse_quantization
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
@@ -262,7 +262,7 @@ def _build_network(
 ) -> Network:
     """The network that runs the model fastest on this machine, after `change` to its weights."""
     if _runs_on_kernels(config, device) and change is identity:
-        return build_native(config, weights, precision)
+        return load_native(config, weights, precision)
     decoder = change(build_decoder(config, weights, weight_dtype(precision), device))
     if _runs_on_kernels(config, device):
         return NativeDecoder(decoder, precision)
@@ -276,8 +276,7 @@ def _build_streamed_network(
 ) -> Network:
     """The network with at most `limit` bytes of weights in memory; its results are those of `_build_network`."""
     if _runs_on_kernels(config, device):
-        packed = build_native_without_blocks(config, weights, precision)
-        fetch = block_packer(packed, config, weights, precision)
+        packed, fetch = native_blocks(config, weights, precision)
         return OffloadedDecoder(
             packed, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(packed))
         )

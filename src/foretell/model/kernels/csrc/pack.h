@@ -109,4 +109,26 @@ inline void pack_blocks(int32_t kind, const uint8_t* const* rows, int panels, in
   });
 }
 
+// Rows of GGUF blocks as float32, [count, in]: the numbers that exact products multiply with.
+inline void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, int in, float* out) {
+  with_blocks(kind, [&](auto k) {
+    using K = typename decltype(k)::Type;
+    const Buffer<uint32_t> panel = buffer<uint32_t>(K::kWords), wide = buffer<uint32_t>(kPanel * kGroupInputs);
+    for (int first = 0; first < count; first += kPanel) {
+      const int few = std::min(kPanel, count - first);
+      for (int b = 0; b < in / K::kInputs; ++b) {
+        std::memset(panel.get(), 0, 4 * (size_t)K::kWords);
+        for (int r = 0; r < few; ++r) K::pack(rows[first + r] + b * K::kBytes, panel.get(), r);
+        for (int g = 0; g < K::kInputs / kGroupInputs; ++g) {
+          widen_group<Float32, K>(panel.get(), g, wide.get());
+          for (int r = 0; r < few; ++r)
+            for (int i = 0; i < kGroupInputs; ++i)
+              std::memcpy(out + (size_t)(first + r) * in + b * K::kInputs + g * kGroupInputs + i,
+                          wide.get() + kPanel * i + r, 4);
+        }
+      }
+    }
+  });
+}
+
 }  // namespace
