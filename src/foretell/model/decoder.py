@@ -15,13 +15,15 @@ from torch import nn
 
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
-from foretell.model.cache import Cache
+from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import Activation, ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
+from foretell.model.state_layers import StateMixer
+from foretell.model.state_store import StateStore
 
 
 class RMSNorm(nn.Module):
@@ -89,6 +91,9 @@ class LayerModules(NamedTuple):
     k_norm: nn.Module | None = None
     post_attention_norm: nn.Module | None = None
     post_mlp_norm: nn.Module | None = None
+    mixer: StateMixer | None = None
+    attention_gate: bool = False
+    """The rows of `qkv` end with a gate per query head."""
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -103,8 +108,13 @@ class DecoderLayer(nn.Module, ABC):
         self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         """Rotated queries, rotated keys, and values from the input of the attention."""
+        return self._rotated(self.layer_modules.qkv(x), sizes, angles)
+
+    def _rotated(
+        self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles
+    ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         p, h, g = self.layer_modules, sizes.heads, sizes.kv_heads
-        heads = p.qkv(x).unflatten(-1, (h + 2 * g, sizes.head_dim))
+        heads = projected[..., : (h + 2 * g) * sizes.head_dim].unflatten(-1, (h + 2 * g, sizes.head_dim))
         qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
         if p.q_norm is not None and p.k_norm is not None:
             qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
@@ -122,7 +132,14 @@ class DecoderLayer(nn.Module, ABC):
     ) -> Float[torch.Tensor, "*t d"]:
         """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
         p = self.layer_modules
-        part: torch.Tensor = p.output(attention.attend(layer, *self.project(attention_input, sizes, angles)))
+        projected = p.qkv(attention_input)
+        if p.mixer is not None:
+            mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
+        else:
+            mixed = attention.attend(layer, *self._rotated(projected, sizes, angles))
+        if p.attention_gate:
+            mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
+        part: torch.Tensor = p.output(mixed)
         return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
@@ -138,7 +155,10 @@ class DecoderLayer(nn.Module, ABC):
 
 
 class DecoderBlock(DecoderLayer):
-    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
+    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads', then all query
+    heads' gates where attention is gated. A block with a `mixer` has that in place of attention, and `qkv` is its input
+    projection.
+    """
 
     def __init__(
         self,
@@ -151,18 +171,23 @@ class DecoderBlock(DecoderLayer):
         k_norm: RMSNorm | None = None,
         post_attention_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
+        mixer: StateMixer | None = None,
+        attention_gate: bool = False,
     ) -> None:
         super().__init__()
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
+        self.mixer, self.attention_gate = mixer, attention_gate
 
     @property
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
-        return LayerModules(self.qkv, self.output, self.mlp_norm, self.mlp, *norms)
+        return LayerModules(
+            self.qkv, self.output, self.mlp_norm, self.mlp, *norms, mixer=self.mixer, attention_gate=self.attention_gate
+        )
 
     def forward(
         self,
@@ -280,8 +305,16 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        c = self.config
-        return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
+        c, dtype = self.config, self.embedding.dtype
+        recurrent = c.state_layers
+        keys_and_values = KVCache(c.layers - len(recurrent), c.kv_heads, c.head_dim, dtype, self.device)
+        if c.state is None:
+            return keys_and_values
+        attention = [i for i in range(c.layers) if i not in recurrent]
+        places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
+        wide = torch.promote_types(dtype, torch.float32)
+        states = StateStore(len(recurrent), c.state.shape, wide, self.device)
+        return LayeredCache([keys_and_values, states], [places[i] for i in range(c.layers)])
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""
@@ -291,7 +324,7 @@ class Decoder(nn.Module):
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
-        return self.run_padded(x, PaddedLayout.from_layout(layout, x.device), cache, blocks)
+        return run_blocks(x, blocks, self.block, self.block_forward(layout, cache))
 
     def block(self, i: int) -> DecoderBlock:
         """Block `i`."""
@@ -311,10 +344,12 @@ class Decoder(nn.Module):
 
     def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""
-        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache)
+        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache, layout)
 
-    def _block_forward(self, padded: PaddedLayout, cache: Cache) -> BlockForward[DecoderBlock]:
-        c, attention = self.config, CachedAttention(cache, padded, self.config)
+    def _block_forward(
+        self, padded: PaddedLayout, cache: Cache, layout: Layout | None = None
+    ) -> BlockForward[DecoderBlock]:
+        c, attention = self.config, CachedAttention(cache, padded, self.config, layout)
         full = rope_angles(self.rope_tables, padded.position)
         local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
 

@@ -22,7 +22,7 @@ def rope_tables(rope: RopeConfig, head_dim: int, context: int) -> RopeTables:
     Scalings: `linear` divides positions, `llama3` divides low frequencies with a smooth transition, `yarn` is Peng et
     al., arXiv 2309.00071.
     """
-    frequency, factor = _frequencies(rope, head_dim)
+    frequency, factor = _frequencies(rope, int(head_dim * rope.fraction))
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
     return (angle.cos() * factor).float(), (angle.sin() * factor).float()
 
@@ -72,7 +72,10 @@ def rope_angles(table: RopeTables, position: Int[torch.Tensor, "*t"]) -> RopeAng
 
 
 def apply_rope(x: Float[torch.Tensor, "*t h e"], angles: RopeAngles) -> Float[torch.Tensor, "*t h e"]:
-    """Rotate every head by its token's angles, in float32 or wider."""
+    """Rotate every head by its token's angles, in float32 or wider; numbers beyond the tables' width pass unchanged."""
     cos, sin = angles
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((apply_rope(x[..., :width], angles), x[..., width:]), -1)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -96,7 +96,13 @@ class NativeStack:
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels support this architecture: dense, gated, sequential blocks with rotary positions."""
         plain = not (
-            config.experts or config.latent or config.learned_positions or config.parallel_blocks or config.mlp_bias
+            config.experts
+            or config.latent
+            or config.state
+            or config.attention_gate
+            or config.learned_positions
+            or config.parallel_blocks
+            or config.mlp_bias
         )
         rotary = config.rope is not None and config.rope.fraction == 1.0
         shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
