@@ -24,7 +24,7 @@ from foretell.model.cache import LayeredCache
 from foretell.model.decoder import Decoder
 from foretell.model.layout import Layout
 from foretell.model.runner import DecoderRunner
-from foretell.model.state_config import DeltaNetConfig, ShortConvConfig, StateShape
+from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
 from foretell.model.state_store import LayerStates, StateStore
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
@@ -40,6 +40,20 @@ LINEAR = {
     "linear_value_head_dim": 5,
     "head_dim": 16,
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.8,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+}
+MAMBA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+}
 EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -50,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", LINEAR | EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", LINEAR | EXPERTS),
+    "granite": ("GraniteMoeHybridConfig", MAMBA | MULTIPLIERS),
+    "granite biased": ("GraniteMoeHybridConfig", MAMBA | {"mamba_proj_bias": True, "position_embedding_type": "rope"}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
 }
 
@@ -107,16 +123,17 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     assert list(found.tokens) == wanted.tolist()
 
 
-STATES: dict[str, DeltaNetConfig | ShortConvConfig] = {
+STATES: dict[str, StateConfig] = {
     "delta_net": DeltaNetConfig((0,), key_heads=2, value_heads=4, key_dim=4, value_dim=3),
     "short_conv": ShortConvConfig((0,), channels=16),
+    "mamba2": Mamba2Config((0,), heads=4, head_dim=4, groups=2, state_dim=3),
 }
 
 
 @cache
 def state_target(name: str, seed: int = 0) -> Decoder:
     """A small model in float64 with a layer of this kind before one of attention."""
-    kind = {"delta_net": "qwen3_5_text", "short_conv": "lfm2"}[name]
+    kind = {"delta_net": "qwen3_5_text", "short_conv": "lfm2", "mamba2": "granitemoehybrid"}[name]
     gate = name == "delta_net"
     return tiny_decoder(replace(TINY, vocab=VOCAB, architecture=kind, state=STATES[name], attention_gate=gate), seed)
 

@@ -100,6 +100,12 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and feed-forward before they are added to the residual (Granite)."""
+    logit_scale: float = 1.0
+    """Factor on the logits (Granite)."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Indices of the attention layers without rotary positions (NoPE, arXiv 2305.19466)."""
     experts: MoEConfig | None = None
     latent: MLAConfig | None = None
     state: StateConfig | None = None
@@ -150,6 +156,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
     "qwen3_5_moe_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
     "lfm2": {"qk_norm": True, "tied": True},
+    "granite": {},
+    "granitemoehybrid": {},
+    "smollm3": {"tied": True},
 }
 """Supported values of `model_type`, and the settings that their `config.json` does not contain."""
 
@@ -193,6 +202,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
     },
+    "granite": {"max_position_embeddings": 2048},
+    "granitemoehybrid": {"max_position_embeddings": 2048},
+    "smollm3": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
     "lfm2": {"max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2},
 }  # fmt: skip
 """The defaults of transformers for keys missing in `config.json`, by `model_type`, where they differ from ours.
@@ -204,6 +216,11 @@ _TEXT_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe
 """The language models of multimodal values of `model_type`; vision parts are not read."""
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Values of `model_type` with gated attention beside gated DeltaNet layers."""
+_GRANITE = ("granite", "granitemoehybrid")
+"""Values of `model_type` with multipliers."""
+_OPTIONAL_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3", *_GATED, *_GRANITE)
+"""Values of `model_type` whose attention has biases on request."""
+_UNWINDOWED = ("llama", "lfm2", *_GATED, *_GRANITE)
 _SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
@@ -266,18 +283,19 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
         fixed["activation"] = _ACTIVATIONS[activation]
-    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", *_GATED) and read.flag(
-        "attention_bias", default=False
-    ):
+    if kind in _OPTIONAL_BIAS and read.flag("attention_bias", default=False):
         fixed |= {"qkv_bias": True, "output_bias": True}
     if kind == "qwen2_moe":
         fixed["qkv_bias"] = read.flag("qkv_bias", default=True)
     if gemma and read.flag("use_bidirectional_attention", default=False):
         raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
-    has_scale = gemma and read.has("query_pre_attn_scalar")
     tied = read.flag(
         *(["tie_embedding"] if kind == "lfm2" else []), "tie_word_embeddings", default=bool(fixed.pop("tied", False))
     )
+
+    def multiplier(name: str) -> float:
+        return read.positive(name, default=1.0) if kind in _GRANITE else 1.0
+
     return _checked(
         source,
         architecture=kind,
@@ -293,13 +311,16 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         rope=rope,
         local_rope=local_rope,
         tied=tied,
-        mlp_bias=kind == "llama" and read.flag("mlp_bias", default=False),
+        mlp_bias=kind in ("llama", "granite", "smollm3") and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=read.positive("query_pre_attn_scalar") ** -0.5 if has_scale else None,
+        attention_scale=_attention_scale(read, kind),
         attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
+        embedding_scale=hidden**0.5 if gemma else multiplier("embedding_multiplier"),
+        residual_scale=multiplier("residual_multiplier"),
+        logit_scale=1 / multiplier("logits_scaling"),
+        unrotated_layers=_unrotated(read, kind, layers),
         experts=_experts(read, kind, layers),
         state=read_state(read, kind, layers),
         bos=next(iter(read.integers("bos_token_id")), None),
@@ -308,8 +329,32 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     )
 
 
+def _attention_scale(read: Fields, kind: str) -> float | None:
+    """Factor on query-key products; None: by the width of a head."""
+    if kind in _GRANITE:
+        return read.positive("attention_multiplier", default=1.0)
+    if kind.startswith("gemma") and read.has("query_pre_attn_scalar"):
+        return float(read.positive("query_pre_attn_scalar") ** -0.5)
+    return None
+
+
+def _unrotated(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
+    """Layers without rotary positions."""
+    if kind == "granitemoehybrid" and read.text("position_embedding_type", default="nope") != "rope":
+        return tuple(range(layers))
+    if kind != "smollm3":
+        return ()
+    interval = read.integer("no_rope_layer_interval", default=4, least=1)
+    rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if len(rotated) != layers:
+        raise read.wrong("no_rope_layers", f"{layers} of 0 (not rotated) or 1", list(rotated))
+    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
 def _ffn(read: Fields, kind: str) -> int:
     """Width of the dense feed-forward networks, or of the experts where all are experts."""
+    if kind == "granitemoehybrid":
+        return read.integer("shared_intermediate_size", default=1024, least=1)
     if kind != "lfm2":
         return read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1)
     width = read.integer("block_ff_dim", "intermediate_size", least=1)
@@ -353,9 +398,8 @@ def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
     """Sliding window and its layers, by the rules of the classes of transformers."""
-    if kind in ("llama", "lfm2", *_GATED) or (
-        kind.startswith("qwen") and not read.flag("use_sliding_window", default=False)
-    ):
+    optional = kind.startswith("qwen") or kind == "smollm3"
+    if kind in _UNWINDOWED or (optional and not read.flag("use_sliding_window", default=False)):
         return 0, ()
     window = read.integer("sliding_window", default=0)
     if not window:
@@ -365,6 +409,8 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
         if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
             raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
         return window, tuple(i for i, t in enumerate(types) if t == "sliding_attention")
+    if kind == "smollm3":
+        return window, _unrotated(read, kind, layers)
     if kind == "gemma2":
         return window, tuple(range(0, layers, 2))
     if kind == "gemma3_text":
@@ -449,6 +495,8 @@ def _yarn(read: Fields, rope: RopeConfig) -> RopeConfig:
 
 
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
+    if kind == "granitemoehybrid" and read.integer("num_local_experts", default=8):
+        raise read.wrong("num_local_experts", "0: experts are not supported for this architecture", "experts")
     if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         return None
     count = read.integer("num_local_experts", "num_experts", least=1)

@@ -69,6 +69,10 @@ def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def _add(x: torch.Tensor, part: torch.Tensor, scale: float) -> torch.Tensor:
+    return x + part if scale == 1 else x + part * scale
+
+
 class HeadSizes(Protocol):
     """Sizes of the attention heads in the rows of `qkv`."""
 
@@ -94,6 +98,7 @@ class LayerModules(NamedTuple):
     mixer: StateMixer | None = None
     attention_gate: bool = False
     """The rows of `qkv` end with a gate per query head."""
+    residual_scale: float = 1.0
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -105,20 +110,21 @@ class DecoderLayer(nn.Module, ABC):
         """Its modules."""
 
     def project(
-        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles
+        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles | None
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         """Rotated queries, rotated keys, and values from the input of the attention."""
         return self._rotated(self.layer_modules.qkv(x), sizes, angles)
 
     def _rotated(
-        self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles
+        self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles | None
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         p, h, g = self.layer_modules, sizes.heads, sizes.kv_heads
         heads = projected[..., : (h + 2 * g) * sizes.head_dim].unflatten(-1, (h + 2 * g, sizes.head_dim))
         qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
         if p.q_norm is not None and p.k_norm is not None:
             qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
-        qk = apply_rope(qk, angles)
+        if angles is not None:
+            qk = apply_rope(qk, angles)
         return qk[..., :h, :], qk[..., h:, :], v
 
     def add_attention(
@@ -126,7 +132,7 @@ class DecoderLayer(nn.Module, ABC):
         x: Float[torch.Tensor, "*t d"],
         attention_input: Float[torch.Tensor, "*t i"],
         sizes: HeadSizes,
-        angles: RopeAngles,
+        angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
@@ -140,7 +146,7 @@ class DecoderLayer(nn.Module, ABC):
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
-        return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
+        return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
@@ -151,7 +157,7 @@ class DecoderLayer(nn.Module, ABC):
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
-        return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), expert_count
+        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), expert_count
 
 
 class DecoderBlock(DecoderLayer):
@@ -173,27 +179,29 @@ class DecoderBlock(DecoderLayer):
         post_mlp_norm: RMSNorm | None = None,
         mixer: StateMixer | None = None,
         attention_gate: bool = False,
+        residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
-        self.mixer, self.attention_gate = mixer, attention_gate
+        self.mixer, self.attention_gate, self.residual_scale = mixer, attention_gate, residual_scale
 
     @property
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
         return LayerModules(
-            self.qkv, self.output, self.mlp_norm, self.mlp, *norms, mixer=self.mixer, attention_gate=self.attention_gate
+            *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
+            *(self.mixer, self.attention_gate, self.residual_scale),
         )
 
     def forward(
         self,
         x: Float[torch.Tensor, "*t d"],
         sizes: HeadSizes,
-        angles: RopeAngles,
+        angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
@@ -357,7 +365,8 @@ class Decoder(nn.Module):
             block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
         ) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
-                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, attention)
+                angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
+                x = block.add_attention(x, block.attention_norm(x), c, angles, i, attention)
             return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
 
         return forward
@@ -369,5 +378,7 @@ class Decoder(nn.Module):
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Logits of the next token in float32 or wider, from the output of `final_norm`."""
         out = widen(self.head(x))
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.linear import Linear, widen
-from foretell.model.state_config import DeltaNetConfig, ShortConvConfig
+from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from foretell.model.state_store import LayerStates
 
 _NORM_EPS = 1e-6
@@ -91,3 +91,51 @@ class ShortConvolution(StateMixer):
         before, after, value = widen(projected).chunk(3, -1)
         out = states.convolve(before * value, self.convolution.to(before.dtype))
         return after * (out if self.bias is None else out + self.bias.to(out.dtype))
+
+
+class Mamba2(StateMixer):
+    """Mamba-2 (Dao and Gu, arXiv 2405.21060), as in Granite 4.
+
+    The rows of the input projection are x, B, C, and the gates z of the output; `gates` holds the rows of the time
+    steps. `skip` is the weight of x in the output, per head.
+    """
+
+    def __init__(
+        self,
+        config: Mamba2Config,
+        convolution: Float[torch.Tensor, "c w"],
+        convolution_bias: Float[torch.Tensor, " c"] | None,
+        gates: Linear,
+        log_decay: Float[torch.Tensor, " h"],
+        time_bias: Float[torch.Tensor, " h"],
+        skip: Float[torch.Tensor, " h"],
+        norm: Float[torch.Tensor, " i"],
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.config, self.gates, self.eps = config, gates, eps
+        self.convolution, self.log_decay, self.time_bias, self.skip, self.norm = (
+            nn.Parameter(part, requires_grad=False) for part in (convolution, log_decay, time_bias, skip, norm)
+        )
+        self.convolution_bias = (
+            None if convolution_bias is None else nn.Parameter(convolution_bias, requires_grad=False)
+        )
+
+    def forward(
+        self, projected: Float[torch.Tensor, "t p"], x: Float[torch.Tensor, "t d"], states: LayerStates
+    ) -> Float[torch.Tensor, "t o"]:
+        """Convolution, state space model, and gated norm."""
+        c = self.config
+        inner, shared = c.heads * c.head_dim, c.groups * c.state_dim
+        mixed, z = torch.split(widen(projected), [inner + 2 * shared, inner], -1)
+        mixed = states.convolve(mixed, self.convolution.to(mixed.dtype))
+        if self.convolution_bias is not None:
+            mixed = mixed + self.convolution_bias.to(mixed.dtype)
+        value, b, c_ = torch.split(F.silu(mixed), [inner, shared, shared], -1)
+        key, query = (part.reshape(-1, c.groups, c.state_dim) for part in (b, c_))
+        value = value.reshape(-1, c.heads, c.head_dim)
+        time = F.softplus(widen(self.gates(x)) + self.time_bias.to(value.dtype))
+        decay = torch.exp(-time * self.log_decay.to(value.dtype).exp())
+        out = states.recur(key, value * time[..., None], decay, query) + value * self.skip.to(value.dtype)[:, None]
+        out = (out.flatten(-2) * F.silu(z)).unflatten(-1, (c.groups, -1))
+        return F.rms_norm(out, out.shape[-1:], eps=self.eps).flatten(-2) * self.norm.to(out.dtype)

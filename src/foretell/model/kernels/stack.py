@@ -82,6 +82,8 @@ class NativeStack:
         self.config, self._kernels = config, build.library()
         self._tensors: list[Tensor] = []
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
+        if config.unrotated_layers:
+            self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
@@ -99,6 +101,8 @@ class NativeStack:
             config.experts
             or config.latent
             or config.state
+            or config.residual_scale != 1
+            or config.logit_scale != 1
             or config.attention_gate
             or config.learned_positions
             or config.parallel_blocks
@@ -212,7 +216,7 @@ class NativeStack:
         struct = structures.Layer(
             *packed.structs,
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            *self._ropes[window > 0],
+            *(self._no_rope if i in self.config.unrotated_layers else self._ropes[window > 0]),
             *(window, 1, 1),
         )
         return PackedBlock(struct, (*packed.tensors, *(scale for scale in scales if scale is not None)))

@@ -7,8 +7,8 @@ import torch
 
 from foretell.model.config import ModelConfig
 from foretell.model.linear import Linear
-from foretell.model.state_config import DeltaNetConfig, ShortConvConfig
-from foretell.model.state_layers import GatedDeltaNet, ShortConvolution, StateMixer
+from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+from foretell.model.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
 
 Tensor = torch.Tensor
 Require = Callable[..., Tensor]
@@ -33,6 +33,8 @@ def build_state_parts(config: ModelConfig, require: Require, place: Place) -> St
     """
     if isinstance(config.state, DeltaNetConfig):
         return _delta_net(config, config.state, require, place)
+    if isinstance(config.state, Mamba2Config):
+        return _mamba2(config, config.state, require, place)
     assert isinstance(config.state, ShortConvConfig)
     return _short_convolution(config.state, require, place)
 
@@ -75,3 +77,34 @@ def _short_convolution(c: ShortConvConfig, require: Require, place: Place) -> St
     convolution = require("conv.conv.weight", c.channels, 1, c.taps)[:, 0].to(device, torch.float32)
     bias = require("conv.conv.bias", c.channels).to(device, torch.float32) if c.bias else None
     return StateParts(source, ShortConvolution(c, convolution, bias), output)
+
+
+def _mamba2(config: ModelConfig, c: Mamba2Config, require: Require, place: Place) -> StateParts:
+    inner, channels = c.heads * c.head_dim, c.shape.channels
+    sizes = [inner, channels, c.heads]
+
+    def projection(kind: str, *width: int) -> tuple[Tensor, Tensor]:
+        """Rows of the convolution and the gates, and those of the time steps."""
+        z, mixed, time = torch.split(require(f"mamba.in_proj.{kind}", sum(sizes), *width), sizes)
+        return place(torch.cat((mixed, z))), place(time)
+
+    (rows, time), biases = projection("weight", config.hidden), projection("bias") if c.bias else (None, None)
+    device = rows.device
+
+    def vector(name: str, *shape: int) -> Tensor:
+        return require(f"mamba.{name}", *shape).to(device, torch.float32)
+
+    mixer = Mamba2(
+        c,
+        vector("conv1d.weight", channels, 1, c.taps)[:, 0],
+        vector("conv1d.bias", channels) if c.conv_bias else None,
+        Linear(time, biases[1]),
+        vector("A_log", c.heads),
+        vector("dt_bias", c.heads),
+        vector("D", c.heads),
+        vector("norm.weight", inner),
+        config.norm_eps,
+    )
+    output = require("mamba.out_proj.weight", config.hidden, inner)
+    output_bias = place(require("mamba.out_proj.bias", config.hidden)) if c.bias else None
+    return StateParts(Linear(rows, biases[0]), mixer, Linear(place(output), output_bias))

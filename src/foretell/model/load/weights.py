@@ -262,6 +262,7 @@ class BlockNames:
     output: str = "self_attn.o_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    """The same as `gate`: one matrix holds the rows of both."""
     down: str = "mlp.down_proj"
     final_norm: str = "model.norm"
 
@@ -277,7 +278,10 @@ _LFM2 = BlockNames(
     down="feed_forward.w2",
     final_norm="model.embedding_norm",
 )
-_NAMES = {"lfm2": _LFM2}
+_GRANITE_HYBRID = BlockNames(
+    gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
+)
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID}
 """By architecture, where they are not those of Llama."""
 
 
@@ -335,8 +339,9 @@ def build_block(
     if c.experts is not None and i in c.experts.layers:
         mlp = _experts(c, prefix, weights, place)
     else:
+        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up else c.ffn)
         mlp = FeedForward(
-            stack(*(matrix(name, c.ffn, c.hidden, c.mlp_bias) for name in (names.gate, names.up))),
+            stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
             stack(matrix(names.down, c.hidden, c.ffn, c.mlp_bias)),
             c.activation,
         )
@@ -349,6 +354,7 @@ def build_block(
             mlp_norm=norm(names.mlp_norm, c.hidden),
             mlp=mlp,
             mixer=parts.mixer,
+            residual_scale=c.residual_scale,
         )
     attention = [matrix(f"self_attn.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
     queries = matrix("self_attn.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
@@ -366,6 +372,7 @@ def build_block(
         post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
         attention_gate=c.attention_gate,
+        residual_scale=c.residual_scale,
     )
 
 
