@@ -17,8 +17,8 @@ from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import interleave_gate_up
-from foretell.model.kernels.structures import ACTIVATIONS, PRECISIONS, Precision
+from foretell.model.kernels.pack import Matrix, pack_gate_up, pack_rows
+from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
@@ -26,14 +26,16 @@ from foretell.model.rope import RopeTables
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Weights of one decoder block in any float dtype; matrices are [out, in]. None: the architecture has none."""
+    """Weights of one decoder block; matrices are [out, in]. None: the architecture has none."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Sequence[Matrix]
+    """One matrix, or query, key and value apart."""
+    output: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -44,22 +46,23 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A packed decoder block: its structure, and the tensors that this points into."""
+    """A packed decoder block: its structure, and the linear layers and norms that this points into."""
 
     struct: structures.Layer
-    tensors: tuple[Tensor, ...]
+    linears: PackedLinears
+    norms: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
 
 
 class NativeStack:
     """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
-    [context, head_dim / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
+    [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
 
     Raises:
         RuntimeError: the kernels are not available here.
@@ -81,13 +84,14 @@ class NativeStack:
         self.precision: Precision = precision
         self.config, self._kernels = config, build.library()
         self._tensors: list[Tensor] = []
+        self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
         if config.unrotated_layers:
             self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
         self.model = structures.Model(
-            *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
+            *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
+            *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
         self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
@@ -108,9 +112,9 @@ class NativeStack:
             or config.parallel_blocks
             or config.mlp_bias
         )
-        rotary = config.rope is not None and config.rope.fraction == 1.0
+        ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
         shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
-        return plain and rotary and shaped and config.gated and config.activation in ACTIVATIONS
+        return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
         self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, attention_input: Tensor | None = None
@@ -204,13 +208,15 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        linears = (
-            (block.qkv, block.qkv_bias),
-            (block.output, block.output_bias),
-            (interleave_gate_up(block.gate_up), None),
-            (block.down, None),
+        how = self.precision, self._kernels
+        packed = PackedLinears(
+            [
+                (pack_rows(block.qkv, *how), block.qkv_bias),
+                (pack_rows([block.output], *how), block.output_bias),
+                ([pack_gate_up(block.gate, block.up, *how)], None),
+                (pack_rows([block.down], *how), None),
+            ]
         )
-        packed = PackedLinears(linears, self.precision, self._kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         struct = structures.Layer(
@@ -219,7 +225,7 @@ class NativeStack:
             *(self._no_rope if i in self.config.unrotated_layers else self._ropes[window > 0]),
             *(window, 1, 1),
         )
-        return PackedBlock(struct, (*packed.tensors, *(scale for scale in scales if scale is not None)))
+        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None))
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
@@ -248,7 +254,7 @@ class NativeStack:
 
     def _keep_rope(self, tables: RopeTables) -> tuple[int, int]:
         for table in tables:
-            check_tensor(table, torch.float32, "a rotary table", table.shape[0], self.config.head_dim // 2)
+            check_tensor(table, torch.float32, "a rotary table", table.shape[0], self._rotary_dim // 2)
         return self._keep(tables[0]), self._keep(tables[1])
 
     def layout_struct(self, t: int, layout: Layout) -> structures.Layout:

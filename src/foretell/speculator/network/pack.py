@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.config import RopeConfig
 from foretell.model.decoder import RMSNorm
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
@@ -18,7 +17,7 @@ from foretell.model.kernels.stack import BlockWeights, NativeStack
 from foretell.model.kernels.structures import Precision
 from foretell.model.rope import rope_tables
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.eagle import Eagle3, EagleNetwork
+from foretell.speculator.network.eagle import EXTRA_POSITIONS, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
 
@@ -110,16 +109,18 @@ def _linear(layer: nn.Module) -> NativeLinear:
 def _plain_block(layer: EagleLayer) -> BlockWeights:
     """A layer's weights as the input of the kernels' packer."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
+    gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
     return BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
-        qkv=attention.qkv_proj.weight,
+        qkv=[attention.qkv_proj.weight],
         qkv_bias=attention.qkv_proj.bias,
         q_norm=None if attention.q_norm is None else attention.q_norm.weight,
         k_norm=None if attention.k_norm is None else attention.k_norm.weight,
         output=attention.o_proj.weight,
         mlp_norm=norm,
-        gate_up=layer.mlp.gate_up_proj.weight,
+        gate=gate,
+        up=up,
         down=layer.mlp.down_proj.weight,
     )
 
@@ -130,9 +131,8 @@ def _pack_layers(network: EagleNetwork, precision: Precision) -> NativeStack | N
     if not NativeStack.supports(config):
         return None
     blocks = [_plain_block(layer) for layer in network.layers if isinstance(layer, EagleLayer)]
-    return NativeStack(
-        config, blocks, precision, rope_tables(config.rope or RopeConfig(), config.head_dim, config.context)
-    )
+    tables = rope_tables(network.config.rope, config.head_dim, network.config.context, EXTRA_POSITIONS)
+    return NativeStack(config, blocks, precision, tables)
 
 
 def _pack_eagle3(network: Eagle3, precision: Precision) -> NativeEagle | None:

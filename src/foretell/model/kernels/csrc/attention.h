@@ -44,7 +44,7 @@ class Visibility {
   const Buffer<VisibleKeys> keys_;
 };
 
-constexpr int kMaxQueries = 12;       // per tile of scores: sums stay in registers
+constexpr int kMaxQueries = kAccumulators / 2;  // per tile of scores: sums stay in registers
 constexpr int kMaxSharedTokens = 16;  // tokens that share one load of the keys
 
 // rows[i] = products of query i with 16 keys, given as transposed words. Unrolled by query, so that the sums stay in
@@ -67,11 +67,9 @@ void score_all(const Word* keys, int words, const uint32_t* const* queries, floa
   }
 }
 
-// The attention of a decoder block between its qkv product and its output product, in P's precision.
-template <class P>
+// The attention of a decoder block between its qkv product and its output product. C: precision of keys and values.
+template <class C>
 class Attention {
-  using C = typename P::Cached;
-
  public:
   Attention(const Model& model, const Visibility& visibility, const Cache& cache, const Team& team)
       : m_(model),
@@ -132,7 +130,7 @@ class Attention {
   void rotate_and_store_head(const Layer& layer, int index, int token, int head, const float* source,
                              const Team& team) const {
     const Layout& layout = visibility_.layout();
-    const int dim = m_.head_dim, half = dim / 2;
+    const int dim = m_.head_dim, half = m_.rotary_dim / 2;
     float* x = head_.get() + (size_t)team.thread * dim;
     std::memcpy(x, source, 4 * (size_t)dim);
     if (head < m_.heads + m_.kv_heads) {
@@ -179,6 +177,7 @@ class Attention {
         float* scores = scores_of((t - first) * group_ + h, team);
         const float factor = softmax(layer, t, scores);
         const Query query = {t,
+                             layer.output.operand,
                              first_visible(layer, t),
                              (const uint32_t*)scores,
                              factor,
@@ -254,7 +253,7 @@ class Attention {
       const Int visible = (place >= splat((int32_t)from)) & (place < splat((int32_t)to));
       for (int h = 0; h < group_; ++h) {
         float* row = rows[o * group_ + h];
-        store(row, visible ? load<Float>(row) : splat(-INFINITY));
+        store(row, select(visible, load<Float>(row), splat(-INFINITY)));
       }
     }
   }
@@ -280,9 +279,9 @@ class Attention {
   }
 
   // One query head of a token: the sum of the values from visible key `from` on, weighted with the words of `weights`,
-  // times `factor`, is written to `row` from element `first` on.
+  // times `factor`, is written to `row` from element `first` on, as `operand`.
   struct Query {
-    int token, from;
+    int token, operand, from;
     const uint32_t* weights;
     float factor;
     float* row;
@@ -348,7 +347,7 @@ class Attention {
       C::restore_order(sums.of[half], ordered);
       for (int d = 0; d < D; ++d) {
         const int first = (w + kLanes * half) * D + kLanes * d;
-        if (first < m_.head_dim) store_operand<P>(query.row, query.first + first, ordered[d] * splat(query.factor));
+        if (first < m_.head_dim) store_operand(query.operand, query.row, query.first + first, ordered[d] * splat(query.factor));
       }
     }
   }
@@ -361,7 +360,7 @@ class Attention {
     mix_values_dispatch(values, queries, count, std::make_index_sequence<kMaxMixedQueries>());
   }
 
-  static constexpr int kMaxMixedQueries = 6;    // queries that share the loads of values: limited by registers
+  static constexpr int kMaxMixedQueries = std::max(1, kAccumulators / 4);  // that share the loads of values
   static constexpr int kMaxGroup = 16;          // query heads per key-value head
   static constexpr int kScoresInCache = 65536;  // floats per thread: 256 KiB, a part of the second-level cache
   const Model& m_;
