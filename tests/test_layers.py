@@ -10,7 +10,7 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound", "model.activation"),
     (
         "core.tree",
         "model",
@@ -18,8 +18,10 @@ ORDER = [
         "model.cache",
         "model.config",
         "model.embedding_and_head",
+        "model.expert_matrices",
         "model.kv_cache",
         "model.linear",
+        "model.load.experts",
         "model.load.gguf",
         "model.moe",
         "model.rope",

@@ -228,7 +228,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         )
     found = read_json(path / "config.json", "download it again")
     kind = quantization_method(found)
-    if kind is not None:
+    if kind is not None and (kind, found.get("model_type")) != ("mxfp4", "gpt_oss"):
         raise ValueError(f"{path}: a checkpoint quantised with {kind}, which is not supported; {QUANTIZED_ADVICE}")
     return found
 

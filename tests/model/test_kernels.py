@@ -346,7 +346,7 @@ def test_invalid_arguments_are_refused() -> None:
 def test_supported_architectures() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
     refused = (
-        replace(SMALL, experts=MoEConfig(4, 2, 8)),
+        replace(SMALL, experts=MoEConfig(4, 2, 8, selection_bias=True)),
         replace(SMALL, activation="relu"),
         replace(SMALL, head_dim=20),
     )

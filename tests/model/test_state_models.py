@@ -87,7 +87,8 @@ def oracle_of(name: str) -> Any:
 @cache
 def decoder_of(name: str) -> Decoder:
     folder = Path(mkdtemp(prefix="foretell-state-"))
-    oracle_of(name).save_pretrained(folder)
+    # Qwen3.5's mixtures are published with all experts of a layer in one tensor, as transformers holds them.
+    oracle_of(name).save_pretrained(folder, save_original_format=name != "qwen3_5_moe")
     return read(folder)
 
 

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma and Mixtral by configuration.
+"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, gpt-oss and Mixtral by configuration.
 
 The modules hold weights only; key-value caches are arguments.
 """
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
+from foretell.model.activation import Activation, gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache, LayeredCache
-from foretell.model.config import Activation, ModelConfig
+from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
@@ -57,16 +58,8 @@ def gated_mlp(
 ) -> Float[torch.Tensor, "*t d"]:
     """Gated feed-forward network (Shazeer, arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
     gate, up = gate_up(x).chunk(2, -1)
-    out: torch.Tensor = down(_activate(gate, activation) * up)
+    out: torch.Tensor = down(gated(gate, up, activation))
     return out
-
-
-def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def _add(x: torch.Tensor, part: torch.Tensor, scale: float) -> torch.Tensor:
@@ -99,6 +92,8 @@ class LayerModules(NamedTuple):
     attention_gate: bool = False
     """The rows of `qkv` end with a gate per query head."""
     residual_scale: float = 1.0
+    sinks: Float[torch.Tensor, " h"] | None = None
+    """A number per query head that joins the softmax over its keys (gpt-oss)."""
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -142,7 +137,7 @@ class DecoderLayer(nn.Module, ABC):
         if p.mixer is not None:
             mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
         else:
-            mixed = attention.attend(layer, *self._rotated(projected, sizes, angles))
+            mixed = attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks)
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
@@ -180,6 +175,7 @@ class DecoderBlock(DecoderLayer):
         mixer: StateMixer | None = None,
         attention_gate: bool = False,
         residual_scale: float = 1.0,
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
@@ -187,6 +183,7 @@ class DecoderBlock(DecoderLayer):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
         self.mixer, self.attention_gate, self.residual_scale = mixer, attention_gate, residual_scale
+        self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
 
     @property
     def layer_modules(self) -> LayerModules:
@@ -194,7 +191,7 @@ class DecoderBlock(DecoderLayer):
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
         return LayerModules(
             *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
-            *(self.mixer, self.attention_gate, self.residual_scale),
+            *(self.mixer, self.attention_gate, self.residual_scale, self.sinks),
         )
 
     def forward(

@@ -58,6 +58,13 @@ def pack_gate_up(gate: Matrix, up: Matrix, precision: Precision, kernels: ctypes
     return pack_floats(rows[order], precision, kernels)
 
 
+def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """The biases of gate and up in the order of `pack_gate_up`; None: there are none."""
+    if gate is None or up is None:
+        return None
+    return pad(torch.cat([gate, up]), (0, 1))[_interleaved(len(gate))]  # index -1 is a zero
+
+
 def _interleaved(width: int) -> Tensor:
     """Rows of gate (0 .. width - 1) and up (from `width` on) in turns of 16; -1: a row of zeros."""
     gate = pad(torch.arange(width), (0, -width % LANES), value=-1)

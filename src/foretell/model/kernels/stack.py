@@ -15,13 +15,18 @@ from torch import Tensor
 
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
+from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
+from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, pack_gate_up, pack_rows
+from foretell.model.kernels.pack import Matrix, interleave_bias, pack_gate_up, pack_rows
 from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
+
+_LAYER_LINEARS = 4
+"""Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +38,38 @@ class BlockWeights:
     """One matrix, or query, key and value apart."""
     output: Matrix
     mlp_norm: Tensor
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    gate: Matrix | None
+    up: Matrix | None
+    down: Matrix | None
+    """None: the layer has experts."""
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     output_bias: Tensor | None = None
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    """A score per query head that joins the softmax over its keys."""
+    experts: ExpertMatrices | None = None
 
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A packed decoder block: its structure, and the linear layers and norms that this points into."""
+    """A packed decoder block: its structure, and the linear layers, norms, sinks and experts that this points into."""
 
     struct: structures.Layer
     linears: PackedLinears
     norms: tuple[Tensor, ...]
+    experts: PackedExperts | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
+        own = sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
+        return own + (0 if self.experts is None else self.experts.nbytes)
 
 
 class NativeStack:
@@ -100,18 +114,12 @@ class NativeStack:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the kernels support this architecture: dense, gated, sequential blocks with rotary positions."""
-        plain = not (
-            config.experts
-            or config.latent
-            or config.state
-            or config.residual_scale != 1
-            or config.logit_scale != 1
-            or config.attention_gate
-            or config.learned_positions
-            or config.parallel_blocks
-            or config.mlp_bias
-        )
+        """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
+        plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        plain = plain and not (config.state or config.attention_gate)
+        plain = plain and config.residual_scale == 1 and config.logit_scale == 1
+        if config.experts is not None:
+            plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
         shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
@@ -137,9 +145,10 @@ class NativeStack:
         last: int,
         hidden_layers: Sequence[int] = (),
         attention_input: Tensor | None = None,
+        expert_counts: list[int] | None = None,
     ) -> tuple[Tensor, ...]:
         """As a call, but returns the residual stream before every block of `hidden_layers`, ascending, and then the
-        result.
+        result. `expert_counts` is extended by the number of experts that every mixture-of-experts layer read.
 
         Raises:
             ValueError: as a call, or `hidden_layers` names a block that does not run.
@@ -154,13 +163,16 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
+        counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
         invalid = self._kernels.foretell_stack(
             *(self.model, self.layers, first, last, out[-1].data_ptr()),
             *(None if attention_input is None else attention_input.data_ptr(), layout_struct, cache_struct),
-            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr()),
+            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr(), counts),
             torch.get_num_threads(),
         )
         self.check_result(invalid, layout, cache_struct)
+        if counts is not None and expert_counts is not None:
+            expert_counts += filter(None, counts)
         return out.unbind()
 
     def check_result(self, invalid: int, layout: Layout, cache: structures.Cache) -> None:
@@ -209,28 +221,37 @@ class NativeStack:
             block.post_mlp_norm,
         )
         how = self.precision, self._kernels
-        packed = PackedLinears(
-            [
-                (pack_rows(block.qkv, *how), block.qkv_bias),
-                (pack_rows([block.output], *how), block.output_bias),
-                ([pack_gate_up(block.gate, block.up, *how)], None),
-                (pack_rows([block.down], *how), None),
-            ]
-        )
+        linears = [
+            (pack_rows(block.qkv, *how), block.qkv_bias),
+            (pack_rows([block.output], *how), block.output_bias),
+        ]
+        if block.gate is not None and block.up is not None and block.down is not None:
+            bias = interleave_bias(block.gate_bias, block.up_bias)
+            linears.append(([pack_gate_up(block.gate, block.up, *how)], bias))
+            linears.append((pack_rows([block.down], *how), block.down_bias))
+        packed = PackedLinears(linears)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
+        scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
+        experts = None
+        if block.experts is not None:
+            assert self.config.experts is not None
+            experts = PackedExperts(self.config.experts, block.experts, *how)
+        structs = [*packed.structs, structures.Weight(), structures.Weight()]
         struct = structures.Layer(
-            *packed.structs,
+            *structs[:_LAYER_LINEARS],
             *(None if scale is None else scale.data_ptr() for scale in scales),
+            None if experts is None else ctypes.pointer(experts.struct),
             *(self._no_rope if i in self.config.unrotated_layers else self._ropes[window > 0]),
             *(window, 1, 1),
         )
-        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None))
+        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None), experts)
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
-    ) -> Tensor:
-        """The residual stream after a packed block that is block `i` of the stack.
+    ) -> tuple[Tensor, int]:
+        """The residual stream after a packed block that is block `i` of the stack, and the number of experts that the
+        block read (0: it is dense).
 
         Raises:
             ValueError: a token has no visible slot or lies outside the cache.
@@ -238,14 +259,14 @@ class NativeStack:
         layers = (structures.Layer * (i + 1))()
         layers[i] = block.struct
         layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
-        out = x.clone()
+        out, count = x.clone(), c_int32(0)
         invalid = self._kernels.foretell_stack(
-            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
+            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
             torch.get_num_threads(),
         )
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")
-        return out
+        return out, count.value
 
     def _keep(self, tensor: Tensor) -> int:
         """Keep a tensor as long as the stack lives; returns its address."""
