@@ -268,7 +268,11 @@ def _build_network(
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize_int8(decoder)
-    return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
+    return (
+        GraphedDecoder(decoder)
+        if device.type == "cuda" and config.experts is None and config.state is None
+        else decoder
+    )
 
 
 def _build_streamed_network(
