@@ -206,12 +206,21 @@ def gguf_config(file: GGUF) -> ModelConfig:
     return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
+def gguf_tensor_name(name: str, config: ModelConfig) -> str:
+    """The name in GGUF of a tensor of Hugging Face."""
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    stem, _, kind = rest.rpartition(".")
+    block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
+    return f"blk.{layer}.{block.get(stem)}.{kind}"
+
+
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
-        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
@@ -232,11 +241,7 @@ class GGUFWeights(Weights):
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
 
     def _name_in_file(self, name: str) -> str | None:
-        found = _GGUF_NAMES.get(name)
-        if found is None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            stem, _, kind = rest.rpartition(".")
-            found = f"blk.{layer}.{self._block.get(stem)}.{kind}"
+        found = gguf_tensor_name(name, self._config)
         return found if found in self._file.tensors else None
 
     def _is_interleaved(self, name: str) -> bool:
