@@ -114,6 +114,8 @@ def _text(
     if files:
         documents = text_documents(find_files(files), source.codec)
         return split_text(documents, calibration, held_back, context, ", ".join(map(str, files)))
+    if source.codec.chat_template is None:
+        raise ValueError(f"{source.name}: a model without a chat template writes no text to calibrate on; give --text")
     console.print(f"{source.name} writes {calibration + held_back:,} tokens of text", highlight=False, soft_wrap=True)
     # Questions count too, but are not known before; whole documents are kept.
     documents = generated_documents(load(source.name), calibration + 2 * held_back, seed)
