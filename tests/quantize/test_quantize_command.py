@@ -32,7 +32,7 @@ def text() -> Path:
 
 
 def quantize(out: Path, *more: str, source: Path | None = None) -> dict[str, object]:
-    arguments = ["quantize", source or model(), "--out", out, "--text", text(), "--json", *more]
+    arguments: list[str | Path] = ["quantize", source or model(), "--out", out, "--text", text(), "--json", *more]
     result = run_foretell(*arguments, "--calibration-tokens", "1024", "--held-back-tokens", "512")
     assert result.exit_code == 0, (result.output, result.exception)
     found: dict[str, object] = json.loads(result.stdout)
