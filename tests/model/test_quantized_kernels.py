@@ -9,8 +9,9 @@ from torch.nn.functional import linear
 
 from foretell.model import kernels
 from foretell.model.kernels import NativeLinear, Precision, build
-from foretell.model.kernels.pack import pack_gate_up, pack_rows
+from foretell.model.kernels.pack import plan_gate_up, plan_rows
 from foretell.model.stored_matrix import BLOCKS, KINDS, Kind, StoredMatrix
+from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason() or "no kernels")
 QUANTIZED = [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")]
@@ -79,12 +80,11 @@ def test_products_with_int8_activations(kind: Kind) -> None:
 
 def test_parts_of_several_kinds_are_one_layer() -> None:
     parts = [random_blocks(kind, rows, 512, rows) for kind, rows in (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 45))]
-    library = build.library()
-    assert [(w.kind, w.outputs) for w in pack_rows(parts, "float32", library)] == [("Q4_K", 96), ("Q6_K", 45)]
-    assert [w.kind for w in pack_rows(parts[::-1], "float32", library)] == ["F32"], "45 rows end within a panel"
+    assert [(w.kind, w.outputs) for w in plan_rows(parts, "float32")] == [("Q4_K", 96), ("Q6_K", 45)]
+    assert [w.kind for w in plan_rows(parts[::-1], "float32")] == ["F32"], "45 rows end within a panel"
     mixed = [parts[0], StoredMatrix.of(torch.randn(32, 512))]
-    assert [(w.kind, w.operand) for w in pack_rows(mixed, "int8-activations", library)] == [("BF16", "bfloat16")]
-    assert pack_gate_up(parts[0], random_blocks("Q5_K", 64, 512), "bfloat16", library).kind == "BF16"
+    assert [(w.kind, w.operand) for w in plan_rows(mixed, "int8-activations")] == [("BF16", "bfloat16")]
+    assert plan_gate_up(parts[0], random_blocks("Q5_K", 64, 512), "bfloat16").kind == "BF16"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
@@ -95,11 +95,13 @@ def test_the_price_of_int8_activations_is_small(kind: Kind) -> None:
     assert float((exact - rounded).norm() / exact.norm()) < 0.01
 
 
-@every_kind
-def test_the_portable_build_makes_the_same_integer_products(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = random_blocks(kind, 40, 256), torch.randn(5, 256)
-    found = [NativeLinear(weight, None, p)(x) for p in ("float32", "int8-activations")]
-    monkeypatch.setattr(build, "_built", lambda: build.build(("-DFORETELL_PORTABLE",)))
-    for precision, fast in zip(("float32", "int8-activations"), found, strict=True):
-        portable = NativeLinear(weight, None, precision)(x)
-        assert float((portable - fast).norm() / fast.norm()) < 1e-6
+@pytest.mark.parametrize("instructions", OTHER_BUILDS)
+def test_every_instruction_set_gives_the_same_bits(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    precisions: tuple[Precision, ...] = ("float32", "bfloat16", "int8-activations")
+    cases = [(random_blocks(kind, 40, 256), precision) for kind in QUANTIZED for precision in precisions]
+    x = torch.randn(7, 256)
+    found = [NativeLinear(weight, None, precision)(x) for weight, precision in cases]
+    other = other_build(instructions)
+    monkeypatch.setattr(build, "library", lambda: other)
+    for (weight, precision), expected in zip(cases, found, strict=True):
+        assert torch.equal(NativeLinear(weight, None, precision)(x), expected), (weight.kind, precision)
