@@ -251,14 +251,30 @@ def gguf_config(file: GGUF) -> ModelConfig:
     return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
+def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
+    """The name in GGUF of the tensor that holds this tensor of Hugging Face, and the index of the expert whose part it
+    is; None: all of it.
+    """
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name], None
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    stem, _, kind = rest.rpartition(".")
+    if rest == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight", None
+    part = _GGUF_EXPERT.fullmatch(stem)
+    if part is not None:
+        return f"blk.{layer}.{_GGUF_EXPERTS.get(part[2])}.{kind}", int(part[1])
+    norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
+    block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
+    return f"blk.{layer}.{block.get(stem)}.{kind}", None
+
+
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files = [file.path]
-        norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
-        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
@@ -301,16 +317,7 @@ class GGUFWeights(Weights):
 
     def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
         """The tensor that holds this one, and the index of the expert whose part it is."""
-        found, expert = _GGUF_NAMES.get(name), None
-        if found is None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            stem, _, kind = rest.rpartition(".")
-            part = _GGUF_EXPERT.fullmatch(stem)
-            if part is not None:
-                expert, stem = int(part[1]), _GGUF_EXPERTS.get(part[2], "")
-            else:
-                stem = "attn_sinks" if rest == "self_attn.sinks" else self._block.get(stem, "")
-            found = f"blk.{layer}.{stem}.{'weight' if stem == 'attn_sinks' else kind}"
+        found, expert = gguf_place(name, self._config)
         return (found, expert) if found in self._file.tensors else None
 
     def _is_interleaved(self, name: str) -> bool:
