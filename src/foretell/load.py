@@ -201,6 +201,15 @@ def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
 _Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 
+def open_checkpoint(path: Path) -> _Parsed:
+    """Configuration, weights, tokenizer and end tokens of a GGUF file or a directory; no weight is read yet.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    return _read_gguf(path) if path.is_file() else _read_directory(path)
+
+
 def _read_gguf(path: Path) -> _Parsed:
     file = GGUF(path)
     config = gguf_config(file)
@@ -268,7 +277,11 @@ def _build_network(
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize_int8(decoder)
-    return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
+    return (
+        GraphedDecoder(decoder)
+        if device.type == "cuda" and config.experts is None and config.state is None
+        else decoder
+    )
 
 
 def _build_streamed_network(

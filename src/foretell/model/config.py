@@ -9,10 +9,15 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Literal
 
-from foretell.model.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_gguf_rope, read_rope
+from foretell.model.state_config import StateConfig, read_state
 from foretell.utils.validation import Fields
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,20 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and feed-forward before they are added to the residual (Granite)."""
+    logit_scale: float = 1.0
+    """Factor on the logits (Granite)."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Indices of the attention layers without rotary positions (NoPE, arXiv 2305.19466)."""
     sinks: bool = False
     """Whether a learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
     experts: MoEConfig | None = None
     latent: MLAConfig | None = None
+    state: StateConfig | None = None
+    """Layers with a recurrent state instead of attention."""
+    attention_gate: bool = False
+    """The query projection also gives a gate per head, whose sigmoid multiplies the output of attention."""
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
@@ -134,6 +149,11 @@ class ModelConfig:
         """Factor on query-key products."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent state."""
+        return () if self.state is None else tuple(i for i in self.state.layers if i < self.layers)
+
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0: full attention."""
         return self.window if layer in self.window_layers else 0
@@ -149,6 +169,13 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"qkv_bias": True},
     "qwen3_moe": {"qk_norm": True},
+    "qwen3_next": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "qwen3_5_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "qwen3_5_moe_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "lfm2": {"qk_norm": True, "tied": True},
+    "granite": {},
+    "granitemoehybrid": {},
+    "smollm3": {"tied": True},
     "gpt_oss": {"sinks": True},
     "deepseek_v2": {},
     "deepseek_v3": {},
@@ -164,6 +191,9 @@ _GEMMA: Mapping[str, Any] = {
     "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
 _LATENT_HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_QWEN_HYBRID: Mapping[str, Any] = {
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "hidden_act": "silu",
+}  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -186,6 +216,19 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
+    "qwen3_next": {
+        **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+    "qwen3_5_text": {**_QWEN_HYBRID, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+    "granite": {"max_position_embeddings": 2048},
+    "granitemoehybrid": {"max_position_embeddings": 2048},
+    "smollm3": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
+    "lfm2": {"max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2},
     "gpt_oss": {
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0, "num_experts_per_tok": 4, "num_local_experts": 128, "sliding_window": 128,
@@ -218,6 +261,16 @@ Published Gemma files omit even sizes. For other types sizes are required, so th
 _LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Architectures with latent attention."""
 _GLM_FLAGS = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
+_TEXT_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""The language models of multimodal values of `model_type`; vision parts are not read."""
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Values of `model_type` with gated attention beside gated DeltaNet layers."""
+_GRANITE = ("granite", "granitemoehybrid")
+"""Values of `model_type` with multipliers."""
+_OPTIONAL_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "smollm3", *_GATED, *_GRANITE)
+"""Values of `model_type` whose attention has biases on request."""
+_UNWINDOWED = ("llama", "lfm2", *_GATED, *_GRANITE)
+_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
     "relu": "relu",
@@ -251,7 +304,7 @@ _CONTROL_TOKEN = 3
 def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
     kind = raw.get("model_type")
-    return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
+    return not isinstance(kind, str) or kind in _TEXT_MODELS or kind in ARCHITECTURES
 
 
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -281,9 +334,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
         fixed["activation"] = _ACTIVATIONS[activation]
-    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss") and read.flag(
-        "attention_bias", default=False
-    ):
+    if kind in _OPTIONAL_BIAS and read.flag("attention_bias", default=False):
         fixed |= {"qkv_bias": True, "output_bias": True}
     if kind == "glm4_moe":
         fixed |= {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()}
@@ -293,8 +344,13 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         fixed["activation"] = _clamped_swiglu(read)
     if gemma and read.flag("use_bidirectional_attention", default=False):
         raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
-    has_scale = gemma and read.has("query_pre_attn_scalar")
-    tied = read.flag("tie_word_embeddings", default=bool(fixed.pop("tied", False)))
+    tied = read.flag(
+        *(["tie_embedding"] if kind == "lfm2" else []), "tie_word_embeddings", default=bool(fixed.pop("tied", False))
+    )
+
+    def multiplier(name: str) -> float:
+        return read.positive(name, default=1.0) if kind in _GRANITE else 1.0
+
     return _checked(
         source,
         architecture=kind,
@@ -305,30 +361,64 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         kv_heads=heads if latent else read.integer("num_key_value_heads", default=heads, least=1),
         head_dim=head_dim,
         latent=latent,
-        ffn=read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1),
+        ffn=_ffn(read, kind),
         **_contexts(rope, context),
-        norm_eps=read.number("rms_norm_eps", default=1e-6, least=0),
+        norm_eps=read.number("rms_norm_eps", "norm_eps", default=1e-5 if kind == "lfm2" else 1e-6, least=0),
         rope=rope,
         local_rope=local_rope,
         tied=tied,
-        mlp_bias=kind == "llama" and read.flag("mlp_bias", default=False),
+        mlp_bias=kind in ("llama", "granite", "smollm3") and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=(
-            read.positive("query_pre_attn_scalar") ** -0.5
-            if has_scale
-            else _latent_scale(read, rope, head_dim)
-            if latent
-            else None
-        ),
+        attention_scale=_latent_scale(read, rope, head_dim) if latent else _attention_scale(read, kind),
         attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
+        embedding_scale=hidden**0.5 if gemma else multiplier("embedding_multiplier"),
+        residual_scale=multiplier("residual_multiplier"),
+        logit_scale=1 / multiplier("logits_scaling"),
+        unrotated_layers=_unrotated(read, kind, layers),
         experts=_experts(read, kind, layers),
+        state=read_state(read, kind, layers),
         bos=next(iter(read.integers("bos_token_id")), None),
         eos=eos_token_ids(read),
         **fixed,
     )
+
+
+def _attention_scale(read: Fields, kind: str) -> float | None:
+    """Factor on query-key products; None: by the width of a head."""
+    if kind in _GRANITE:
+        return read.positive("attention_multiplier", default=1.0)
+    if kind.startswith("gemma") and read.has("query_pre_attn_scalar"):
+        return float(read.positive("query_pre_attn_scalar") ** -0.5)
+    return None
+
+
+def _unrotated(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
+    """Layers without rotary positions."""
+    if kind == "granitemoehybrid" and read.text("position_embedding_type", default="nope") != "rope":
+        return tuple(range(layers))
+    if kind != "smollm3":
+        return ()
+    interval = read.integer("no_rope_layer_interval", default=4, least=1)
+    rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if len(rotated) != layers:
+        raise read.wrong("no_rope_layers", f"{layers} of 0 (not rotated) or 1", list(rotated))
+    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
+def _ffn(read: Fields, kind: str) -> int:
+    """Width of the dense feed-forward networks, or of the experts where all are experts."""
+    if kind == "granitemoehybrid":
+        return read.integer("shared_intermediate_size", default=1024, least=1)
+    if kind != "lfm2":
+        return read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1)
+    width = read.integer("block_ff_dim", "intermediate_size", least=1)
+    if not read.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    multiple = read.integer("block_multiple_of", default=256, least=1)
+    scaled = int(read.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
+    return -(-scaled // multiple) * multiple
 
 
 def _clamped_swiglu(read: Fields) -> Activation:
@@ -388,13 +478,14 @@ def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
 
 
 def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The language model of a multimodal Gemma 3 configuration; other configurations unchanged."""
-    if raw.get("model_type") != "gemma3":
+    """The language model of a multimodal configuration; other configurations unchanged."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in _TEXT_MODELS:
         return raw
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
     eos = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
-    text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(eos)} if eos else {})
+    text |= {"model_type": _TEXT_MODELS[kind]} | ({"eos_token_id": list(eos)} if eos else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
 
@@ -414,7 +505,8 @@ def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
     """Sliding window and its layers, by the rules of the classes of transformers."""
-    if kind == "llama" or (kind.startswith("qwen") and not read.flag("use_sliding_window", default=False)):
+    optional = kind.startswith("qwen") or kind == "smollm3"
+    if kind in _UNWINDOWED or (optional and not read.flag("use_sliding_window", default=False)):
         return 0, ()
     window = read.integer("sliding_window", default=0)
     if not window:
@@ -424,6 +516,8 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
         if len(types) != layers or not set(types) <= set(_LAYER_TYPES):
             raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
         return window, tuple(i for i, t in enumerate(types) if t == "sliding_attention")
+    if kind == "smollm3":
+        return window, _unrotated(read, kind, layers)
     if kind in ("gemma2", "gpt_oss"):
         return window, tuple(range(0, layers, 2))
     if kind == "gemma3_text":
@@ -534,7 +628,9 @@ def _sparse_layers(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
     if kind in _LATENT_KINDS or kind == "glm4_moe":
         return _deepseek_experts(read, kind, layers)
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+    if kind == "granitemoehybrid" and read.integer("num_local_experts", default=8):
+        raise read.wrong("num_local_experts", "0: experts are not supported for this architecture", "experts")
+    if kind not in ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         return None
     count = read.integer("num_local_experts", "num_experts", least=1)
     active = read.integer("num_experts_per_tok", least=1, most=count)
@@ -542,14 +638,14 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
         biased, ffn = kind == "gpt_oss", read.integer("intermediate_size", least=1)
         return MoEConfig(count, active, ffn, layers=tuple(range(layers)), router_bias=biased, bias=biased)
     step, dense = read.integer("decoder_sparse_step", default=1, least=1), read.integers("mlp_only_layers")
-    shared = read.integer("shared_expert_intermediate_size", default=0) if kind == "qwen2_moe" else 0
+    shared = read.integer("shared_expert_intermediate_size", default=0) if kind in _SHARED_EXPERT else 0
     return MoEConfig(
         count=count,
         active=active,
         ffn=read.integer("moe_intermediate_size", least=1),
         shared_ffn=shared,
         shared_gate=shared > 0,
-        renormalize=read.flag("norm_topk_prob", default=False),
+        renormalize=read.flag("norm_topk_prob", default=kind == "qwen3_5_moe_text"),
         layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )
 

@@ -15,7 +15,7 @@ from foretell.model.rope import RopeAngles, apply_rope
 
 
 class LatentProjection(nn.Module):
-    """Queries and the shared key of latent attention, and the expansion of its outputs.
+    """Projects inputs to the queries and the shared key of latent attention, and expands its outputs.
 
     `query`: from the input to `heads * (nope_dim + rope_dim)` numbers. `compress`: to the latent vector and the key to
     rotate. `key`, `value`: what expands a latent vector, by head.
@@ -34,13 +34,17 @@ class LatentProjection(nn.Module):
         self.sizes, self.query, self.compress, self.norm = sizes, query, compress, norm
         self.key, self.value = (nn.Parameter(part, requires_grad=False) for part in (key, value))
 
-    def forward(
-        self, x: Float[torch.Tensor, "*t i"], angles: RopeAngles
+    def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t p"]:
+        """Queries of all heads, the latent vector, and the key to rotate."""
+        return torch.cat((self.query(x), self.compress(x)), -1)
+
+    def absorb(
+        self, projected: Float[torch.Tensor, "*t p"], angles: RopeAngles
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t 1 e"]]:
         """Absorbed queries, and the key: latent vector, then rotated part."""
-        s = self.sizes
-        plain, rotary = self.query(x).unflatten(-1, (len(self.key), -1)).split((s.nope_dim, s.rope_dim), -1)
-        latent, shared = self.compress(x).split((s.kv_rank, s.rope_dim), -1)
+        s, width = self.sizes, len(self.key) * (self.sizes.nope_dim + self.sizes.rope_dim)
+        query, latent, shared = projected.split((width, s.kv_rank, s.rope_dim), -1)
+        plain, rotary = query.unflatten(-1, (len(self.key), -1)).split((s.nope_dim, s.rope_dim), -1)
         absorbed = torch.einsum("...hn,hnr->...hr", plain.to(self.key.dtype), self.key)
         q = torch.cat((absorbed, apply_rope(rotary, angles).to(absorbed.dtype)), -1)
         k = torch.cat((self.norm(latent)[..., None, :], apply_rope(shared[..., None, :], angles)), -1)
@@ -55,11 +59,12 @@ class LatentProjection(nn.Module):
 class LatentBlock(DecoderBlock):
     """A decoder block whose attention is latent; `qkv` is a `LatentProjection`."""
 
-    def project(
-        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles
+    def _rotated(
+        self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles | None
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t 1 e"], Float[torch.Tensor, "*t 1 e"]]:
         """Absorbed queries, and the shared key twice."""
-        q, k = self.qkv(x, angles)
+        assert isinstance(self.qkv, LatentProjection) and angles is not None
+        q, k = self.qkv.absorb(projected, angles)
         return q, k, k
 
     def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:

@@ -108,6 +108,7 @@ class DecoderRunner(Runner):
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
+        self.cache.begin(rows, self._length[list(rows)].tolist(), tree.prefix_length.tolist(), tree.nodes)
         active = tree.active if active is None else active
         layout, index = Layout.from_tree(tree, rows, self._length[list(rows)], active)
         x = self._embed(tree.token[active], tree.probe_embeddings)

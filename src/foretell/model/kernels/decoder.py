@@ -190,7 +190,7 @@ class NativeDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
-        return self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
     def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
         """The decoder of these packed blocks with this embedding, norm and head."""

@@ -112,6 +112,8 @@ class NativeStack:
         self._tensors: list[Tensor] = []
         self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
+        if config.unrotated_layers:
+            self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
@@ -136,6 +138,8 @@ class NativeStack:
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
         plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        plain = plain and not (config.state or config.attention_gate)
+        plain = plain and config.residual_scale == 1 and config.logit_scale == 1
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
@@ -265,7 +269,8 @@ class NativeStack:
 
     def attach(self, i: int, block: PackedBlock) -> PackedBlock:
         """Let a packed block, as block `i`, point to the rotary tables of this stack."""
-        block.struct.cos, block.struct.sin = self._ropes[self.config.window_of(i) > 0]
+        unrotated = i in self.config.unrotated_layers
+        block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
         return block
 
     def run_block(

@@ -33,7 +33,8 @@ def forward_blocks(
     angles = [rope_angles(rope, position) for rope in ropes]
     for i, block in enumerate(blocks, first):
         assert isinstance(block, DecoderBlock)
-        x = block(x, config, angles[config.window_of(i) > 0], i, attention)
+        rotation = None if i in config.unrotated_layers else angles[config.window_of(i) > 0]
+        x = block(x, config, rotation, i, attention)
     return x
 
 

@@ -37,13 +37,15 @@ def probe_forward(
     y = inputs.to(x.dtype).repeat(g, 1).expand(b, n, -1)
     for i, block in enumerate(decoder.blocks):
         assert isinstance(block, DecoderBlock)
-        local = c.window_of(i) > 0
+        rotation, probe_rotation = (
+            None if i in c.unrotated_layers else each[c.window_of(i) > 0] for each in (angles, probe_angles)
+        )
         with torch.no_grad():
             if i + 1 < len(decoder.blocks):
-                x = block(x, c, angles[local], i, sequence)
+                x = block(x, c, rotation, i, sequence)
             else:
-                sequence.store(*block.project(block.attention_norm(x), c, angles[local])[1:])
-        y = block(y, c, probe_angles[local], i, probes)
+                sequence.store(*block.project(block.attention_norm(x), c, rotation)[1:])
+        y = block(y, c, probe_rotation, i, probes)
     return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
 
