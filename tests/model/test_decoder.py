@@ -79,7 +79,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "num_mtp_layers": 0, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
     "glm4_moe": ("Glm4MoeConfig", MLA | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True,
     "num_key_value_heads": 2, "num_mtp_layers": 0}),
-    "glm4_moe_lite": ("Glm4MoeLiteConfig", MLA),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", MLA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0}}),
 }  # fmt: skip
 
 

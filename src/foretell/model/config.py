@@ -328,7 +328,9 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     window, window_layers = _windows(read, kind, layers)
     latent = _latent(read, kind)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(read, ("head_dim",), hidden // heads)
-    rope, local_rope = _ropes(read, kind, context, head_dim, latent.rope_dim / head_dim if latent else 1.0)
+    rope, local_rope = _ropes(read, kind, context, head_dim)
+    if latent is not None:
+        rope = _latent_rope(read, rope, latent)
     activation = read.text(*(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]), default="")
     if activation:
         if activation not in _ACTIVATIONS:
@@ -547,6 +549,13 @@ def _latent(read: Fields, kind: str) -> MLAConfig | None:
     )
 
 
+def _latent_rope(read: Fields, rope: RopeConfig, latent: MLAConfig) -> RopeConfig:
+    """The rotary embedding of the rotary part of a head, all of which is rotated."""
+    if rope.fraction != 1:
+        raise read.wrong("partial_rotary_factor", "1 for latent attention", rope.fraction)
+    return replace(rope, fraction=latent.rope_dim / (latent.nope_dim + latent.rope_dim))
+
+
 def _latent_scale(read: Fields, rope: RopeConfig, head_dim: int) -> float:
     """Factor on query-key products of latent attention, which YaRN's `mscale_all_dim` changes."""
     scaling = read.fields("rope_scaling")
@@ -556,13 +565,11 @@ def _latent_scale(read: Fields, rope: RopeConfig, head_dim: int) -> float:
     return scale if rope.kind == "default" else scale * (0.1 * mscale * log(max(rope.factor, 1.0)) + 1) ** 2
 
 
-def _ropes(
-    read: Fields, kind: str, context: int, head_dim: int, share: float = 1.0
-) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of all layers, and of the sliding-window layers where it differs."""
     scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
     theta = read.positive("rope_theta", default=10000.0)
-    fraction = read.positive("partial_rotary_factor", default=share)
+    fraction = read.positive("partial_rotary_factor", default=1.0)
     nested = [name for name, value in parameters.raw.items() if isinstance(value, Mapping)]
     if nested and kind != "gemma3_text" and not read.has("layer_types"):
         raise parameters.wrong(
