@@ -262,12 +262,12 @@ void widen_group(const uint32_t* block, int group, uint32_t* words) {
   }
 }
 
-// Activations in int8 with one scale per group of 32. A row holds, per group, eight words of bytes, the scale, the sum
-// of the bytes, that sum times the scale, and the sum of the first 16 bytes.
+// Activations in int8 with one scale per group of 32. A row holds, per group, eight words of bytes, the scale, and the
+// scale times the sum of all bytes, of the first 16 and of the last 16.
 struct Int8Blocks {
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kRowWords = kGroupWords + 4;
-  enum { kScale = kGroupWords, kSum, kScaledSum, kFirstSum };
+  enum { kScale = kGroupWords, kSum, kFirstSum, kSecondSum };
   static size_t row_words(int in) { return (size_t)(in + kGroupInputs - 1) / kGroupInputs * kRowWords; }
 
   // x is zero up to a multiple of 64.
@@ -283,12 +283,9 @@ struct Int8Blocks {
         store_bytes(row + kGroupWords / 2 * half, number);
         sums[half] = total(number);
       }
-      const int32_t all = sums[0] + sums[1];
-      const float scaled = scale * (float)all;
-      std::memcpy(row + kScale, &scale, 4);
-      std::memcpy(row + kSum, &all, 4);
-      std::memcpy(row + kScaledSum, &scaled, 4);
-      std::memcpy(row + kFirstSum, &sums[0], 4);
+      const float scales[] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0],
+                              scale * (float)sums[1]};
+      std::memcpy(row + kScale, scales, sizeof scales);
     }
   }
 
@@ -308,7 +305,7 @@ struct Int8Blocks {
 // the inputs.
 template <class K>
 struct QuantizedProduct {
-  static constexpr int kMaxTokens = 8;
+  static constexpr int kMaxTokens = 6;
   static constexpr bool kPrefetchesAhead = false;
 
   // Adds to out[2 * t], out[2 * t + 1]: the panel's 32 outputs for token t.
@@ -321,41 +318,37 @@ struct QuantizedProduct {
   template <size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Float* out,
                        std::index_sequence<T...>) {
-    Float low[] = {out[2 * T]...}, high[] = {out[2 * T + 1]...};
+    Float acc[] = {out[2*T]..., out[2*T+1]...};
     for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
       for (int line = 0; line < K::kWords; line += 2 * kLanes)  // half of the lines one page ahead
         __builtin_prefetch(panel + 1024 + line, 0, 2);
       for (int group = 0; group < K::kInputs / kGroupInputs; ++group, x += Int8Blocks::kRowWords) {
-        {
-          const Group g = K::read(panel, group, 0);
-          ((low[T] = add(low[T], g, x + T * stride)), ...);
-        }
-        {
-          const Group g = K::read(panel, group, 1);
-          ((high[T] = add(high[T], g, x + T * stride)), ...);
+        const Group low = K::read(panel, group, 0), high = K::read(panel, group, 1);
+        constexpr int kParts = K::kTwoScales ? 2 : 1, kWords = kGroupWords / kParts;
+        for (int part = 0; part < kParts; ++part) {
+          Int sums[] = {((void)T, Int{})..., ((void)T, Int{})...};
+          for (int k = part * kWords; k < (part + 1) * kWords; ++k)
+            (add(low.levels[k], high.levels[k], splat(x[T * stride + k]), sums[T], sums[sizeof...(T) + T]), ...);
+          const int number = kParts == 1 ? Int8Blocks::kSum : Int8Blocks::kFirstSum + part;
+          const Float offset[] = {offset_of<K>(low, part), offset_of<K>(high, part)};
+          ((finish(sums[T], low.scale[part], offset[0], x + T * stride, number, acc[T]),
+            finish(sums[sizeof...(T) + T], high.scale[part], offset[1], x + T * stride, number, acc[sizeof...(T) + T])),
+           ...);
         }
       }
     }
-    ((out[2 * T] = low[T], out[2 * T + 1] = high[T]), ...);
+    ((out[2 * T] = acc[T], out[2 * T + 1] = acc[sizeof...(T) + T]), ...);
   }
 
-  __attribute__((always_inline)) static Float add(Float acc, const Group& g, const uint32_t* x) {
-    const Float scale = (Float)splat(x[Int8Blocks::kScale]);
-    if constexpr (K::kTwoScales) {
-      const int32_t first = (int32_t)x[Int8Blocks::kFirstSum], second = (int32_t)x[Int8Blocks::kSum] - first;
-      acc = fma(to_float(dot<0, 4>(g, x, -K::kZero * first)), g.scale[0] * scale, acc);
-      return fma(to_float(dot<4, 8>(g, x, -K::kZero * second)), g.scale[1] * scale, acc);
-    }
-    const int32_t start = K::kOffset ? 0 : -K::kZero * (int32_t)x[Int8Blocks::kSum];
-    acc = fma(to_float(dot<0, 8>(g, x, start)), g.scale[0] * scale, acc);
-    return K::kOffset ? fma(g.offset[0], (Float)splat(x[Int8Blocks::kScaledSum]), acc) : acc;
+  __attribute__((always_inline)) static void add(Word low, Word high, Word x, Int& low_sum, Int& high_sum) {
+    low_sum = K::kZero < 128 ? dot_u7s8(low_sum, low, x) : dot_u8s8(low_sum, low, x);
+    high_sum = K::kZero < 128 ? dot_u7s8(high_sum, high, x) : dot_u8s8(high_sum, high, x);
   }
 
-  template <int kFrom, int kTo>
-  __attribute__((always_inline)) static Int dot(const Group& g, const uint32_t* x, int32_t start) {
-    Int sum = splat(start);
-    for (int k = kFrom; k < kTo; ++k) sum = K::kZero < 128 ? dot_u7s8(sum, g.levels[k], splat(x[k])) : dot_u8s8(sum, g.levels[k], splat(x[k]));
-    return sum;
+  __attribute__((always_inline)) static void finish(Int sum, Float scale, Float offset, const uint32_t* x, int number,
+                                                    Float& out) {
+    const Float step = scale * (Float)splat(x[Int8Blocks::kScale]);
+    out = fma(to_float(sum), step, fma(offset, (Float)splat(x[number]), out));
   }
 };
 
