@@ -1,6 +1,10 @@
 """Products in AMX's tiles, by a model of the tile registers in plain C++; no processor with AMX is needed."""
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from test_kernels import NINE, SMALL, cache_of, chain, layout, stack_of, tokens
 from test_quantized_kernels import random_blocks
 
 from foretell.model.kernels import NativeLinear, available, build, unavailable_reason
+from foretell.model.kernels.instruction_sets import processor_features
 from foretell.model.stored_matrix import Kind
 from kernel_builds import compile_kernels
 
@@ -105,3 +110,53 @@ def test_tree_paths_chunks_and_threads_agree_bit_for_bit(
     path = [0, 1, 3, 6, 7, 9]
     found = stack(x, layout(parents, 21), cache, 0, 2)
     assert torch.equal(stack(x[path], chain(len(path), 21), alone, 0, 2), found[path])
+
+
+EMULATED = """
+import ctypes, pathlib, sys, torch
+from kernel_builds import compile_kernels
+from foretell.model.kernels import NativeLinear, build
+from foretell.model.kernels.instruction_sets import INSTRUCTION_SETS
+from test_quantized_kernels import random_blocks
+
+emulator = ctypes.CDLL(sys.argv[1])
+amx = next(entry for entry in INSTRUCTION_SETS if entry.name == "amx")
+libraries = [compile_kernels(flags) for flags in (["-O1", "-DFORETELL_AMX_MODEL"], ["-O1", *amx.flags])]
+names = [library.foretell_instructions().decode() for library in libraries]
+assert names[1].endswith("+amx"), names
+emulator.amx_emulator_install()
+torch.set_num_threads(2)
+cases = [(torch.randn(77, inputs), precision) for inputs in (192, 450) for precision in ("bfloat16", "int8")]
+cases += [(random_blocks(kind, 40, 256), precision)
+          for kind in ("Q4_0", "Q6_K") for precision in ("bfloat16", "int8-activations")]
+for weight, precision in cases:
+    x, found = torch.randn(49, weight.shape[1]), []
+    for library in libraries:
+        build.library = lambda: library
+        layer = NativeLinear(weight, torch.ones(len(weight) if isinstance(weight, torch.Tensor) else 40), precision)
+        found.append([layer(x[:count]) for count in (1, 13, 49)])
+    assert all(map(torch.equal, *found)), (weight, precision)
+print("executed", emulator.amx_emulator_executed())
+"""
+
+
+@pytest.mark.skipif(
+    not {"avx512_bf16", "avx512_vnni"} <= processor_features() or "amx_tile" in processor_features(),
+    reason="needs a processor with AVX-512 BF16 and VNNI and without AMX",
+)
+def test_the_compiled_tile_instructions_do_what_the_model_does(tmp_path: Path) -> None:
+    """The kernels compiled for AMX, with their tile instructions emulated in a handler of SIGILL."""
+    compiler, folder = build.find_compiler(), Path(__file__).parent
+    assert compiler is not None
+    emulator = tmp_path / "emulator.so"
+    source = str(folder / "amx_emulator.cpp")
+    subprocess.run([compiler, "-O2", "-mfma", "-shared", "-fPIC", source, "-o", str(emulator)], check=True)
+    path = os.pathsep.join([str(folder), str(folder.parent), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", EMULATED, str(emulator)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) > 1000
