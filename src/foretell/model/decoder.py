@@ -218,6 +218,18 @@ class SkipSet:
     mlp: frozenset[int] = frozenset()
 
 
+def decoder_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
+    """Rotary tables of full-attention layers and of sliding-window layers; one object where these are the same.
+
+    Raises:
+        ValueError: the configuration has no rotary positions.
+    """
+    if config.rope is None:
+        raise ValueError(f"{config.architecture}: the decoder needs rotary positions")
+    full = rope_tables(config.rope, config.head_dim, config.context)
+    return full, rope_tables(config.local_rope, config.head_dim, config.context) if config.local_rope else full
+
+
 class Decoder(nn.Module):
     """A decoder in torch: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
@@ -237,15 +249,9 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = Linear(self.embedding.data) if head is None else head
         self.skip = skip
-        self.rope_tables = self._build_rope_tables(local=False)
-        self.local_rope_tables = self._build_rope_tables(local=True)
-
-    def _build_rope_tables(self, local: bool) -> RopeTables:
-        rope = self.config.local_rope if local and self.config.local_rope else self.config.rope
-        if rope is None:
-            raise ValueError(f"{self.config.architecture}: the decoder needs rotary positions")
-        cos, sin = rope_tables(rope, self.config.head_dim, self.config.context)
-        return cos.to(self.device), sin.to(self.device)
+        full, local = decoder_rope_tables(config)
+        self.rope_tables = full[0].to(self.device), full[1].to(self.device)
+        self.local_rope_tables = local[0].to(self.device), local[1].to(self.device)
 
     @property
     def device(self) -> torch.device:

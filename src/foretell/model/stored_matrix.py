@@ -70,6 +70,10 @@ class StoredMatrix:
         """The rows of these indices, copied."""
         return StoredMatrix(self.kind, self.inputs, self.data.index_select(0, index))
 
+    def rounded(self, dtype: torch.dtype) -> "StoredMatrix":
+        """The numbers rounded to bfloat16 or float32."""
+        return StoredMatrix.of(self.widen().to(dtype))
+
     def widen(self) -> Float[torch.Tensor, "o i"]:
         """The numbers: of a quantised matrix in float32, as `gguf.quants` computes them; else in the stored dtype."""
         if not self.quantized:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import Matrix, PackedWeight, copy_to_huge_pages, pack_rows, pad_bias
+from foretell.model.kernels.pack import Matrix, Panels, pack, pad_bias, plan_rows
 from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
 
 
@@ -23,7 +23,7 @@ class NativeLinear:
         self._kernels = build.library()
         self.outputs, self.inputs = weight.shape
         self.precision: Precision = dtype
-        self._packed = PackedLinears([(pack_rows([weight], dtype, self._kernels), bias)])
+        self._packed = PackedLinears([(plan_rows([weight], dtype), bias)], self._kernels)
 
     @property
     def struct(self) -> structures.Weight:
@@ -44,6 +44,11 @@ class NativeLinear:
     def nbytes(self) -> int:
         """Bytes of the packed weight and bias."""
         return sum(tensor.nbytes for tensor in self._packed.tensors)
+
+    @property
+    def holds_floats(self) -> bool:
+        """Whether rows can be read back; see `gather_rows`."""
+        return self.struct.kind in (PANEL_KINDS.index("F32"), PANEL_KINDS.index("BF16"))
 
     def gather_rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, float32 [t, in]; only for weights that are packed as floats.
@@ -76,14 +81,14 @@ class NativeLinear:
 class PackedLinears:
     """Packed linear layers that are read one after the other: their structures, and the tensors these point into.
 
-    A layer is its packed weights, one below the other, and the bias of all their outputs.
+    A layer is its weights, one below the other, and the bias of all their outputs.
     """
 
-    def __init__(self, layers: Sequence[tuple[Sequence[PackedWeight], Tensor | None]]) -> None:
-        words = iter(copy_to_huge_pages([weight.data for weights, _ in layers for weight in weights]))
+    def __init__(self, layers: Sequence[tuple[Sequence[Panels], Tensor | None]], kernels: ctypes.CDLL) -> None:
+        words = iter(pack([weight for weights, _ in layers for weight in weights], kernels))
         self.structs: list[structures.Weight] = []
         self.tensors: list[Tensor] = []
-        self._further: list[structures.Weight] = []
+        self.further: list[structures.Weight] = []
         """Structures of the second and further weights of a layer."""
         for weights, bias in layers:
             biases = [None] * len(weights) if bias is None else torch.split(bias, [w.outputs for w in weights])
@@ -91,9 +96,9 @@ class PackedLinears:
             for part, following in pairwise(parts):
                 part.next = ctypes.addressof(following)
             self.structs.append(parts[0])
-            self._further += parts[1:]
+            self.further += parts[1:]
 
-    def _struct(self, weight: PackedWeight, words: Tensor, bias: Tensor | None) -> structures.Weight:
+    def _struct(self, weight: Panels, words: Tensor, bias: Tensor | None) -> structures.Weight:
         self.tensors.append(words)
         if bias is not None:
             self.tensors.append(pad_bias(bias))

@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -16,7 +16,7 @@ from torch import Tensor
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, pack_gate_up, pack_rows
+from foretell.model.kernels.pack import Matrix, plan_gate_up, plan_rows
 from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
@@ -45,20 +45,21 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A packed decoder block: its structure, and the linear layers and norms that this points into."""
+    """A packed decoder block: its structure, and all memory that this points into."""
 
     struct: structures.Layer
-    linears: PackedLinears
-    norms: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
+    structs: tuple[ctypes.Structure, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class NativeStack:
-    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
+    """The blocks of a decoder, packed here unless they are packed already. A call runs a range of them over new tokens
+    and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
     [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
@@ -71,7 +72,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: Sequence[BlockWeights],
+        blocks: "Iterable[BlockWeights | PackedBlock]",
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -91,8 +92,10 @@ class NativeStack:
             *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
-        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
+        self.blocks = [
+            block if isinstance(block, PackedBlock) else self.pack_block(i, block) for i, block in enumerate(blocks)
+        ]
+        self.layers = (structures.Layer * len(self.blocks))(*(block.struct for block in self.blocks))
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
 
     @staticmethod
@@ -197,14 +200,14 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        how = self.precision, self._kernels
         packed = PackedLinears(
             [
-                (pack_rows(block.qkv, *how), block.qkv_bias),
-                (pack_rows([block.output], *how), block.output_bias),
-                ([pack_gate_up(block.gate, block.up, *how)], None),
-                (pack_rows([block.down], *how), None),
-            ]
+                (plan_rows(block.qkv, self.precision), block.qkv_bias),
+                (plan_rows([block.output], self.precision), block.output_bias),
+                ([plan_gate_up(block.gate, block.up, self.precision)], None),
+                (plan_rows([block.down], self.precision), None),
+            ],
+            self._kernels,
         )
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
@@ -214,7 +217,8 @@ class NativeStack:
             *self._ropes[window > 0],
             *(window, 1, 1),
         )
-        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None))
+        tensors = (*packed.tensors, *(scale for scale in scales if scale is not None))
+        return PackedBlock(struct, tensors, tuple(packed.further))
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache

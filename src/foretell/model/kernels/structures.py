@@ -148,11 +148,10 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
-    "foretell_pack_blocks": (None, (_I, _P, c_int64, _P, _I, _I, _P, _I)),
+    "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
-    "foretell_hadamard": (None, (_P, c_int64)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""

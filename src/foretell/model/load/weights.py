@@ -38,6 +38,8 @@ class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
+    mapped = False
+    """Whether matrices are views of a mapped file, so that keeping one takes no memory."""
 
     @abstractmethod
     def get(self, name: str) -> Float[Tensor, "*shape"] | None:
@@ -70,6 +72,11 @@ class Weights(ABC):
         """
         found = self.get(_HEAD)
         return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """As `head`, but as the file stores it."""
+        found = self.head(vocab, hidden)
+        return None if found is None else StoredMatrix.of(found)
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
@@ -107,6 +114,8 @@ class SafetensorsWeights(Weights):
     Raises:
         ValueError: there is no safetensors file (a pickle is refused by name), it is damaged, or `check` refuses it.
     """
+
+    mapped = True
 
     def __init__(self, path: Path, check: Callable[[Path, str, str], None] = refuse_quantized) -> None:
         self.source = str(path)
@@ -209,6 +218,8 @@ def gguf_config(file: GGUF) -> ModelConfig:
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
+    mapped = True
+
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
@@ -230,6 +241,10 @@ class GGUFWeights(Weights):
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """The output matrix as the file stores it; None: it is tied to the embedding."""
+        return None if self._name_in_file(_HEAD) is None else self.matrix(_HEAD, vocab, hidden)
 
     def _name_in_file(self, name: str) -> str | None:
         found = _GGUF_NAMES.get(name)

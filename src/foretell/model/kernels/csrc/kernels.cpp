@@ -12,6 +12,7 @@
 // what its inputs are rounded to.
 
 #include "abi.h"
+#include "pack.h"
 #include "sampler.h"
 #include "speculators.h"
 
@@ -160,31 +161,19 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// Packs rows of GGUF blocks, `bytes` each, as panels of 32 outputs. Row i is row order[i]; rows beyond the last are
-// zero, as is every row with a negative index.
-void foretell_pack_blocks(int32_t kind, const uint8_t* rows, int64_t bytes, const int64_t* order, int32_t out,
-                          int32_t in, uint32_t* words, int32_t threads) {
-  with_blocks(kind, [&](auto k) {
-    using K = typename decltype(k)::Type;
-    const int panels = (out + kPanel - 1) / kPanel, blocks = in / K::kInputs;
-    const size_t size = quantized_panel_words<K>(in);
-#pragma omp parallel for num_threads(threads)
-    for (int p = 0; p < panels; ++p) {
-      uint32_t* panel = words + p * size;
-      std::memset(panel, 0, 4 * size);
-      for (int i = p * kPanel; i < std::min((p + 1) * kPanel, out); ++i) {
-        if (order[i] < 0) continue;
-        const uint8_t* row = rows + order[i] * bytes;
-        for (int b = 0; b < blocks; ++b) K::pack(row + b * K::kBytes, panel + b * K::kWords, i % kPanel);
-      }
-    }
-  });
+// Packs rows as `panels` panels of 32 outputs of a kind: 32 addresses per panel, null for a row of zeros. A kind of GGUF
+// blocks needs rows of such blocks, the others rows of floats of a `RowType`. through_bfloat16: floats are rounded to
+// bfloat16 first.
+void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, const void* const* rows, int32_t panels,
+                        int32_t in, uint32_t* words) {
+  if (kind > kInt8)
+    pack_blocks(kind, (const uint8_t* const*)rows, panels, in, words);
+  else
+    pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
-// Words of a panel of GGUF blocks.
-int64_t foretell_panel_words(int32_t kind, int32_t in) {
-  return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
-}
+// Words of a panel.
+int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
 // A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
 void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
@@ -196,11 +185,6 @@ void foretell_sample(const float* x, const int64_t* place, const Sampling* sampl
 int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* tokens, int64_t* weights,
                              int32_t width, int32_t threads) {
   return keep_row(x, *sampling, width, tokens, weights, threads);
-}
-
-// The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
-void foretell_hadamard(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
 }
 
 // Vector instructions that the kernels were compiled for.
@@ -254,11 +238,10 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
-    S(foretell_pack_blocks);
+    S(foretell_pack_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
-    S(foretell_hadamard);
     S(foretell_instructions);
 #undef S
     return out;

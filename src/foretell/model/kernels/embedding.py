@@ -1,0 +1,45 @@
+"""The token embedding of a decoder on the CPU kernels."""
+
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.model.kernels import structures
+from foretell.model.kernels.linear import NativeLinear, pack_embedding
+from foretell.model.stored_matrix import StoredMatrix
+
+
+class NativeEmbedding:
+    """Rows of a stored matrix, widened when they are looked up, or of the packed head where the two are tied.
+
+    `dtype`: what the numbers are rounded to before they become float32. `scale`: factor on every row.
+    """
+
+    def __init__(self, source: StoredMatrix | NativeLinear, dtype: torch.dtype, scale: float) -> None:
+        self.source, self._dtype, self._scale = source, dtype, scale
+
+    def __call__(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block, float32."""
+        x = self._rows(token).float()
+        return x if self._scale == 1 else x * self._scale
+
+    def _rows(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        if isinstance(self.source, NativeLinear):
+            return self.source.gather_rows(token)
+        return self.source.rows(token).widen().to(self._dtype)
+
+    @cached_property
+    def _table(self) -> tuple[torch.Tensor, structures.Embedding]:
+        whole = self._rows(torch.arange(self.source.outputs)).to(self._dtype)
+        return pack_embedding(whole, self._scale)
+
+    @property
+    def struct(self) -> structures.Embedding:
+        """The argument of the kernels; the first access widens the whole table."""
+        return self._table[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds beside the head."""
+        return 0 if isinstance(self.source, NativeLinear) else self.source.data.nbytes
