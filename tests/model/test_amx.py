@@ -24,7 +24,7 @@ COUNTS = (1, 2, 11, 12, 16, 17, 31, 33, 70, 300)
 @pytest.fixture(scope="module")
 def model() -> ctypes.CDLL:
     """The kernels with tiles, which are modelled in C++."""
-    library = compile_kernels(["-O1", "-DFORETELL_AMX_MODEL"])
+    library = compile_kernels(["-O0", "-DFORETELL_AMX_MODEL"])
     assert library.foretell_instructions().decode().endswith("+amx-model")
     return library
 
@@ -59,14 +59,14 @@ def test_bfloat16_sums_have_the_order_of_the_instruction(
         assert torch.equal(layer(x[:count]), expected[:count]), count
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q6_K", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "MXFP4"])
 def test_widened_blocks_have_the_bits_of_widened_weights(
     kind: Kind, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(model, monkeypatch)
-    weight, bias, x = random_blocks(kind, 77, 1280), torch.randn(77), torch.randn(300, 1280)
+    weight, bias, x = random_blocks(kind, 40, 768), torch.randn(40), torch.randn(33, 768)
     packed, widened = NativeLinear(weight, bias, "bfloat16"), NativeLinear(weight.widen(), bias, "bfloat16")
-    for count in (1, 17, 300):
+    for count in (1, 17, 33):
         assert torch.equal(packed(x[:count]), widened(x[:count])), count
 
 
@@ -121,7 +121,7 @@ from test_quantized_kernels import random_blocks
 
 emulator = ctypes.CDLL(sys.argv[1])
 amx = next(entry for entry in INSTRUCTION_SETS if entry.name == "amx")
-libraries = [compile_kernels(flags) for flags in (["-O1", "-DFORETELL_AMX_MODEL"], ["-O1", *amx.flags])]
+libraries = [compile_kernels(flags) for flags in (["-O0", "-DFORETELL_AMX_MODEL"], ["-O1", *amx.flags])]
 names = [library.foretell_instructions().decode() for library in libraries]
 assert names[1].endswith("+amx"), names
 emulator.amx_emulator_install()
