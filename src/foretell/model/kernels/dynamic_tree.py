@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Int
 
+from foretell.core.noise import NOISE_CANDIDATES, TargetNoise
 from foretell.model.kernels import structures
 
 
@@ -11,7 +12,7 @@ class DynamicTrees:
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
-    the root.
+    the root. `noise`: the target's, by which children are ranked.
     """
 
     def __init__(
@@ -21,6 +22,7 @@ class DynamicTrees:
         bounds: tuple[float, float],
         row: Int[np.ndarray, " b"] | None = None,
         length: Int[np.ndarray, " b"] | None = None,
+        noise: TargetNoise | None = None,
     ) -> None:
         requests, budget = len(max_depth), sizes[2]
         self.token: Int[np.ndarray, "b n"] = np.zeros((requests, budget), np.int64)
@@ -30,8 +32,11 @@ class DynamicTrees:
         """Tokens of every request; entries after them are undefined."""
         # Kept alive here: the kernels read them.
         self._arrays = [None if x is None else np.ascontiguousarray(x, np.int64) for x in (max_depth, row, length)]
+        self._noise = noise
         self.struct = structures.DynamicTree(
-            requests, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._arrays)
+            *(requests, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._arrays)),
+            *((None, None) if noise is None else (noise.key.ctypes.data, noise.scale.ctypes.data)),
+            NOISE_CANDIDATES,
         )
 
     def check_result(self, invalid: int, slots: int, context: int) -> None:

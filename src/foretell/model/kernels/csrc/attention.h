@@ -67,11 +67,9 @@ void score_all(const Word* keys, int words, const uint32_t* const* queries, floa
   }
 }
 
-// The attention of a decoder block between its qkv product and its output product, in P's precision.
-template <class P>
+// The attention of a decoder block between its qkv product and its output product. C: precision of keys and values.
+template <class C>
 class Attention {
-  using C = typename P::Cached;
-
  public:
   Attention(const Model& model, const Visibility& visibility, const Cache& cache, const Team& team)
       : m_(model),
@@ -179,6 +177,7 @@ class Attention {
         float* scores = scores_of((t - first) * group_ + h, team);
         const float factor = softmax(layer, t, scores);
         const Query query = {t,
+                             layer.output.operand,
                              first_visible(layer, t),
                              (const uint32_t*)scores,
                              factor,
@@ -280,9 +279,9 @@ class Attention {
   }
 
   // One query head of a token: the sum of the values from visible key `from` on, weighted with the words of `weights`,
-  // times `factor`, is written to `row` from element `first` on.
+  // times `factor`, is written to `row` from element `first` on, as `operand`.
   struct Query {
-    int token, from;
+    int token, operand, from;
     const uint32_t* weights;
     float factor;
     float* row;
@@ -348,7 +347,7 @@ class Attention {
       C::restore_order(sums.of[half], ordered);
       for (int d = 0; d < D; ++d) {
         const int first = (w + kLanes * half) * D + kLanes * d;
-        if (first < m_.head_dim) store_operand<P>(query.row, query.first + first, ordered[d] * splat(query.factor));
+        if (first < m_.head_dim) store_operand(query.operand, query.row, query.first + first, ordered[d] * splat(query.factor));
       }
     }
   }

@@ -8,13 +8,33 @@ extern "C" {
 
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
-enum Precision : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+// How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
+enum Kind : int32_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kInt8 = 2,
+  kQ4_0 = 3,
+  kQ4_1 = 4,
+  kQ5_0 = 5,
+  kQ5_1 = 6,
+  kQ8_0 = 7,
+  kQ4_K = 8,
+  kQ5_K = 9,
+  kQ6_K = 10,
+  kMXFP4 = 11,
+  kQ4_Z = 12
+};
+// What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
+// scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
+enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
   int32_t in, out;        // out counts gate and up outputs, each padded to 16, when the two are interleaved
+  int32_t kind, operand;
+  const Weight* next;  // further outputs of the same inputs, of another kind; or null
 };
 
 struct Layer {
@@ -28,7 +48,7 @@ struct Layer {
 
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, ffn, context;
-  int32_t precision, activation;
+  int32_t cache_kind, activation;  // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap;
 };
 
@@ -63,6 +83,11 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
+  // most probable `candidates` children of a node are ranked with it.
+  const uint64_t* noise;
+  const double* noise_scale;
+  int32_t candidates;
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py

@@ -8,7 +8,8 @@
 //
 // Matrix products read 32-bit *words*: one float32, two bfloat16 or four int8 numbers. Weights are packed into panels
 // of 32 outputs, [word of the input][output], so that one 64-byte vector holds the same input word of 16 outputs, and
-// is multiplied with one word of the activations, broadcast to all lanes. Precisions differ in `step` alone.
+// is multiplied with one word of the activations, broadcast to all lanes. Every weight has a kind of its own, and says
+// what its inputs are rounded to.
 
 #include "abi.h"
 #include "sampler.h"
@@ -28,17 +29,14 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
-void foretell_linear(int32_t precision, const Weight* w, const float* x, float* y, int32_t tokens, int32_t width,
-                     int32_t threads) {
-  linear(precision, *w, x, y, tokens, width, threads);
+void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  linear(*w, x, y, tokens, width, threads);
 }
 
 // One stage of an MLP speculator for `tokens` states and the embeddings of the tokens that follow them.
-void foretell_mlp_speculator_stage(int32_t precision, const Stage* s, const float* state, const float* embedded,
-                                   float* next, float* logits, int32_t tokens, int32_t threads) {
-  dispatch_precision(precision, [&](auto p) {
-    run_stage<typename decltype(p)::Product>(*s, state, embedded, next, logits, tokens, threads);
-  });
+void foretell_mlp_speculator_stage(const Stage* s, const float* state, const float* embedded, float* next,
+                                   float* logits, int32_t tokens, int32_t threads) {
+  run_stage(*s, state, embedded, next, logits, tokens, threads);
 }
 
 // The k largest of each row of logits x [tokens, width], descending, as probabilities under its softmax, [tokens, k].
@@ -51,14 +49,14 @@ void foretell_topk_softmax(const float* x, float* probabilities, int64_t* indice
 
 // Dynamic trees, as of foretell_eagle_trees, from the stages of an MLP speculator. start [requests, in of the first
 // stage]: the states that produced the root tokens root [requests].
-int32_t foretell_mlp_speculator_trees(int32_t precision, const Stage* stages, const Embedding* e,
+int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
                                       const int64_t* token_of, const float* start, const int64_t* root,
                                       const DynamicTree* b, int64_t* token, int64_t* parent, int64_t* sizes,
                                       int32_t threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = std::min(b->width, width);
+            k = candidate_count(*b, width);
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -74,7 +72,7 @@ int32_t foretell_mlp_speculator_trees(int32_t precision, const Stage* stages, co
         std::memcpy(before.get() + i * (size_t)inner, states.get() + (size_t)tree[node.parent].number * inner,
                     4 * (size_t)inner);
     }
-    foretell_mlp_speculator_stage(precision, stages + level, level ? before.get() : start, embedded.get(),
+    foretell_mlp_speculator_stage(stages + level, level ? before.get() : start, embedded.get(),
                                   states.get() + (size_t)count * inner, scores.get(), (int)n, threads);
     foretell_topk_softmax(scores.get(), probabilities, found, (int)n, width, k, threads);
     count += (int64_t)n;
@@ -143,9 +141,9 @@ int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t coun
 
 // The k largest outputs of a linear layer for each row of x [tokens, in], descending, as probabilities under their
 // softmax.
-void foretell_linear_topk_softmax(int32_t precision, const Weight* w, const float* x, float* probabilities,
+void foretell_linear_topk_softmax(const Weight* w, const float* x, float* probabilities,
                                   int64_t* indices, int32_t tokens, int32_t k, int32_t threads) {
-  linear_topk_softmax(precision, *w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
+  linear_topk_softmax(*w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
 }
 
 // Index of the largest number of each row of x [tokens, width], the lowest of equals.
@@ -172,6 +170,32 @@ void foretell_sample(const float* x, const int64_t* place, const Sampling* sampl
 int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* tokens, int64_t* weights,
                              int32_t width, int32_t threads) {
   return keep_row(x, *sampling, width, tokens, weights, threads);
+}
+
+// Packs rows of GGUF blocks, `bytes` each, as panels of 32 outputs. Row i is row order[i]; rows beyond the last are
+// zero, as is every row with a negative index.
+void foretell_pack_blocks(int32_t kind, const uint8_t* rows, int64_t bytes, const int64_t* order, int32_t out,
+                          int32_t in, uint32_t* words, int32_t threads) {
+  with_blocks(kind, [&](auto k) {
+    using K = typename decltype(k)::Type;
+    const int panels = (out + kPanel - 1) / kPanel, blocks = in / K::kInputs;
+    const size_t size = quantized_panel_words<K>(in);
+#pragma omp parallel for num_threads(threads)
+    for (int p = 0; p < panels; ++p) {
+      uint32_t* panel = words + p * size;
+      std::memset(panel, 0, 4 * size);
+      for (int i = p * kPanel; i < std::min((p + 1) * kPanel, out); ++i) {
+        if (order[i] < 0) continue;
+        const uint8_t* row = rows + order[i] * bytes;
+        for (int b = 0; b < blocks; ++b) K::pack(row + b * K::kBytes, panel + b * K::kWords, i % kPanel);
+      }
+    }
+  });
+}
+
+// Words of a panel of GGUF blocks.
+int64_t foretell_panel_words(int32_t kind, int32_t in) {
+  return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
 }
 
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
@@ -208,12 +232,13 @@ const char* foretell_abi() {
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
-    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out));
+    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
+      F(Weight, operand), F(Weight, next));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, ffn),
-      F(Model, context), F(Model, precision), F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
+      F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
@@ -221,7 +246,7 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length));
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
@@ -245,6 +270,8 @@ const char* foretell_abi() {
     S(foretell_topk_softmax);
     S(foretell_sample);
     S(foretell_kept_tokens);
+    S(foretell_pack_blocks);
+    S(foretell_panel_words);
     S(foretell_hadamard);
     S(foretell_instructions);
 #undef S

@@ -13,6 +13,8 @@ struct Float32 {
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
   // Turns kDepth rows of words into kDepth vectors whose words hold the same element of every row.
   static void interleave_rows(const Word* rows, Word* columns) { columns[0] = rows[0]; }
+  // Words of kDepth numbers for each lane.
+  static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
   // Puts sums over such columns back into element order.
   static void restore_order(const Float* acc, Float* out) { out[0] = acc[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
@@ -48,6 +50,22 @@ struct Bfloat16 {
 #endif
     for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
   }
+  static Word pack_columns(const Float* numbers) {
+#if FORETELL_BF16
+    typedef int16_t Order __attribute__((vector_size(64)));
+    constexpr Order kOrder = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+    return (Word)_mm512_permutexvar_epi16((__m512i)kOrder, (__m512i)both);
+#else
+    Word rounded[2];
+    for (int d = 0; d < 2; ++d) {
+      const Word bits = (Word)numbers[d];
+      rounded[d] = (bits + splat(0x7FFFu) + ((bits >> 16) & splat(1u))) >> 16;
+    }
+    return rounded[0] | rounded[1] << 16;
+#endif
+  }
   template <int Half, size_t... L>
   static Float interleave(Float a, Float b, std::index_sequence<L...>) {
     return __builtin_shufflevector(a, b, (L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...);
@@ -62,8 +80,8 @@ struct Bfloat16 {
 // What a product prefetches into the second-level cache. With few tokens the product is bound by memory and the
 // hardware prefetcher works within a page: prefetching half of the lines one page ahead starts it on that page (kHalf).
 // With more tokens all lines soon to be read are prefetched, across page ends, where the hardware prefetcher stops
-// (kAhead), or half of the next panel (kNext).
-enum class Prefetch { kHalf, kAhead, kNext };
+// (kAhead), or half of the next panel (kNext). Words in a scratch buffer need none (kNone).
+enum class Prefetch { kHalf, kAhead, kNext, kNone };
 
 // For step k of a panel: a step reads two lines, and 32 steps a page.
 template <Prefetch kPrefetch>
@@ -78,10 +96,10 @@ inline void prefetch_panel(const uint32_t* panel, const char* next, int k) {
 // Products of float32 and bfloat16: one accumulator per output and token, from the first input to the last.
 template <class P>
 struct FloatProduct {
-  using Cached = P;                                // precision of keys and values
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
   static constexpr int kMaxTokens = 12;            // 24 accumulators, 2 weights: what 32 registers hold
   static constexpr int kFewTokens = 4;             // at most so many tokens are bound by memory
+  static constexpr bool kPrefetchesAhead = true;
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
 
@@ -89,7 +107,7 @@ struct FloatProduct {
     P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row);
   }
 
-  // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t.
+  // Adds to out[2 * t], out[2 * t + 1] the panel's 32 outputs for token t.
   template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
     unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
@@ -100,7 +118,7 @@ struct FloatProduct {
   template <Prefetch kPrefetch, size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
                        std::index_sequence<T...>) {
-    Float low[] = {((void)T, Float{})...}, high[] = {((void)T, Float{})...};
+    Float low[] = {out[2 * T]...}, high[] = {out[2 * T + 1]...};
     const int steps = (int)row_words(in);
     for (int k = 0; k < steps; ++k) {
       prefetch_panel<kPrefetch>(panel, next, k);
@@ -121,12 +139,12 @@ struct FloatProduct {
 // plus 128 and an activation row holds, per group, its scale and the correction for that: -128 times the sum of its
 // bytes.
 struct Int8 {
-  using Cached = Bfloat16;
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
   static constexpr int kMaxTokens = 8;
   static constexpr int kFewTokens = 4;
+  static constexpr bool kPrefetchesAhead = true;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }
   static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }
@@ -194,7 +212,6 @@ struct Int8 {
 
   template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    for (int i = 0; i < 2 * T; ++i) out[i] = Float{};
     for (int words = padded(in) / 4; words > 0; words -= kGroup / 4) {
       const int steps = std::min(kGroup / 4, words);
       Int part[2 * T];

@@ -8,27 +8,26 @@
 
 #include "decoder.h"
 #include "row_ops.h"
+#include "sampler.h"
 
 namespace {
 
 // One stage of an MLP speculator: next [tokens, inner] = gelu(norm(project state + token embedded)), logits [tokens,
 // width] = head(output next).
-template <class P>
 void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens,
                int threads) {
   const int inner = s.project.out, head_width = s.output.out;
   const Team all = {0, threads};
-  const Operands<P> first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all),
+  const Operands first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all),
       last(tokens, head_width, all);
   const Buffer<float> head_input = buffer<float>((size_t)tokens * head_width);
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Epilogue epilogue,
+    const auto product = [&](const Operands& operands, const float* x, const Weight& w, float* y, Epilogue epilogue,
                              const Weight* following) {
-      multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, w.out, w.out, epilogue, 0},
-                  following, team);
+      operands.multiply(w, x, w.in, nullptr, 0, {y, w.out, w.out, epilogue, 0, 0}, following, team);
     };
     product(first, state, s.project, next, Epilogue::kStore, &s.token);
     // No barrier is needed: both products have the same panels, so every thread adds to what it stored itself.
@@ -78,30 +77,21 @@ void prepare_eagle_input(const Model& m, const EagleInput& e, const int64_t* tok
 
 // The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax. x is
 // normed first unless `norm` is null.
-template <class P>
-void run_linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
-                             int64_t* indices, int tokens, int k, int threads) {
-  const Operands<P> operands(tokens, w.in, {0, threads});
+void linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
+                         int64_t* indices, int tokens, int k, int threads) {
+  const Operands operands(tokens, w.in, {0, threads});
   const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    multiply<P>(w, operands.prepare(x, w.in, w.in, norm, eps, team), tokens,
-                {scores.get(), w.out, w.out, Epilogue::kStore, 0}, nullptr, team);
+    operands.multiply(w, x, w.in, norm, eps, {scores.get(), w.out, w.out, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     const auto [from, to] = team.share(tokens);
     for (int t = from; t < to; ++t)
       topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
                        indices + (size_t)t * k);
   }
-}
-
-void linear_topk_softmax(int32_t precision, const Weight& w, const float* x, const float* norm, float eps,
-                         float* probabilities, int64_t* indices, int tokens, int k, int threads) {
-  dispatch_precision(precision, [&](auto p) {
-    run_linear_topk_softmax<typename decltype(p)::Product>(w, x, norm, eps, probabilities, indices, tokens, k, threads);
-  });
 }
 
 // Features [count, hidden] from hidden states of the target: feature i from row place[i] of every states[j].
@@ -119,7 +109,7 @@ Buffer<float> fuse_states(const Model& m, const EagleInput& e, const float* cons
       else
         std::memcpy(row, state, 4 * d);
     }
-  linear(m.precision, e.fuse, rows.get(), out.get(), count, m.hidden, threads);
+  linear(e.fuse, rows.get(), out.get(), count, m.hidden, threads);
   return out;
 }
 
@@ -162,8 +152,8 @@ class TreeBuilder {
     for (; i; i = (*this)[i].parent) slots[(*this)[i].depth - 1] = (*this)[i].slot;
   }
 
-  // Adds the children of the frontier, `count` per node with their probabilities; the best of them are the next
-  // frontier.
+  // Adds the children of the frontier, the first `width` of `count` per node with their probabilities; the best of them
+  // are the next frontier.
   void add_children(const float* probabilities, const int64_t* tokens, int count) {
     struct Child {
       int64_t token;
@@ -173,6 +163,7 @@ class TreeBuilder {
     std::vector<Child> children;
     for (const int i : frontier_)
       for (int j = 0; j < count; ++j, ++probabilities, ++tokens) {
+        if (j >= options_.width) continue;
         const double score = (*this)[i].score * (double)*probabilities;
         if (score > 0 && score >= options_.min_score) children.push_back({*tokens, i, score});
       }
@@ -212,6 +203,33 @@ class TreeBuilder {
   int drafted_ = 0;
 };
 
+// Children of a node among which the best `width` are chosen.
+int candidate_count(const DynamicTree& b, int outputs) {
+  return std::min(b.noise ? std::max(b.width, b.candidates) : b.width, outputs);
+}
+
+// Reorders the k candidates after a node by probability given the target's noise; distributions/coupling.py does the
+// same.
+void couple(uint64_t key, double scale, int k, float* probabilities, int64_t* tokens) {
+  struct Child {
+    int64_t token;
+    double score;
+  };
+  std::vector<Child> children;
+  double mass = 0, total = 0, best = -INFINITY;
+  for (int i = 0; i < k; ++i) {
+    const double p = probabilities[i];
+    const double score = std::log(p) - scale * std::log(exponential_variate(noise_bits(key, tokens[i])));
+    mass += p, best = std::max(best, score), children.push_back({tokens[i], score});
+  }
+  for (Child& child : children) total += child.score = std::exp(child.score - best);
+  std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
+  for (int i = 0; i < k; ++i) {
+    probabilities[i] = (float)(children[(size_t)i].score / total * mass);
+    tokens[i] = children[(size_t)i].token;
+  }
+}
+
 struct NodeRef {  // a node that is run next
   int request, node;
 };
@@ -236,6 +254,12 @@ int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k,
     if (invalid >= 0) return invalid;
     if (token_of)
       for (int64_t& each : found) each = token_of[each];
+    for (size_t i = 0; b.noise && i < nodes.size(); ++i) {
+      const int request = nodes[i].request;
+      if (b.noise_scale[request] > 0)
+        couple(b.noise[(size_t)request * b.depth + level], b.noise_scale[request], k,
+               probabilities.data() + i * (size_t)k, found.data() + i * (size_t)k);
+    }
     for (size_t i = 0; i < nodes.size();) {
       TreeBuilder& tree = trees[(size_t)nodes[i].request];
       const size_t mine = tree.frontier().size();
@@ -286,7 +310,7 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
                               const Layers& layers, int64_t* token, int64_t* parent, int64_t* sizes, int threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
-  const int k = std::min(b.width, output.head->out);
+  const int k = candidate_count(b, output.head->out);
   const Buffer<float> outputs = buffer<float>((size_t)b.requests * (1 + (size_t)b.width * b.depth) * m.hidden);
   std::memcpy(outputs.get(), roots, 4 * (size_t)b.requests * m.hidden);
   int64_t count = 0;
@@ -297,7 +321,7 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
     };
     const int invalid = level ? forward_level(trees, nodes, level, count, run_layers) : -1;
     if (invalid >= 0) return invalid;
-    linear_topk_softmax(m.precision, *output.head, next, output.norm, m.eps, probabilities, found, (int)nodes.size(), k,
+    linear_topk_softmax(*output.head, next, output.norm, m.eps, probabilities, found, (int)nodes.size(), k,
                         threads);
     count += (int64_t)nodes.size();
     return -1;
