@@ -27,6 +27,11 @@ class TargetNoise:
     scale: Float[np.ndarray, " b"]
     """Factor on the Gumbel noise that is added to the drafter's log-probabilities; 0: a request without noise."""
 
+    @property
+    def for_kernels(self) -> tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]:
+        """The noise as `DynamicTrees` takes it."""
+        return self.key, self.scale, NOISE_CANDIDATES
+
     def rank(
         self, row: int, level: int, probability: Float[np.ndarray, " c"], token: Int[np.ndarray, " c"]
     ) -> tuple[Float[np.ndarray, " c"], Int[np.ndarray, " c"]]:

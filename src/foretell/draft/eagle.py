@@ -164,7 +164,9 @@ class EagleDrafter(Predictor):
         length = np.array([self._prefixes[r].length for r in row.tolist()])
         self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
         noise = target_noise(context.select(active.tolist()), sizes[0])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length, noise)
+        trees = DynamicTrees(
+            context.max_depth[active], sizes, bounds, row, length, None if noise is None else noise.for_kernels
+        )
         self.network.native.grow_dynamic_trees(out, trees, self._cache)
         return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
 

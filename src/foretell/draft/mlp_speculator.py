@@ -58,7 +58,9 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         start = torch.stack([self._root_states[context.rows[i]][1] for i in active.tolist()])
         sizes = min(depth, self.network.stages), width, budget
         noise = target_noise(context.select(active.tolist()), sizes[0])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, noise=noise)
+        trees = DynamicTrees(
+            context.max_depth[active], sizes, bounds, noise=None if noise is None else noise.for_kernels
+        )
         kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[active], trees)
         return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
 

@@ -141,7 +141,9 @@ class DecoderRunner(Runner):
         )
         roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
         length = self._length[list(rows)] + prefixes.prefix_length
-        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise)
+        trees = DynamicTrees(
+            max_depth, sizes, bounds, np.array(rows), length, None if noise is None else noise.for_kernels
+        )
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 

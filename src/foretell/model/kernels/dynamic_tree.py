@@ -1,10 +1,12 @@
 """Parameters and results of the kernels that grow EAGLE-2's dynamic trees (arXiv 2406.16858) in one call."""
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int, UInt64
 
-from foretell.core.noise import NOISE_CANDIDATES, TargetNoise
 from foretell.model.kernels import structures
+
+Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
+"""Key per request and level, factor per request, and number of candidates; see `core.noise.TargetNoise`."""
 
 
 class DynamicTrees:
@@ -12,7 +14,7 @@ class DynamicTrees:
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
-    the root. `noise`: the target's, by which children are ranked.
+    the root. `noise`: the target's, by which the most probable children of a node are ranked.
     """
 
     def __init__(
@@ -22,7 +24,7 @@ class DynamicTrees:
         bounds: tuple[float, float],
         row: Int[np.ndarray, " b"] | None = None,
         length: Int[np.ndarray, " b"] | None = None,
-        noise: TargetNoise | None = None,
+        noise: Noise | None = None,
     ) -> None:
         requests, budget = len(max_depth), sizes[2]
         self.token: Int[np.ndarray, "b n"] = np.zeros((requests, budget), np.int64)
@@ -35,8 +37,7 @@ class DynamicTrees:
         self._noise = noise
         self.struct = structures.DynamicTree(
             *(requests, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._arrays)),
-            *((None, None) if noise is None else (noise.key.ctypes.data, noise.scale.ctypes.data)),
-            NOISE_CANDIDATES,
+            *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
         )
 
     def check_result(self, invalid: int, slots: int, context: int) -> None:
