@@ -27,11 +27,6 @@ class TargetNoise:
     scale: Float[np.ndarray, " b"]
     """Factor on the Gumbel noise that is added to the drafter's log-probabilities; 0: a request without noise."""
 
-    @property
-    def for_kernels(self) -> tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]:
-        """The noise as `DynamicTrees` takes it."""
-        return self.key, self.scale, NOISE_CANDIDATES
-
     def rank(
         self, row: int, level: int, probability: Float[np.ndarray, " c"], token: Int[np.ndarray, " c"]
     ) -> tuple[Float[np.ndarray, " c"], Int[np.ndarray, " c"]]:
@@ -57,3 +52,11 @@ def target_noise(context: Context, depth: int) -> TargetNoise | None:
     pairs = zip(context.rngs, context.sequences, strict=True)
     keys = [[rng.key(sequence.length + level) for level in range(depth)] for rng, sequence in pairs]
     return TargetNoise(np.array(keys, np.uint64), scale)
+
+
+def noise_for_kernels(
+    context: Context, depth: int
+) -> tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int] | None:
+    """The same as `kernels.DynamicTrees` takes it."""
+    noise = target_noise(context, depth)
+    return None if noise is None else (noise.key, noise.scale, NOISE_CANDIDATES)
