@@ -108,6 +108,7 @@ class DynamicTree(ctypes.Structure):
         *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
+        *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
     )
 
 

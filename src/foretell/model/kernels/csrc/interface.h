@@ -98,6 +98,11 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
+  // most probable `candidates` children of a node are ranked with it.
+  const uint64_t* noise;
+  const double* noise_scale;
+  int32_t candidates;
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py

@@ -59,7 +59,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = std::min(b->width, width);
+            k = candidate_count(*b, width);
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -227,7 +227,7 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length));
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
