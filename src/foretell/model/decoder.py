@@ -256,7 +256,7 @@ class Decoder(nn.Module):
     def backend(self) -> Backend:
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
-        return Backend("torch", self.device.type, precision)
+        return Backend("torch", self.device.type, precision, cache_dtype=self.config.cache_dtype)
 
     def first_layers(self, layers: int) -> "Decoder":
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
@@ -280,7 +280,8 @@ class Decoder(nn.Module):
     def new_cache(self) -> KVCache:
         """An empty cache for this network."""
         c = self.config
-        return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
+        int8 = c.cache_dtype == "int8"
+        return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device, int8)
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""

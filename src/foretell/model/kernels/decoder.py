@@ -20,6 +20,7 @@ from foretell.model.decoder import (
 )
 from foretell.model.kernels import build
 from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
@@ -87,16 +88,10 @@ class NativeDecoder:
         """Whether the kernels run this architecture."""
         return NativeStack.supports(config)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> NativeKVCache:
         """An empty cache for this network."""
         c = self.config
-        return KVCache(
-            c.layers,
-            c.kv_heads,
-            c.head_dim,
-            torch.float32 if self.precision == "float32" else torch.bfloat16,
-            self.device,
-        )
+        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8")
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
@@ -121,7 +116,9 @@ class NativeDecoder:
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
-        return Backend("native", "cpu", self.precision, instructions, batch_invariant=True)
+        return Backend(
+            "native", "cpu", self.precision, instructions, batch_invariant=True, cache_dtype=self.config.cache_dtype
+        )
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +175,7 @@ class NativeDecoder:
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
         )
-        trees.check_result(invalid, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, cache.slots, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
+from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype
 from foretell.model.kernels.linear import PackedLinears, check_tensor
 from foretell.model.kernels.pack import interleave_gate_up
-from foretell.model.kernels.structures import ACTIVATIONS, PRECISIONS, Precision
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, PRECISIONS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
@@ -99,7 +100,8 @@ class NativeStack:
             config.experts or config.latent or config.learned_positions or config.parallel_blocks or config.mlp_bias
         )
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
+        shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
+        shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
@@ -252,9 +254,13 @@ class NativeStack:
 
     def cache_struct(self, cache: KVCache) -> structures.Cache:
         """A cache as an argument of the kernels."""
+        if not isinstance(cache, NativeKVCache):
+            raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        return structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+        if slots % structures.LANES:
+            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
+        return cache.struct

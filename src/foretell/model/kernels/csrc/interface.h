@@ -6,6 +6,9 @@
 
 extern "C" {
 
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxGroup = 16;  // query heads per key-value head
+
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
 enum Precision : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
@@ -78,8 +81,9 @@ struct HiddenLayers {  // layers, ascending, whose input (the residual stream) i
   float* out;
 };
 
-struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
-  uint32_t *k, *v;
+struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+  void *k, *v;
+  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
   int32_t rows, slots;
 };
 }

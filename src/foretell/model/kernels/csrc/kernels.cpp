@@ -161,6 +161,18 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
+// is copied to a later one.
+void foretell_cache_move(int32_t precision, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
+                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
+  dispatch_precision(precision, [&](auto p) {
+    const CacheLayout<typename decltype(p)::Product::Cached> layout(*cache, kv_heads, head_dim);
+    for (int i = 0; i < layers * kv_heads; ++i)
+      for (int j = 0; j < count; ++j)
+        layout.copy(layout.head(i / kv_heads, row, i % kv_heads), source[j], target + j);
+  });
+}
+
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
 void foretell_hadamard(float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
@@ -191,6 +203,8 @@ const char* foretell_abi() {
     describe_constant(out, "version", kAbiVersion);
     describe_constant(out, "panel", kPanel);
     describe_constant(out, "lanes", kLanes);
+    describe_constant(out, "max_head_dim", kMaxHeadDim);
+    describe_constant(out, "max_group", kMaxGroup);
     describe_constant(out, "int8_block", Int8::kBlock);
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
@@ -211,7 +225,7 @@ const char* foretell_abi() {
       F(DynamicTree, length));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -228,6 +242,7 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
+    S(foretell_cache_move);
     S(foretell_hadamard);
     S(foretell_instructions);
 #undef S

@@ -11,10 +11,11 @@ namespace {
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
-  // Turns kDepth rows of words into kDepth vectors whose words hold the same element of every row.
-  static void interleave_rows(const Word* rows, Word* columns) { columns[0] = rows[0]; }
-  // Puts sums over such columns back into element order.
-  static void restore_order(const Float* acc, Float* out) { out[0] = acc[0]; }
+  // Number i of every word as number 0, the others 0; and number 0 of every word as number i.
+  static Word take(Word w, int) { return w; }
+  static Word place(Word w, int) { return w; }
+  // The words of 16 * kDepth numbers.
+  static Word from_int8(const int8_t* x) { return (Word)widen_int8(x); }
   // n numbers from x, which is zero up to a multiple of 32, into words.
   static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
 };
@@ -30,9 +31,21 @@ struct Bfloat16 {
     return fma(odd(w), odd(x), fma(even(w), even(x), acc));
 #endif
   }
-  static void interleave_rows(const Word* rows, Word* columns) {
-    columns[0] = (rows[0] & splat(0xFFFFu)) | rows[1] << 16;
-    columns[1] = rows[0] >> 16 | (rows[1] & splat(0xFFFF0000u));
+  static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
+  static Word place(Word w, int i) { return i ? w << 16 : w; }
+  static Word from_int8(const int8_t* x) {
+    const Float low = widen_int8(x), high = widen_int8(x + kLanes);
+#if FORETELL_BF16
+    return (Word)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+    Word out;  // integers of 8 bits are bfloat16 numbers
+    for (int i = 0; i < kLanes; ++i) {
+      const float a = i < kLanes / 2 ? low[2 * i] : high[2 * i - kLanes],
+                  b = i < kLanes / 2 ? low[2 * i + 1] : high[2 * i + 1 - kLanes];
+      out[i] = round(a) | round(b) << 16;
+    }
+    return out;
+#endif
   }
   static uint32_t round(float x) {  // to nearest, ties to even
     uint32_t bits;
@@ -47,15 +60,6 @@ struct Bfloat16 {
     for (; i + kLanes <= n; i += kLanes) store(words + i / 2, _mm512_cvtneps_pbh((__m512)load<Float>(x + i)));
 #endif
     for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
-  }
-  template <int Half, size_t... L>
-  static Float interleave(Float a, Float b, std::index_sequence<L...>) {
-    return __builtin_shufflevector(a, b, (L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...);
-  }
-  static void restore_order(const Float* acc, Float* out) {
-    constexpr auto lanes = std::make_index_sequence<kLanes>();
-    out[0] = interleave<0>(acc[0], acc[1], lanes);
-    out[1] = interleave<1>(acc[0], acc[1], lanes);
   }
 };
 

@@ -156,20 +156,15 @@ inline Float gelu(Float x) {
   return x * (x < Float{} ? tail : splat(1.0f) - tail);
 }
 
-// Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
-template <int S, size_t... L>
-inline void exchange(Word& a, Word& b, std::index_sequence<L...>) {
-  const Word low = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L - S : L)...);
-  b = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L : L + S)...);
-  a = low;
+inline Float widen_int8(const int8_t* x) {
+#if FORETELL_AVX512
+  return (Float)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  Bytes bytes;
+  std::memcpy(&bytes, x, sizeof bytes);
+  return __builtin_convertvector(bytes, Float);
+#endif
 }
-
-template <int S>
-inline void exchange_all(Word* r) {
-  for (int i = 0; i < kLanes; ++i)
-    if (!(i & S)) exchange<S>(r[i], r[i + S], std::make_index_sequence<kLanes>());
-}
-
-inline void transpose(Word* r) { exchange_all<8>(r), exchange_all<4>(r), exchange_all<2>(r), exchange_all<1>(r); }
 
 }  // namespace
