@@ -11,7 +11,6 @@ from foretell.load import _build_network, _build_streamed_network
 from foretell.model import kernels as native
 from foretell.model.decoder import SkipSet
 from foretell.model.kernels import NativeLinear, Precision
-from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
 from foretell.model.network import Network
 from foretell.model.offload import OffloadedDecoder
@@ -22,6 +21,7 @@ from helpers import VOCAB, chain_tree, random_tokens
 CPU = torch.device("cpu")
 WIDE = replace(TINY, vocab=VOCAB, hidden=200, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=300)
 TIED = replace(WIDE, tied=True, qkv_bias=True)
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 needs_kernels = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
 either_backend = pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False])
@@ -127,5 +127,5 @@ def test_an_answer_reports_its_backend_and_guarantees(precision: Precision, kern
     assert answer.backend.name == ("native" if kernels else "torch")
     assert (answer.backend.precision, answer.backend.device) == (precision, "cpu")
     assert answer.lossless and answer.exact == answer.backend.batch_invariant == kernels
-    assert answer.backend.arithmetic.startswith(precision)
+    assert answer.backend.arithmetic.startswith(precision.replace("-", " "))
     assert bool(answer.backend.instructions) == kernels

@@ -9,6 +9,10 @@ ARITHMETIC = {
         "int8 weights and int8 activations, Hadamard-rotated, one scale per 192 inputs; "
         "bfloat16 embedding and cache; float32 residual stream, norms, softmax and logits"
     ),
+    "int8-activations": (
+        "int8 activations, one scale per 32 inputs, times quantised weights as the file has them; "
+        "bfloat16 other weights and cache; float32 residual stream, norms, softmax and logits"
+    ),
 }
 """Arithmetic of each precision; the same on every backend up to rounding."""
 
@@ -23,7 +27,7 @@ class Backend:
     """`native` (the CPU kernels), `torch`, `transformers`, or the name of a custom runner."""
     device: str = "cpu"
     precision: str = "float32"
-    """float32, bfloat16 or int8; see `ARITHMETIC`."""
+    """float32, bfloat16, int8 or int8-activations; see `ARITHMETIC`."""
     instructions: str = ""
     """Vector instructions that the CPU kernels were compiled for."""
     batch_invariant: bool = False

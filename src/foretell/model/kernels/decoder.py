@@ -32,16 +32,18 @@ from foretell.model.layout import Layout
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
     assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
+    gate, up = block.mlp.gate_up.weight.chunk(2)
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
-        qkv=block.qkv.weight,
+        qkv=[block.qkv.weight],
         qkv_bias=block.qkv.bias,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
         output=block.output.weight,
         output_bias=block.output.bias,
         mlp_norm=block.mlp_norm.weight,
-        gate_up=block.mlp.gate_up.weight,
+        gate=gate,
+        up=up,
         down=block.mlp.down.weight,
         post_attention_norm=_weight(block.post_attention_norm),
         post_mlp_norm=_weight(block.post_mlp_norm),

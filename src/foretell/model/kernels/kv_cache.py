@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.structures import PRECISIONS, Precision
+from foretell.model.kernels.structures import PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 
 
@@ -16,12 +16,17 @@ def cache_dtype(precision: Precision) -> torch.dtype:
     return torch.float32 if precision == "float32" else torch.bfloat16
 
 
+def cache_kind(precision: Precision) -> int:
+    """The same as a constant of csrc/interface.h."""
+    return PANEL_KINDS.index("F32" if precision == "float32" else "BF16")
+
+
 class NativeKVCache(KVCache):
     """A cache whose numbers lie within a head as csrc/cache.h says; only the kernels read and write it."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, precision: Precision, int8: bool = False) -> None:
         super().__init__(layers, kv_heads, head_dim, cache_dtype(precision), torch.device("cpu"), int8)
-        self._precision = PRECISIONS.index(precision)
+        self._kind = cache_kind(precision)
 
     @property
     def struct(self) -> structures.Cache:
@@ -43,5 +48,5 @@ class NativeKVCache(KVCache):
         layers, _, heads, _, dim = self.k.shape
         slots = (c_int32 * (len(source) - skip))(*source[skip:])
         build.library().foretell_cache_move(
-            *(self._precision, self.struct, layers, heads, dim, row, slots, len(slots), target + skip)
+            *(self._kind, self.struct, layers, heads, dim, row, slots, len(slots), target + skip)
         )

@@ -2,13 +2,14 @@
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import copy_to_huge_pages, pack_weight, pad_bias
-from foretell.model.kernels.structures import PANEL, PRECISIONS, Precision
+from foretell.model.kernels.pack import Matrix, PackedWeight, copy_to_huge_pages, pack_rows, pad_bias
+from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
 
 
 class NativeLinear:
@@ -18,11 +19,11 @@ class NativeLinear:
         RuntimeError: the kernels are not available here.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: Precision) -> None:
+    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: Precision) -> None:
         self._kernels = build.library()
         self.outputs, self.inputs = weight.shape
         self.precision: Precision = dtype
-        self._packed = PackedLinears([(weight, bias)], dtype, self._kernels)
+        self._packed = PackedLinears([(pack_rows([weight], dtype, self._kernels), bias)])
 
     @property
     def struct(self) -> structures.Weight:
@@ -34,7 +35,7 @@ class NativeLinear:
         check_tensor(x, torch.float32, "x", x.shape[0], self.inputs)
         y = torch.empty(x.shape[0], self.outputs)
         self._kernels.foretell_linear(
-            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), y.data_ptr()),
+            *(self.struct, x.data_ptr(), y.data_ptr()),
             *(x.shape[0], self.outputs, torch.get_num_threads()),
         )
         return y
@@ -45,14 +46,15 @@ class NativeLinear:
         return sum(tensor.nbytes for tensor in self._packed.tensors)
 
     def gather_rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight, float32 [t, in]; not for int8, whose weight is rotated.
+        """Rows of the weight, float32 [t, in]; only for weights that are packed as floats.
 
         Raises:
-            ValueError: the precision is int8.
+            ValueError: the weight is quantised.
         """
-        if self.precision == "int8":
-            raise ValueError("rows of an int8 weight cannot be read back")
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        dtypes = {PANEL_KINDS.index("F32"): torch.float32, PANEL_KINDS.index("BF16"): torch.bfloat16}
+        dtype = dtypes.get(self.struct.kind)
+        if dtype is None:
+            raise ValueError(f"rows of a {PANEL_KINDS[self.struct.kind]} weight cannot be read back")
         depth, words = 4 // dtype.itemsize, self._packed.tensors[0]
         panels = words.view(dtype).view(-(-self.outputs // PANEL), -1, PANEL, depth)
         return panels[index // PANEL, :, index % PANEL].flatten(1)[:, : self.inputs].float()
@@ -65,27 +67,40 @@ class NativeLinear:
         check_k(count, self.outputs)
         probabilities, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
         self._kernels.foretell_linear_topk_softmax(
-            *(PRECISIONS.index(self.precision), self.struct, x.data_ptr(), probabilities.data_ptr(), index.data_ptr()),
+            *(self.struct, x.data_ptr(), probabilities.data_ptr(), index.data_ptr()),
             *(x.shape[0], count, torch.get_num_threads()),
         )
         return probabilities, index
 
 
 class PackedLinears:
-    """Packed linear layers that are read one after the other: their structures, and the tensors these point into."""
+    """Packed linear layers that are read one after the other: their structures, and the tensors these point into.
 
-    def __init__(
-        self, layers: Sequence[tuple[Tensor, Tensor | None]], precision: Precision, kernels: ctypes.CDLL
-    ) -> None:
-        words = copy_to_huge_pages([pack_weight(weight, precision, kernels) for weight, _ in layers])
-        biases = [None if bias is None else pad_bias(bias) for _, bias in layers]
-        self.tensors = [*words, *(bias for bias in biases if bias is not None)]
-        self.structs = [
-            structures.Weight(
-                packed.data_ptr(), None if bias is None else bias.data_ptr(), weight.shape[1], weight.shape[0]
-            )
-            for packed, bias, (weight, _) in zip(words, biases, layers, strict=True)
-        ]
+    A layer is its packed weights, one below the other, and the bias of all their outputs.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Sequence[PackedWeight], Tensor | None]]) -> None:
+        words = iter(copy_to_huge_pages([weight.data for weights, _ in layers for weight in weights]))
+        self.structs: list[structures.Weight] = []
+        self.tensors: list[Tensor] = []
+        self._further: list[structures.Weight] = []
+        """Structures of the second and further weights of a layer."""
+        for weights, bias in layers:
+            biases = [None] * len(weights) if bias is None else torch.split(bias, [w.outputs for w in weights])
+            parts = [self._struct(w, next(words), b) for w, b in zip(weights, biases, strict=True)]
+            for part, following in pairwise(parts):
+                part.next = ctypes.addressof(following)
+            self.structs.append(parts[0])
+            self._further += parts[1:]
+
+    def _struct(self, weight: PackedWeight, words: Tensor, bias: Tensor | None) -> structures.Weight:
+        self.tensors.append(words)
+        if bias is not None:
+            self.tensors.append(pad_bias(bias))
+        return structures.Weight(
+            *(words.data_ptr(), None if bias is None else self.tensors[-1].data_ptr(), weight.inputs, weight.outputs),
+            *(PANEL_KINDS.index(weight.kind), OPERANDS.index(weight.operand), None),
+        )
 
 
 def pack_embedding(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:

@@ -8,7 +8,6 @@ from torch import Tensor
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
-from foretell.model.kernels.structures import PRECISIONS
 
 
 class NativeStage:
@@ -39,7 +38,7 @@ class NativeStage:
         next_state = torch.empty(len(state), project.outputs)
         logits = torch.empty(len(state), head.outputs)
         self._kernels.foretell_mlp_speculator_stage(
-            *(PRECISIONS.index(project.precision), self._struct, state.data_ptr(), embedded.data_ptr()),
+            *(self._struct, state.data_ptr(), embedded.data_ptr()),
             *(next_state.data_ptr(), logits.data_ptr(), len(state), torch.get_num_threads()),
         )
         return next_state, logits
@@ -75,7 +74,7 @@ class NativeStages:
                 f"{root.tolist()} were asked for"
             )
         self._kernels.foretell_mlp_speculator_trees(
-            *(PRECISIONS.index(project.precision), self._structs, self._embedding),
+            *(self._structs, self._embedding),
             *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr(), root.data_ptr(), b),
             *(*trees.output_addresses, torch.get_num_threads()),
         )

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from foretell.model.config import ModelConfig
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype
+from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import interleave_gate_up
-from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, PRECISIONS, Precision
+from foretell.model.kernels.pack import Matrix, pack_gate_up, pack_rows
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
@@ -26,14 +26,16 @@ from foretell.model.rope import RopeTables
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Weights of one decoder block in any float dtype; matrices are [out, in]. None: the architecture has none."""
+    """Weights of one decoder block; matrices are [out, in]. None: the architecture has none."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Sequence[Matrix]
+    """One matrix, or query, key and value apart."""
+    output: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -44,15 +46,16 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A packed decoder block: its structure, and the tensors that this points into."""
+    """A packed decoder block: its structure, and the linear layers and norms that this points into."""
 
     struct: structures.Layer
-    tensors: tuple[Tensor, ...]
+    linears: PackedLinears
+    norms: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
 
 
 class NativeStack:
@@ -86,7 +89,7 @@ class NativeStack:
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PRECISIONS.index(precision), ACTIVATIONS.index(config.activation)),
+            *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
         self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
@@ -196,13 +199,15 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        linears = (
-            (block.qkv, block.qkv_bias),
-            (block.output, block.output_bias),
-            (interleave_gate_up(block.gate_up), None),
-            (block.down, None),
+        how = self.precision, self._kernels
+        packed = PackedLinears(
+            [
+                (pack_rows(block.qkv, *how), block.qkv_bias),
+                (pack_rows([block.output], *how), block.output_bias),
+                ([pack_gate_up(block.gate, block.up, *how)], None),
+                (pack_rows([block.down], *how), None),
+            ]
         )
-        packed = PackedLinears(linears, self.precision, self._kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         struct = structures.Layer(
@@ -211,7 +216,7 @@ class NativeStack:
             *self._ropes[window > 0],
             *(window, 1, 1),
         )
-        return PackedBlock(struct, (*packed.tensors, *(scale for scale in scales if scale is not None)))
+        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None))
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache

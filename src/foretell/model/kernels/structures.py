@@ -1,13 +1,20 @@
 """The structures of csrc/interface.h, field by field, and the signatures of the kernels."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any, Literal
 
 from foretell.model.linear import INT8_BLOCK, INT8_GROUP
 
-Precision = Literal["float32", "bfloat16", "int8"]
-PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
+Precision = Literal["float32", "bfloat16", "int8", "int8-activations"]
+"""Arithmetic of a network; see `foretell.model.backend.ARITHMETIC`."""
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activations")
+PANEL_KINDS = (
+    "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"
+)  # fmt: skip
+"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
+OPERANDS = PRECISIONS
+"""What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 ABI_VERSION = 1
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
@@ -23,7 +30,10 @@ MAX_GROUP = 16
 class Weight(ctypes.Structure):
     """One packed linear layer."""
 
-    _fields_ = (("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32))
+    _fields_ = (
+        *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
+        *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
+    )
 
 
 class Layer(ctypes.Structure):
@@ -42,7 +52,7 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "ffn", "context")),
-        *((name, c_int32) for name in ("precision", "activation")),
+        *((name, c_int32) for name in ("cache_kind", "activation")),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
     )
 
@@ -95,6 +105,15 @@ class Layout(ctypes.Structure):
     )
 
 
+class Sampling(ctypes.Structure):
+    """Sampling parameters of one row of logits, and the key of its noise."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("inverse_temperature", "top_p", "min_p")),
+        *(("noise", c_uint64), ("top_k", c_int32)),
+    )
+
+
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
@@ -126,15 +145,19 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
     "foretell_mlp_speculator_trees": (
         _I,
-        (_I, POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
+        (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
     ),
-    "foretell_linear": (None, (_I, POINTER(Weight), _P, _P, _I, _I, _I)),
-    "foretell_mlp_speculator_stage": (None, (_I, POINTER(Stage), _P, _P, _P, _P, _I, _I)),
-    "foretell_linear_topk_softmax": (None, (_I, POINTER(Weight), _P, _P, _P, _I, _I, _I)),
+    "foretell_linear": (None, (POINTER(Weight), _P, _P, _I, _I, _I)),
+    "foretell_mlp_speculator_stage": (None, (POINTER(Stage), _P, _P, _P, _P, _I, _I)),
+    "foretell_linear_topk_softmax": (None, (POINTER(Weight), _P, _P, _P, _I, _I, _I)),
     "foretell_rms_norm": (None, (_P, _P, c_float, _P, _I, _I, _I)),
     "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
+    "foretell_pack_blocks": (None, (_I, _P, c_int64, _P, _I, _I, _P, _I)),
+    "foretell_panel_words": (c_int64, (_I, _I)),
+    "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
+    "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
     "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_hadamard": (None, (_P, c_int64)),
     "foretell_instructions": (c_char_p, ()),
@@ -153,7 +176,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Cache)
+    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

@@ -109,16 +109,18 @@ def _linear(layer: nn.Module) -> NativeLinear:
 def _plain_block(layer: EagleLayer) -> BlockWeights:
     """A layer's weights as the input of the kernels' packer."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
+    gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
     return BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
-        qkv=attention.qkv_proj.weight,
+        qkv=[attention.qkv_proj.weight],
         qkv_bias=attention.qkv_proj.bias,
         q_norm=None if attention.q_norm is None else attention.q_norm.weight,
         k_norm=None if attention.k_norm is None else attention.k_norm.weight,
         output=attention.o_proj.weight,
         mlp_norm=norm,
-        gate_up=layer.mlp.gate_up_proj.weight,
+        gate=gate,
+        up=up,
         down=layer.mlp.down_proj.weight,
     )
 

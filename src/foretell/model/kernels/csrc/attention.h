@@ -92,8 +92,9 @@ class TokenTiles {
   int most_blocks_ = 0;
 };
 
-constexpr int kTileQueries = 6;  // queries times key blocks, or value vectors, of a tile: sums that fit in registers
-constexpr int kTileBlocks = 4;
+// Key blocks, or value vectors, of a tile, and its queries: their sums fit in registers.
+constexpr int kTileBlocks = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
+constexpr int kTileQueries = kAccumulators / kTileBlocks;
 
 // Products of Q queries with K blocks of 16 keys, `words` words each: out[q] receives 16 * K scores. Meanwhile as many
 // bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
@@ -162,11 +163,9 @@ struct Partial {
   float* total;    // sum of e^(score - highest); 0: the query sees none of these keys
 };
 
-// The attention of a decoder block between its qkv product and its output product, in P's precision.
-template <class P>
+// The attention of a decoder block between its qkv product and its output product. C: precision of keys and values.
+template <class C>
 class Attention {
-  using C = typename P::Cached;
-
  public:
   Attention(const Model& model, const Visibility& visibility, const Cache& cache, const Team& team)
       : m_(model),
@@ -206,14 +205,15 @@ class Attention {
       const TokenTile& tile = tiles_.all()[(size_t)(unit / parts / m_.kv_heads)];
       const int kv = unit / parts % m_.kv_heads;
       if (splits_text_)
-        attend_chunk(layer, index, tile, kv, unit % parts, team, [&](int i) { return partial(tile, kv, i, unit % parts); });
+        attend_chunk(layer, index, tile, kv, unit % parts, team,
+                     [&](int i) { return partial(tile, kv, i, unit % parts); });
       else
         attend_tile(layer, index, tile, kv, out, team);
     }
     if (!splits_text_) return;
     team.barrier();
     const auto [from, to] = team.share(visibility_.layout().count * m_.heads);
-    for (int i = from; i < to; ++i) merge_chunks(i, out);
+    for (int i = from; i < to; ++i) merge_chunks(layer, i, out);
   }
 
  private:
@@ -304,15 +304,15 @@ class Attention {
       for (int i = 0; i < queries; ++i) merge(own_partial(i, 0, team), own_partial(i, 1, team));
     }
     for (int i = 0; i < queries; ++i)
-      finish(tile.first + i / group_, kv * group_ + i % group_, own_partial(i, 1, team), out);
+      finish(layer, tile.first + i / group_, kv * group_ + i % group_, own_partial(i, 1, team), out);
   }
 
   // A token's head, number i of all, from the partial results of all chunks.
-  void merge_chunks(int i, float* out) const {
+  void merge_chunks(const Layer& layer, int i, float* out) const {
     const Partial merged = stored_partial(i, 0);
     const int chunks = (visibility_[i / m_.heads].length + kChunk - 1) / kChunk;
     for (int chunk = 1; chunk < chunks; ++chunk) merge(stored_partial(i, chunk), merged);
-    finish(i / m_.heads, i % m_.heads, merged, out);
+    finish(layer, i / m_.heads, i % m_.heads, merged, out);
   }
 
   // Adds the result over later keys to that over earlier ones.
@@ -332,11 +332,11 @@ class Attention {
     *earlier.highest = highest;
   }
 
-  void finish(int token, int head, const Partial& result, float* out) const {
+  void finish(const Layer& layer, int token, int head, const Partial& result, float* out) const {
     const Float factor = splat(1 / *result.total);
     for (int i = 0; i < m_.head_dim; i += kLanes)
-      store_operand<P>(out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
-                       load<Float>(result.mixed + i) * factor);
+      store_operand(layer.output.operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
+                    load<Float>(result.mixed + i) * factor);
   }
 
   // Keys of a chunk that a token sees, counted from the chunk's first key; `shared` of them, from the first on, are
@@ -442,7 +442,7 @@ class Attention {
       if (m_.softcap > 0) score = splat(m_.softcap) * tanh_of(score * splat(m_.scale / m_.softcap));
       if (i < range.from || i + kLanes > range.to) {
         const Int place = kIota + splat(i);
-        score = ((place >= splat(range.from)) & (place < splat(range.to))) ? score : splat(-INFINITY);
+        score = select((place >= splat(range.from)) & (place < splat(range.to)), score, splat(-INFINITY));
       }
       if (m_.softcap > 0 || i < range.from || i + kLanes > range.to) store(scores + i, score);
       highest = larger(highest, score);

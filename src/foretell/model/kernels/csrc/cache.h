@@ -147,10 +147,8 @@ class CacheLayout {
     for (int i = 0; i < dim_; i += kLanes) most = larger(most, larger(load<Float>(x + i), -load<Float>(x + i)));
     const float peak = largest(most), inverse = peak > 0 ? 127 / peak : 0;
     for (int i = 0; i < dim_; i += kLanes) {
-      typedef int8_t Bytes __attribute__((vector_size(16)));
       const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
-      const Bytes bytes = __builtin_convertvector((Int)rounded - splat((int32_t)0x4B400000), Bytes);
-      std::memcpy(numbers + i, &bytes, sizeof bytes);
+      store_bytes(numbers + i, (Int)rounded - splat((int32_t)0x4B400000));
     }
     return peak / 127;
   }
@@ -172,5 +170,13 @@ class CacheLayout {
   const bool is_int8_;
   const int number_bytes_;
 };
+
+// Copies slots of a row to target, target + 1, ... in all layers.
+template <class C>
+void move_slots(const CacheLayout<C>& cache, int layers, int kv_heads, int row, const int32_t* source, int count,
+                int target) {
+  for (int i = 0; i < layers * kv_heads; ++i)
+    for (int j = 0; j < count; ++j) cache.copy(cache.head(i / kv_heads, row, i % kv_heads), source[j], target + j);
+}
 
 }  // namespace

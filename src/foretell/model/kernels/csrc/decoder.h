@@ -7,7 +7,8 @@
 
 namespace {
 
-template <class P>
+// C: precision of keys and values.
+template <class C>
 class ForwardPass {
  public:
   ForwardPass(const Model& model, const Layer* layers, int first, int last, float* x, const float* attention_input,
@@ -49,9 +50,9 @@ class ForwardPass {
   void attend(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const bool given = attention_input_ && i == first_;
-    const Rows rows = operands_.prepare(given ? attention_input_ : x_, layer.qkv.in, layer.qkv.in,
-                                        given ? nullptr : layer.attention_norm, m_.eps, team);
-    linear(rows, layer.qkv, {qkv_.get(), qkv_width_, qkv_width_, Epilogue::kStore, 0}, &layer.output, team);
+    operands_.multiply(layer.qkv, given ? attention_input_ : x_, layer.qkv.in, given ? nullptr : layer.attention_norm,
+                       m_.eps, {qkv_.get(), qkv_width_, qkv_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
+    team.barrier();
     attention_.rotate_and_store(layer, i, qkv_.get(), team);
     team.barrier();
     attention_.attend(layer, i, inner_.get(), team);
@@ -61,27 +62,25 @@ class ForwardPass {
 
   void feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
-    const Rows rows = operands_.prepare(x_, m_.hidden, m_.hidden, layer.mlp_norm, m_.eps, team);
-    linear(rows, layer.gate_up, {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation}, &layer.down, team);
-    add_to_residual(ffn_, layer.down, layer.post_mlp_norm, i + 1 < last_ ? &layers_[i + 1].qkv : nullptr, team);
-  }
-
-  void linear(const Rows& rows, const Weight& w, const Output& output, const Weight* next, const Team& team) const {
-    multiply<P>(w, rows, tokens_, output, next, team);
+    operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
+                       {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, layer.down.operand}, &layer.down,
+                       team);
     team.barrier();
+    add_to_residual(ffn_, layer.down, layer.post_mlp_norm, i + 1 < last_ ? &layers_[i + 1].qkv : nullptr, team);
   }
 
   // The output of attention or of the gate as operands, in rows of `stride` numbers.
   Rows inner_operands(int stride, const Weight& w, const Team& team) const {
-    if constexpr (P::kRoundsEachNumber) return {(const uint32_t*)inner_.get(), (size_t)stride};
-    return operands_.prepare(inner_.get(), w.in, stride, nullptr, 0, team);
+    if (!rounds_each_number(w.operand)) return operands_.prepare(w.operand, inner_.get(), w.in, stride, nullptr, 0, team);
+    return {(const uint32_t*)inner_.get(), (size_t)stride};
   }
 
   // Adds the product of the inner operands with w, normed where the architecture asks for it, to the residual stream.
   void add_to_residual(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team) const {
     float* y = norm ? product_.get() : x_;
-    linear(inner_operands(stride, w, team), w, {y, m_.hidden, m_.hidden, norm ? Epilogue::kStore : Epilogue::kAdd, 0},
-           next, team);
+    multiply(w, inner_operands(stride, w, team), tokens_,
+             {y, m_.hidden, m_.hidden, norm ? Epilogue::kStore : Epilogue::kAdd, 0, 0}, next, team);
+    team.barrier();
     if (!norm) return;
     const auto [from, to] = team.share(tokens_);
     for (int t = from; t < to; ++t) {
@@ -99,15 +98,15 @@ class ForwardPass {
   const float* attention_input_;
   const int tokens_, qkv_width_, ffn_;
   const Visibility visibility_;
-  const Attention<P> attention_;
-  const Operands<P> operands_;
+  const Attention<C> attention_;
+  const Operands operands_;
   const Buffer<float> qkv_, inner_, product_;
 };
 
-template <class P>
+template <class C>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
                const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads) {
-  const ForwardPass<P> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
+  const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)
   pass.run(hidden, Team::current(barrier_state));
@@ -130,10 +129,8 @@ int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x
               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads) {
   const int invalid = first_invalid_token(m, layout, cache);
   if (invalid >= 0 || !layout.count || first == last) return invalid;
-  dispatch_precision(m.precision, [&](auto p) {
-    run_stack<typename decltype(p)::Product>(m, layers, first, last, x, attention_input, layout, cache, hidden,
-                                             threads);
-  });
+  const auto run = m.cache_kind == kFloat32 ? run_stack<Float32> : run_stack<Bfloat16>;
+  run(m, layers, first, last, x, attention_input, layout, cache, hidden, threads);
   return -1;
 }
 

@@ -11,13 +11,33 @@ constexpr int kMaxGroup = 16;  // query heads per key-value head
 
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
-enum Precision : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+// How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
+enum Kind : int32_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kInt8 = 2,
+  kQ4_0 = 3,
+  kQ4_1 = 4,
+  kQ5_0 = 5,
+  kQ5_1 = 6,
+  kQ8_0 = 7,
+  kQ4_K = 8,
+  kQ5_K = 9,
+  kQ6_K = 10,
+  kMXFP4 = 11,
+  kQ4_Z = 12
+};
+// What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
+// scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
+enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
   int32_t in, out;        // out counts gate and up outputs, each padded to 16, when the two are interleaved
+  int32_t kind, operand;
+  const Weight* next;  // further outputs of the same inputs, of another kind; or null
 };
 
 struct Layer {
@@ -31,7 +51,7 @@ struct Layer {
 
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
-  int32_t precision, activation;
+  int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap;
 };
 
@@ -79,6 +99,12 @@ struct HiddenLayers {  // layers, ascending, whose input (the residual stream) i
   const int32_t* layer;
   int32_t count;
   float* out;
+};
+
+struct Sampling {  // of one row of logits
+  double inverse_temperature, top_p, min_p;
+  uint64_t noise;  // key of the noise of all tokens at the row's position
+  int32_t top_k;   // 0: all
 };
 
 struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16

@@ -8,9 +8,11 @@
 //
 // Matrix products read 32-bit *words*: one float32, two bfloat16 or four int8 numbers. Weights are packed into panels
 // of 32 outputs, [word of the input][output], so that one 64-byte vector holds the same input word of 16 outputs, and
-// is multiplied with one word of the activations, broadcast to all lanes. Precisions differ in `step` alone.
+// is multiplied with one word of the activations, broadcast to all lanes. Every weight has a kind of its own, and says
+// what its inputs are rounded to.
 
 #include "abi.h"
+#include "sampler.h"
 #include "speculators.h"
 
 extern "C" {
@@ -27,17 +29,14 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
-void foretell_linear(int32_t precision, const Weight* w, const float* x, float* y, int32_t tokens, int32_t width,
-                     int32_t threads) {
-  linear(precision, *w, x, y, tokens, width, threads);
+void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  linear(*w, x, y, tokens, width, threads);
 }
 
 // One stage of an MLP speculator for `tokens` states and the embeddings of the tokens that follow them.
-void foretell_mlp_speculator_stage(int32_t precision, const Stage* s, const float* state, const float* embedded,
-                                   float* next, float* logits, int32_t tokens, int32_t threads) {
-  dispatch_precision(precision, [&](auto p) {
-    run_stage<typename decltype(p)::Product>(*s, state, embedded, next, logits, tokens, threads);
-  });
+void foretell_mlp_speculator_stage(const Stage* s, const float* state, const float* embedded, float* next,
+                                   float* logits, int32_t tokens, int32_t threads) {
+  run_stage(*s, state, embedded, next, logits, tokens, threads);
 }
 
 // The k largest of each row of logits x [tokens, width], descending, as probabilities under its softmax, [tokens, k].
@@ -50,7 +49,7 @@ void foretell_topk_softmax(const float* x, float* probabilities, int64_t* indice
 
 // Dynamic trees, as of foretell_eagle_trees, from the stages of an MLP speculator. start [requests, in of the first
 // stage]: the states that produced the root tokens root [requests].
-int32_t foretell_mlp_speculator_trees(int32_t precision, const Stage* stages, const Embedding* e,
+int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
                                       const int64_t* token_of, const float* start, const int64_t* root,
                                       const DynamicTree* b, int64_t* token, int64_t* parent, int64_t* sizes,
                                       int32_t threads) {
@@ -73,7 +72,7 @@ int32_t foretell_mlp_speculator_trees(int32_t precision, const Stage* stages, co
         std::memcpy(before.get() + i * (size_t)inner, states.get() + (size_t)tree[node.parent].number * inner,
                     4 * (size_t)inner);
     }
-    foretell_mlp_speculator_stage(precision, stages + level, level ? before.get() : start, embedded.get(),
+    foretell_mlp_speculator_stage(stages + level, level ? before.get() : start, embedded.get(),
                                   states.get() + (size_t)count * inner, scores.get(), (int)n, threads);
     foretell_topk_softmax(scores.get(), probabilities, found, (int)n, width, k, threads);
     count += (int64_t)n;
@@ -142,9 +141,9 @@ int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t coun
 
 // The k largest outputs of a linear layer for each row of x [tokens, in], descending, as probabilities under their
 // softmax.
-void foretell_linear_topk_softmax(int32_t precision, const Weight* w, const float* x, float* probabilities,
+void foretell_linear_topk_softmax(const Weight* w, const float* x, float* probabilities,
                                   int64_t* indices, int32_t tokens, int32_t k, int32_t threads) {
-  linear_topk_softmax(precision, *w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
+  linear_topk_softmax(*w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
 }
 
 // Index of the largest number of each row of x [tokens, width], the lowest of equals.
@@ -161,16 +160,52 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
-// is copied to a later one.
-void foretell_cache_move(int32_t precision, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
-                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
-  dispatch_precision(precision, [&](auto p) {
-    const CacheLayout<typename decltype(p)::Product::Cached> layout(*cache, kv_heads, head_dim);
-    for (int i = 0; i < layers * kv_heads; ++i)
-      for (int j = 0; j < count; ++j)
-        layout.copy(layout.head(i / kv_heads, row, i % kv_heads), source[j], target + j);
+// Packs rows of GGUF blocks, `bytes` each, as panels of 32 outputs. Row i is row order[i]; rows beyond the last are
+// zero, as is every row with a negative index.
+void foretell_pack_blocks(int32_t kind, const uint8_t* rows, int64_t bytes, const int64_t* order, int32_t out,
+                          int32_t in, uint32_t* words, int32_t threads) {
+  with_blocks(kind, [&](auto k) {
+    using K = typename decltype(k)::Type;
+    const int panels = (out + kPanel - 1) / kPanel, blocks = in / K::kInputs;
+    const size_t size = quantized_panel_words<K>(in);
+#pragma omp parallel for num_threads(threads)
+    for (int p = 0; p < panels; ++p) {
+      uint32_t* panel = words + p * size;
+      std::memset(panel, 0, 4 * size);
+      for (int i = p * kPanel; i < std::min((p + 1) * kPanel, out); ++i) {
+        if (order[i] < 0) continue;
+        const uint8_t* row = rows + order[i] * bytes;
+        for (int b = 0; b < blocks; ++b) K::pack(row + b * K::kBytes, panel + b * K::kWords, i % kPanel);
+      }
+    }
   });
+}
+
+// Words of a panel of GGUF blocks.
+int64_t foretell_panel_words(int32_t kind, int32_t in) {
+  return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
+}
+
+// A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
+void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
+                     int32_t width, int32_t threads) {
+  sample_rows(x, place, sampling, rows, width, out, threads);
+}
+
+// The tokens of a row x [width] that sampling keeps, by rising id, and their integer weights; returns how many.
+int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* tokens, int64_t* weights,
+                             int32_t width, int32_t threads) {
+  return keep_row(x, *sampling, width, tokens, weights, threads);
+}
+
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
+// is copied to a later one. kind: kFloat32 or kBfloat16.
+void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
+                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
+  if (kind == kFloat32)
+    move_slots(CacheLayout<Float32>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+  else
+    move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
 }
 
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
@@ -179,22 +214,7 @@ void foretell_hadamard(float* x, int64_t count) {
 }
 
 // Vector instructions that the kernels were compiled for.
-const char* foretell_instructions() {
-#if FORETELL_AVX512
-  return "avx512"
-#if FORETELL_BF16
-         "+bf16"
-#endif
-#if FORETELL_VNNI
-         "+vnni"
-#endif
-      ;
-#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
-  return "avx2";
-#else
-  return "portable";
-#endif
-}
+const char* foretell_instructions() { return kInstructions; }
 
 // The interface as text, a line per constant, structure and function; `structures.interface()` writes the same.
 const char* foretell_abi() {
@@ -209,12 +229,14 @@ const char* foretell_abi() {
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
-    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out));
+    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
+      F(Weight, operand), F(Weight, next));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
-    S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim), F(Model, ffn),
-      F(Model, context), F(Model, precision), F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
+    S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
+      F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
+      F(Model, softcap));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
@@ -225,6 +247,8 @@ const char* foretell_abi() {
       F(DynamicTree, length));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
+    S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
+      F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots));
 #undef S
 #undef F
@@ -242,6 +266,10 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
+    S(foretell_pack_blocks);
+    S(foretell_panel_words);
+    S(foretell_sample);
+    S(foretell_kept_tokens);
     S(foretell_cache_move);
     S(foretell_hadamard);
     S(foretell_instructions);

@@ -4,10 +4,72 @@
 
 #include "interface.h"
 #include "precisions.h"
+#include "quantized.h"
 #include "row_ops.h"
 #include "threads.h"
 
 namespace {
+
+template <class T>
+struct TypeTag {
+  using Type = T;
+};
+
+// Calls `run` with the TypeTag of what prepares an operand.
+template <class Run>
+auto with_operand(int32_t operand, const Run& run) {
+  switch (operand) {
+    case kFloat32Operand:
+      return run(TypeTag<FloatProduct<Float32>>());
+    case kBfloat16Operand:
+      return run(TypeTag<FloatProduct<Bfloat16>>());
+    case kInt8Operand:
+      return run(TypeTag<Int8>());
+    default:
+      return run(TypeTag<Int8Blocks>());
+  }
+}
+
+// Calls `run` with the TypeTag of a kind of GGUF blocks.
+template <class Run>
+auto with_blocks(int32_t kind, const Run& run) {
+  switch (kind) {
+    case kQ4_0:
+      return run(TypeTag<Q4_0>());
+    case kQ4_1:
+      return run(TypeTag<Q4_1>());
+    case kQ5_0:
+      return run(TypeTag<Q5_0>());
+    case kQ5_1:
+      return run(TypeTag<Q5_1>());
+    case kQ8_0:
+      return run(TypeTag<Q8_0>());
+    case kQ4_K:
+      return run(TypeTag<Q4_K>());
+    case kQ5_K:
+      return run(TypeTag<Q5_K>());
+    case kQ6_K:
+      return run(TypeTag<Q6_K>());
+    case kMXFP4:
+      return run(TypeTag<MXFP4>());
+    default:
+      return run(TypeTag<Q4_Z>());
+  }
+}
+
+inline bool has_blocks(const Weight& w) { return w.kind > kInt8; }
+
+inline size_t row_words(int32_t operand, int in) {
+  return with_operand(operand, [&](auto o) { return decltype(o)::Type::row_words(in); });
+}
+
+inline bool rounds_each_number(int32_t operand) { return operand <= kBfloat16Operand; }
+
+inline size_t panel_words(const Weight& w) {
+  if (has_blocks(w)) return with_blocks(w.kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(w.in); });
+  if (w.kind == kInt8) return Int8::panel_words(w.in);
+  return w.kind == kFloat32 ? FloatProduct<Float32>::panel_words(w.in) : FloatProduct<Bfloat16>::panel_words(w.in);
+}
 
 // What is done with a product: it is stored, added to what is there, or gated: activation(gate) * up becomes an operand
 // of the next product.
@@ -19,29 +81,25 @@ struct Output {
   int width;  // numbers per row of y
   Epilogue epilogue;
   int32_t activation;
+  int32_t operand;  // kGate: of the next product
 };
 
 // Stores 16 numbers, from number `first` of a row on, as operands of the next product: as words where every number is
 // rounded by itself, so that `Operands::prepare` is not needed; else as float32.
-template <class P>
-void store_operand(float* row, int first, Float v) {
-  if constexpr (P::kRoundsEachNumber) {
-    float numbers[kLanes];
-    store(numbers, v);
-    P::quantize(numbers, kLanes, (uint32_t*)row + P::row_words(first));
-  } else {
-    store(row + first, v);
-  }
+inline void store_operand(int32_t operand, float* row, int first, Float v) {
+  if (operand != kBfloat16Operand) return store(row + first, v);
+  float numbers[kLanes];
+  store(numbers, v);
+  Bfloat16::pack(numbers, kLanes, (uint32_t*)row + first / Bfloat16::kDepth);
 }
 
-template <class P>
-void apply_epilogue(const Output& output, const Weight& w, const Float* tile, int panel, int token) {
+inline void apply_epilogue(const Output& output, const Weight& w, const Float* tile, int panel, int token) {
   Float v[2] = {tile[0], tile[1]};
   if (w.bias)
     for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
   float* row = output.y + (size_t)token * output.stride;
   if (output.epilogue == Epilogue::kGate) {
-    store_operand<P>(row, kLanes * panel, activate(v[0], output.activation) * v[1]);
+    store_operand(output.operand, row, kLanes * panel, activate(v[0], output.activation) * v[1]);
     return;
   }
   for (int i = 0; i < 2; ++i) {
@@ -65,8 +123,8 @@ Tile pick_tile(int tokens) {
   return tile_of<P, kPrefetch>(tokens, std::make_index_sequence<P::kMaxTokens>());
 }
 
-const uint32_t* first_panel(const Weight& w, size_t panel_words, const Team& team) {
-  return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words;
+const uint32_t* first_panel(const Weight& w, const Team& team) {
+  return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words(w);
 }
 
 // Rows of words.
@@ -75,107 +133,161 @@ struct Rows {
   size_t stride;
 };
 
+// Tokens are multiplied with a panel in blocks of nearly equal size, at most `most` each: block b of them.
+struct Blocks {
+  int tokens, count;
+  Blocks(int tokens, int most) : tokens(tokens), count((tokens + most - 1) / most) {}
+  int size(int b, int first) const { return (tokens - first + count - b - 1) / (count - b); }
+};
+
 // y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks. Two
 // blocks prefetch half of the next panel's lines each (after the last panel: those of the next layer's first panel).
 template <class P>
-void multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
-              const Team& team) {
-  const size_t panel_words = P::panel_words(w.in);
+void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
+                    const Team& team) {
+  const size_t size = panel_words(w);
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
-  const int blocks = (tokens + P::kMaxTokens - 1) / P::kMaxTokens;
-  const auto pick = tokens <= P::kFewTokens ? pick_tile<P, Prefetch::kHalf>
-                    : blocks == 2           ? pick_tile<P, Prefetch::kNext>
-                                            : pick_tile<P, Prefetch::kAhead>;
+  const Blocks blocks(tokens, P::kMaxTokens);
+  auto pick = pick_tile<P, Prefetch::kHalf>;
+  if constexpr (P::kPrefetchesAhead)
+    if (tokens > P::kFewTokens)
+      pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
   Float out[2 * P::kMaxTokens];
   for (int p = from; p < to; ++p) {
-    const uint32_t* panel = w.words + p * panel_words;
-    const uint32_t* next = p + 1 < to  ? panel + panel_words
-                           : following ? first_panel(*following, P::panel_words(following->in), team)
-                                       : panel;
-    for (int b = 0, t = 0; b < blocks; ++b) {
-      const int count = (tokens - t + blocks - b - 1) / (blocks - b);
+    const uint32_t* panel = w.words + p * size;
+    const uint32_t* next = p + 1 < to ? panel + size : following ? first_panel(*following, team) : panel;
+    for (int b = 0, t = 0; b < blocks.count; ++b) {
+      const int count = blocks.size(b, t);
+      for (int i = 0; i < 2 * count; ++i) out[i] = Float{};
       pick(count)(panel, x.words + t * x.stride, x.stride, w.in, (const char*)next + 64 * b, out);
-      for (int i = 0; i < count; ++i) apply_epilogue<P>(output, w, out + 2 * i, p, t + i);
+      for (int i = 0; i < count; ++i) apply_epilogue(output, w, out + 2 * i, p, t + i);
       t += count;
     }
   }
 }
 
-// The activations of a product: normed where asked for, and rounded to the precision.
-template <class P>
+// The same for blocks of kind K whose numbers are widened to words of P, two groups of a panel at a time.
+template <class P, class K>
+void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  constexpr int kChunk = 2, kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
+  constexpr int kGroups = K::kInputs / kGroupInputs;  // per block
+  alignas(64) uint32_t words[kChunk * kGroupInputs / kDepth * kPanel];
+  Float out[2 * kMostTokens];
+  const size_t size = panel_words(w);
+  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
+  const int groups = w.in / kGroupInputs;
+  for (int p = from; p < to; ++p)
+    for (int start = 0; start < tokens; start += kMostTokens) {
+      const Blocks blocks(std::min(kMostTokens, tokens - start), FloatProduct<P>::kMaxTokens);
+      for (int i = 0; i < 2 * blocks.tokens; ++i) out[i] = Float{};
+      for (int first = 0; first < groups; first += kChunk) {
+        const int some = std::min(kChunk, groups - first);
+        for (int g = first; g < first + some; ++g) {
+          const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
+          const int line = g % kGroups * (K::kWords / kGroups);
+          for (int i = 0; i < K::kWords / kGroups; i += 2 * kLanes) __builtin_prefetch(block + 1024 + line + i, 0, 2);
+          widen_group<P, K>(block, g % kGroups, words + (g - first) * (kGroupInputs / kDepth) * kPanel);
+        }
+        const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);
+        for (int b = 0, t = 0; b < blocks.count; ++b) {
+          const int count = blocks.size(b, t);
+          pick_tile<FloatProduct<P>, Prefetch::kNone>(count)(words, rows + t * x.stride, x.stride, some * kGroupInputs,
+                                                             nullptr, out + 2 * t);
+          t += count;
+        }
+      }
+      for (int i = 0; i < blocks.tokens; ++i) apply_epilogue(output, w, out + 2 * i, p, start + i);
+    }
+}
+
+// y = x W^T for this thread's panels of one weight; its `next` is not read.
+inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
+                     const Team& team) {
+  if (!has_blocks(w))
+    return with_operand(w.operand, [&](auto o) {
+      using P = typename decltype(o)::Type;
+      if constexpr (!std::is_same_v<P, Int8Blocks>) multiply_tiles<P>(w, x, tokens, output, following, team);
+    });
+  with_blocks(w.kind, [&](auto k) {
+    using K = typename decltype(k)::Type;
+    if (w.operand == kFloat32Operand)
+      multiply_widened<Float32, K>(w, x, tokens, output, team);
+    else if (w.operand == kBfloat16Operand)
+      multiply_widened<Bfloat16, K>(w, x, tokens, output, team);
+    else
+      multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
+  });
+}
+
+// The activations of a product: normed where asked for, and rounded to the operand.
 class Operands {
  public:
   Operands(int tokens, int widest, const Team& team)
       : every_thread_prepares_all_(tokens <= kFewTokens),
         tokens_(tokens),
-        words_(
-            buffer<uint32_t>((size_t)tokens * (every_thread_prepares_all_ ? team.threads : 1) * P::row_words(widest))),
         row_size_((size_t)round_up(widest, 64)),
+        words_(buffer<uint32_t>((size_t)tokens * (every_thread_prepares_all_ ? team.threads : 1) * row_size_)),
         rows_(buffer<float>(team.threads * row_size_)) {}
 
   // Every thread prepares its share and waits for the others; for few tokens every thread prepares all of them, which
   // is quicker than waiting.
-  Rows prepare(const float* x, int in, int x_stride, const float* norm, float eps, const Team& team) const {
-    const size_t stride = P::row_words(in);
+  Rows prepare(int32_t operand, const float* x, int in, int x_stride, const float* norm, float eps,
+               const Team& team) const {
+    const size_t stride = row_words(operand, in);
     const auto [from, to] = every_thread_prepares_all_ ? std::pair(0, tokens_) : team.share(tokens_);
     uint32_t* words = words_.get() + (every_thread_prepares_all_ ? team.thread * tokens_ * stride : 0);
     float* row = rows_.get() + team.thread * row_size_;
     for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
-    for (int t = from; t < to; ++t) {
-      const float* source = x + (size_t)t * x_stride;
-      if (norm)
-        normalize(source, in, norm, eps, row);
-      else
-        std::memcpy(row, source, 4 * (size_t)in);
-      P::quantize(row, in, words + t * stride);
-      for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
-    }
+    with_operand(operand, [&, from = from, to = to](auto o) {
+      for (int t = from; t < to; ++t) {
+        const float* source = x + (size_t)t * x_stride;
+        if (norm)
+          normalize(source, in, norm, eps, row);
+        else
+          std::memcpy(row, source, 4 * (size_t)in);
+        decltype(o)::Type::quantize(row, in, words + t * stride);
+        for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
+      }
+    });
     if (!every_thread_prepares_all_) team.barrier();
     return {words, stride};
+  }
+
+  // Products with all parts of w, which write their outputs side by side. A part with another operand than the one
+  // before prepares the activations again. Threads do not wait at the end.
+  void multiply(const Weight& w, const float* x, int x_stride, const float* norm, float eps, Output output,
+                const Weight* following, const Team& team) const {
+    Rows rows = {};
+    int32_t prepared = -1;
+    for (const Weight* part = &w; part; part = part->next) {
+      if (part->operand != prepared) {
+        if (prepared >= 0) team.barrier();
+        rows = prepare(part->operand, x, part->in, x_stride, norm, eps, team);
+        prepared = part->operand;
+      }
+      if (w.next) output.width = part->out;
+      ::multiply(*part, rows, tokens_, output, part->next ? part->next : following, team);
+      output.y += part->out;
+    }
   }
 
  private:
   static constexpr int kFewTokens = 4;
   const bool every_thread_prepares_all_;
   const int tokens_;
-  const Buffer<uint32_t> words_;
   const size_t row_size_;
+  const Buffer<uint32_t> words_;
   const Buffer<float> rows_;
 };
 
-template <class P>
-void run_linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
-  const Operands<P> operands(tokens, w.in, {0, threads});
+inline void linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
+  const Operands operands(tokens, w.in, {0, threads});
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, width, width, Epilogue::kStore, 0},
-                nullptr, team);
+    operands.multiply(w, x, w.in, nullptr, 0, {y, width, width, Epilogue::kStore, 0, 0}, nullptr, team);
   }
-}
-
-// Calls `run` with the TypeTag of a precision's product.
-template <class P>
-struct TypeTag {
-  using Product = P;
-};
-
-template <class Run>
-void dispatch_precision(int32_t precision, const Run& run) {
-  switch (precision) {
-    case kFloat32:
-      return run(TypeTag<FloatProduct<Float32>>());
-    case kBfloat16:
-      return run(TypeTag<FloatProduct<Bfloat16>>());
-    case kInt8:
-      return run(TypeTag<Int8>());
-  }
-}
-
-void linear(int32_t precision, const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
-  dispatch_precision(precision,
-                     [&](auto p) { run_linear<typename decltype(p)::Product>(w, x, y, tokens, width, threads); });
 }
 
 }  // namespace

@@ -15,36 +15,28 @@ struct Float32 {
   static Word take(Word w, int) { return w; }
   static Word place(Word w, int) { return w; }
   // The words of 16 * kDepth numbers.
-  static Word from_int8(const int8_t* x) { return (Word)widen_int8(x); }
+  static Word from_int8(const int8_t* x) { return (Word)to_float(load_bytes<int8_t>(x)); }
+  // Words of kDepth numbers for each lane.
+  static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
   static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
 };
 
 struct Bfloat16 {
   static constexpr int kDepth = 2;
-  static Float even(Word w) { return (Float)(w << 16); }
-  static Float odd(Word w) { return (Float)(w & splat(0xFFFF0000u)); }
-  static Float step(Float acc, Word w, Word x) {
-#if FORETELL_BF16
-    return (Float)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
-#else
-    return fma(odd(w), odd(x), fma(even(w), even(x), acc));
-#endif
-  }
+  static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
   static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
   static Word place(Word w, int i) { return i ? w << 16 : w; }
   static Word from_int8(const int8_t* x) {
-    const Float low = widen_int8(x), high = widen_int8(x + kLanes);
+    const Float low = to_float(load_bytes<int8_t>(x)), high = to_float(load_bytes<int8_t>(x + kLanes));
 #if FORETELL_BF16
     return (Word)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 #else
-    Word out;  // integers of 8 bits are bfloat16 numbers
-    for (int i = 0; i < kLanes; ++i) {
-      const float a = i < kLanes / 2 ? low[2 * i] : high[2 * i - kLanes],
-                  b = i < kLanes / 2 ? low[2 * i + 1] : high[2 * i + 1 - kLanes];
-      out[i] = round(a) | round(b) << 16;
-    }
-    return out;
+    float numbers[2 * kLanes];
+    uint32_t words[kLanes];
+    store(numbers, low), store(numbers + kLanes, high);
+    pack(numbers, 2 * kLanes, words);
+    return load<Word>(words);
 #endif
   }
   static uint32_t round(float x) {  // to nearest, ties to even
@@ -61,13 +53,29 @@ struct Bfloat16 {
 #endif
     for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
   }
+  static Word pack_columns(const Float* numbers) {
+#if FORETELL_BF16
+    typedef int16_t Order __attribute__((vector_size(64)));
+    constexpr Order kOrder = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+    return (Word)_mm512_permutexvar_epi16((__m512i)kOrder, (__m512i)both);
+#else
+    Word rounded[2];
+    for (int d = 0; d < 2; ++d) {
+      const Word bits = (Word)numbers[d];
+      rounded[d] = (bits + splat(0x7FFFu) + ((bits >> 16) & splat(1u))) >> 16;
+    }
+    return rounded[0] | rounded[1] << 16;
+#endif
+  }
 };
 
 // What a product prefetches into the second-level cache. With few tokens the product is bound by memory and the
 // hardware prefetcher works within a page: prefetching half of the lines one page ahead starts it on that page (kHalf).
 // With more tokens all lines soon to be read are prefetched, across page ends, where the hardware prefetcher stops
-// (kAhead), or half of the next panel (kNext).
-enum class Prefetch { kHalf, kAhead, kNext };
+// (kAhead), or half of the next panel (kNext). Words in a scratch buffer need none (kNone).
+enum class Prefetch { kHalf, kAhead, kNext, kNone };
 
 // For step k of a panel: a step reads two lines, and 32 steps a page.
 template <Prefetch kPrefetch>
@@ -82,10 +90,10 @@ inline void prefetch_panel(const uint32_t* panel, const char* next, int k) {
 // Products of float32 and bfloat16: one accumulator per output and token, from the first input to the last.
 template <class P>
 struct FloatProduct {
-  using Cached = P;                                // precision of keys and values
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
-  static constexpr int kMaxTokens = 12;            // 24 accumulators, 2 weights: what 32 registers hold
+  static constexpr int kMaxTokens = kAccumulators / 2;
   static constexpr int kFewTokens = 4;             // at most so many tokens are bound by memory
+  static constexpr bool kPrefetchesAhead = true;
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
 
@@ -93,7 +101,7 @@ struct FloatProduct {
     P::pack(x, (in + P::kDepth - 1) / P::kDepth * P::kDepth, row);
   }
 
-  // out[2 * t], out[2 * t + 1] = the panel's 32 outputs for token t.
+  // Adds to out[2 * t], out[2 * t + 1] the panel's 32 outputs for token t.
   template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
     unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
@@ -104,7 +112,7 @@ struct FloatProduct {
   template <Prefetch kPrefetch, size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
                        std::index_sequence<T...>) {
-    Float low[] = {((void)T, Float{})...}, high[] = {((void)T, Float{})...};
+    Float low[] = {out[2 * T]...}, high[] = {out[2 * T + 1]...};
     const int steps = (int)row_words(in);
     for (int k = 0; k < steps; ++k) {
       prefetch_panel<kPrefetch>(panel, next, k);
@@ -125,25 +133,18 @@ struct FloatProduct {
 // plus 128 and an activation row holds, per group, its scale and the correction for that: -128 times the sum of its
 // bytes.
 struct Int8 {
-  using Cached = Bfloat16;
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
-  static constexpr int kMaxTokens = 8;
+  static constexpr int kMaxTokens = std::min(8, kAccumulators / 2);
   static constexpr int kFewTokens = 4;
+  static constexpr bool kPrefetchesAhead = true;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }
   static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }
   static size_t panel_words(int in) { return kPanel * (size_t)(padded(in) / 4 + groups(in)); }
 
-  static Int step(Int acc, Word w, Word x) {
-#if FORETELL_VNNI
-    return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-#else
-    for (int i = 0; i < 32; i += 8) acc += (Int)((w >> i) & splat(0xFFu)) * ((Int)(x << (24 - i)) >> 24);
-    return acc;
-#endif
-  }
+  static Int step(Int acc, Word w, Word x) { return dot_u8s8(acc, w, x); }
 
   // Multiplies 64 numbers by the Hadamard matrix over 8, which is orthonormal: distances 32 and 16, then 8 to 1.
   static void rotate(float* x) {
@@ -166,7 +167,7 @@ struct Int8 {
   template <int S, size_t... L>
   static void butterfly(Float& v, std::index_sequence<L...>) {
     const Float sign = {(L & S ? -1.0f : 1.0f)...};
-    v = fma(v, sign, __builtin_shufflevector(v, v, (L ^ S)...));
+    v = fma(v, sign, shuffle<(L ^ S)...>(v, v));
   }
 
   static void quantize(float* x, int in, uint32_t* row) {
@@ -182,12 +183,10 @@ struct Int8 {
     const float peak = largest(most), scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
     Int total = {};
     for (int i = 0; i < count; i += kLanes) {
-      typedef int8_t Bytes __attribute__((vector_size(16)));
       const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
       const Int number = (Int)rounded - splat((int32_t)0x4B400000);
       total += number;
-      const Bytes bytes = __builtin_convertvector(number, Bytes);
-      std::memcpy(row + i / 4, &bytes, sizeof bytes);
+      store_bytes(row + i / 4, number);
     }
     int32_t correction = 0;
     for (int i = 0; i < kLanes; ++i) correction -= 128 * total[i];
@@ -198,7 +197,6 @@ struct Int8 {
 
   template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    for (int i = 0; i < 2 * T; ++i) out[i] = Float{};
     for (int words = padded(in) / 4; words > 0; words -= kGroup / 4) {
       const int steps = std::min(kGroup / 4, words);
       Int part[2 * T];
@@ -216,8 +214,8 @@ struct Int8 {
       const Float s0 = load<Float>(panel + kPanel * steps), s1 = load<Float>(panel + kPanel * steps + kLanes);
       for (int t = 0; t < T; ++t) {
         const Float scale = (Float)splat(x[t * stride + steps]);
-        out[2 * t] = fma(__builtin_convertvector(part[2 * t], Float), s0 * scale, out[2 * t]);
-        out[2 * t + 1] = fma(__builtin_convertvector(part[2 * t + 1], Float), s1 * scale, out[2 * t + 1]);
+        out[2 * t] = fma(to_float(part[2 * t]), s0 * scale, out[2 * t]);
+        out[2 * t + 1] = fma(to_float(part[2 * t + 1]), s1 * scale, out[2 * t + 1]);
       }
       panel += kPanel * (steps + 1);
       next += 128 * (steps + 1);

@@ -13,22 +13,20 @@ namespace {
 
 // One stage of an MLP speculator: next [tokens, inner] = gelu(norm(project state + token embedded)), logits [tokens,
 // width] = head(output next).
-template <class P>
 void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens,
                int threads) {
   const int inner = s.project.out, head_width = s.output.out;
   const Team all = {0, threads};
-  const Operands<P> first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all),
+  const Operands first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all),
       last(tokens, head_width, all);
   const Buffer<float> head_input = buffer<float>((size_t)tokens * head_width);
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    const auto product = [&](const Operands<P>& operands, const float* x, const Weight& w, float* y, Epilogue epilogue,
+    const auto product = [&](const Operands& operands, const float* x, const Weight& w, float* y, Epilogue epilogue,
                              const Weight* following) {
-      multiply<P>(w, operands.prepare(x, w.in, w.in, nullptr, 0, team), tokens, {y, w.out, w.out, epilogue, 0},
-                  following, team);
+      operands.multiply(w, x, w.in, nullptr, 0, {y, w.out, w.out, epilogue, 0, 0}, following, team);
     };
     product(first, state, s.project, next, Epilogue::kStore, &s.token);
     // No barrier is needed: both products have the same panels, so every thread adds to what it stored itself.
@@ -78,30 +76,21 @@ void prepare_eagle_input(const Model& m, const EagleInput& e, const int64_t* tok
 
 // The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax. x is
 // normed first unless `norm` is null.
-template <class P>
-void run_linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
-                             int64_t* indices, int tokens, int k, int threads) {
-  const Operands<P> operands(tokens, w.in, {0, threads});
+void linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
+                         int64_t* indices, int tokens, int k, int threads) {
+  const Operands operands(tokens, w.in, {0, threads});
   const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    multiply<P>(w, operands.prepare(x, w.in, w.in, norm, eps, team), tokens,
-                {scores.get(), w.out, w.out, Epilogue::kStore, 0}, nullptr, team);
+    operands.multiply(w, x, w.in, norm, eps, {scores.get(), w.out, w.out, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     const auto [from, to] = team.share(tokens);
     for (int t = from; t < to; ++t)
       topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
                        indices + (size_t)t * k);
   }
-}
-
-void linear_topk_softmax(int32_t precision, const Weight& w, const float* x, const float* norm, float eps,
-                         float* probabilities, int64_t* indices, int tokens, int k, int threads) {
-  dispatch_precision(precision, [&](auto p) {
-    run_linear_topk_softmax<typename decltype(p)::Product>(w, x, norm, eps, probabilities, indices, tokens, k, threads);
-  });
 }
 
 // Features [count, hidden] from hidden states of the target: feature i from row place[i] of every states[j].
@@ -119,7 +108,7 @@ Buffer<float> fuse_states(const Model& m, const EagleInput& e, const float* cons
       else
         std::memcpy(row, state, 4 * d);
     }
-  linear(m.precision, e.fuse, rows.get(), out.get(), count, m.hidden, threads);
+  linear(e.fuse, rows.get(), out.get(), count, m.hidden, threads);
   return out;
 }
 
@@ -297,7 +286,7 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
     };
     const int invalid = level ? forward_level(trees, nodes, level, count, run_layers) : -1;
     if (invalid >= 0) return invalid;
-    linear_topk_softmax(m.precision, *output.head, next, output.norm, m.eps, probabilities, found, (int)nodes.size(), k,
+    linear_topk_softmax(*output.head, next, output.norm, m.eps, probabilities, found, (int)nodes.size(), k,
                         threads);
     count += (int64_t)nodes.size();
     return -1;
