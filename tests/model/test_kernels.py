@@ -27,6 +27,7 @@ from foretell.model.kernels import (
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
+from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from kernel_builds import OTHER_BUILDS, other_build
 
@@ -264,6 +265,38 @@ def test_threads_do_not_matter(precision: Precision) -> None:
     assert torch.equal(found[0], found[2])
 
 
+LONG = replace(SMALL, layers=1, heads=6, context=640)
+"""Its texts have several chunks of keys."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LONG, replace(LONG, cache_dtype="int8"), replace(LONG, window=300, window_layers=(0,)), replace(LONG, heads=14)],
+    ids=["plain", "int8 cache", "window", "groups of 7"],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_texts_agree_bit_for_bit_however_they_are_cut(config: ModelConfig, threads: int) -> None:
+    stack, x, before = stack_of(config, "bfloat16"), tokens(560, config), torch.get_num_threads()
+    expected = stack(x, chain(560, 0), cache_of(config, "bfloat16", slots=640), 0, 1)
+    exact = replace(config, cache_dtype="auto")
+    assert error(expected, reference(exact, blocks_of(exact), x)) < TOLERANCE["bfloat16"]
+    try:
+        torch.set_num_threads(threads)
+        cache = cache_of(config, "bfloat16", slots=640)
+        assert torch.equal(stack(x[:509], chain(509, 0), cache, 0, 1), expected[:509])
+        # Node 6 is beyond the border of two chunks; its ancestors' slots are not in order.
+        parents, order = [-1, -1, 0, 2, 3, 1, 4, 6], [509, 100, 510, 511, 512, 101, 513, 514]
+        found = stack(x[order], layout(parents, 509), cache, 0, 1)
+        path = [0, 2, 3, 4, 6, 7]
+        assert torch.equal(found[path], expected[509:515])
+        cache.move(0, [509 + node for node in path], 509)
+        for i in (515, 516):
+            assert torch.equal(stack(x[i : i + 1], chain(1, i), cache, 0, 1), expected[i : i + 1])
+        assert torch.equal(stack(x[517:], chain(43, 517), cache, 0, 1), expected[517:])
+    finally:
+        torch.set_num_threads(before)
+
+
 @every_precision
 def test_a_range_of_blocks_is_a_part_of_the_pass(precision: Precision) -> None:
     stack, x = stack_of(SMALL, precision), tokens(9, SMALL)
@@ -344,6 +377,10 @@ def test_invalid_arguments_are_refused() -> None:
         stack(x.double(), good, cache, 0, 2)
     with pytest.raises(ValueError, match="cache"):
         stack(x, good, cache_of(SMALL, "bfloat16"), 0, 2)
+    with pytest.raises(ValueError, match=r"slots \[5, 4\] cannot be moved to 3"):
+        cache.move(0, [5, 4], 3)
+    with pytest.raises(ValueError, match="a NativeKVCache"):
+        stack(x, good, KVCache(2, 2, 16, torch.float32, torch.device("cpu")), 0, 2)
     with pytest.raises(ValueError, match="blocks 0 to 3"):
         stack(x, good, cache, 0, 3)
 
