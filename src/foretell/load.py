@@ -96,7 +96,7 @@ def load(
         return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
-    config = replace(config, cache_dtype=kv_cache_dtype)
+    config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     precision: Precision = dtype  # type: ignore[assignment]
 
     network = (
