@@ -29,6 +29,7 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize_int8
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.native import load_native, native_blocks, weight_dtype
 from foretell.model.load.quantization_config import parse_quantization, refuse_quantization
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
@@ -130,7 +131,7 @@ class _FileCheckpoint(Checkpoint):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the model runs in; of an int8 model, that of its activations."""
-        return _weight_dtype(self._precision)
+        return weight_dtype(self._precision)
 
     def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         """The network with changed weights."""
@@ -267,7 +268,9 @@ def _build_network(
     change: DecoderTransform = identity,
 ) -> Network:
     """The network that runs the model fastest on this machine, after `change` to its weights."""
-    decoder = change(build_decoder(config, weights, _weight_dtype(precision), device))
+    if _runs_on_kernels(config, device) and change is identity:
+        return load_native(config, weights, precision)
+    decoder = change(build_decoder(config, weights, weight_dtype(precision), device))
     if _runs_on_kernels(config, device):
         return NativeDecoder(decoder, precision)
     if precision == "int8":
@@ -279,37 +282,24 @@ def _build_streamed_network(
     config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int
 ) -> Network:
     """The network with at most `limit` bytes of weights in memory; its results are those of `_build_network`."""
-    shell = build_without_blocks(config, weights, _weight_dtype(precision), device)
-
-    def block_of(i: int) -> DecoderBlock:
-        return build_block(config, i, weights, _weight_dtype(precision), device)
-
     if _runs_on_kernels(config, device):
-        packed = NativeDecoder(shell, precision)
-        del shell
-        kept = BlockStore(
-            config.layers,
-            lambda i: packed.pack_block(i, block_of(i)),
-            weights.release_pages,
-            limit,
-            weight_bytes(packed),
+        packed, fetch = native_blocks(config, weights, precision)
+        return OffloadedDecoder(
+            packed, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(packed))
         )
-        return OffloadedDecoder(packed, kept)
+    shell = build_without_blocks(config, weights, weight_dtype(precision), device)
 
-    def fetch(i: int) -> DecoderBlock:
-        block = block_of(i)
+    def fetch_block(i: int) -> DecoderBlock:
+        block = build_block(config, i, weights, weight_dtype(precision), device)
         if precision == "int8":
             quantize_int8(block)
         return block
 
     if precision == "int8":
         quantize_int8(shell)
-    return OffloadedDecoder(shell, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(shell)))
-
-
-def _weight_dtype(precision: Precision) -> torch.dtype:
-    """Dtype that the weights are read in, before quantisation."""
-    return torch.float32 if precision == "float32" else torch.bfloat16
+    return OffloadedDecoder(
+        shell, BlockStore(config.layers, fetch_block, weights.release_pages, limit, weight_bytes(shell))
+    )
 
 
 def _runs_on_kernels(config: ModelConfig, device: torch.device) -> bool:

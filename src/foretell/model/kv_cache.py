@@ -1,10 +1,12 @@
-"""The key-value cache of a network."""
+"""The key-value cache of attention layers."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+
+from foretell.model.cache import Cache
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
@@ -16,7 +18,7 @@ INT8_LIMIT = 127
 """Largest int8 number of a quantised key or value: the scale of a token's head is its largest magnitude over this."""
 
 
-class KVCache:
+class KVCache(Cache):
     """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand.
 
     `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. Every token is quantised by itself
@@ -43,6 +45,16 @@ class KVCache:
 
     def _parts(self) -> list[torch.Tensor]:
         return [part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None]
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows that there is room for."""
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return sum(part.nbytes for part in self._parts())
 
     def reserve(self, rows: int, slots: int) -> None:
         """Grow to at least `rows` rows of `slots` tokens each; the contents stay."""
@@ -90,6 +102,10 @@ class KVCache:
             return (found * scales[layer].index_select(0, rows)[:, :, :slots, None]).to(self.dtype)
 
         return read(self.k, self.k_scale), read(self.v, self.v_scale)
+
+    def keep(self, row: int, length: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
+        self.move(row, [length + node for node in path], length)
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
         """Copy the slots `source` of a row to `target, target+1, …`; source and target may overlap."""

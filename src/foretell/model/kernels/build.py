@@ -179,7 +179,7 @@ def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequenc
         *link_flags,
         _machine_id(),
     ]
-    return _cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
+    return cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
 
 
 def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
@@ -204,8 +204,17 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
     return structures.declare_signatures(opened)
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """The user's cache directory of this package."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
+
+
+@functools.cache
+def packing_key() -> str:
+    """A hash of what the layout of packed weights depends on: the kernels, the code that packs, the instructions."""
+    files = [*sorted(SOURCE.parent.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))]
+    key = [path.read_bytes() for path in files if path.is_file()]
+    return hashlib.sha256(repr([*key, library().foretell_instructions()]).encode()).hexdigest()
 
 
 def _machine_id() -> str:

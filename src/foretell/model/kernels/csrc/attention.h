@@ -332,8 +332,16 @@ class Attention {
     *earlier.highest = highest;
   }
 
+  // Divides by the sum of e^score, which a sink joins.
   void finish(const Layer& layer, int token, int head, const Partial& result, float* out) const {
-    const Float factor = splat(1 / *result.total);
+    float divisor = *result.total, scale = 1;
+    if (layer.sinks) {
+      const float unit = m_.softcap > 0 ? 1 : m_.scale, sink = layer.sinks[head] / unit,
+                  highest = std::max(*result.highest, sink);
+      scale = exponential(splat((*result.highest - highest) * unit))[0];
+      divisor = divisor * scale + exponential(splat((sink - highest) * unit))[0];
+    }
+    const Float factor = splat(scale / divisor);
     for (int i = 0; i < m_.head_dim; i += kLanes)
       store_operand(layer.output.operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
                     load<Float>(result.mixed + i) * factor);

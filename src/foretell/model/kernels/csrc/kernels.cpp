@@ -12,6 +12,7 @@
 // what its inputs are rounded to.
 
 #include "abi.h"
+#include "pack.h"
 #include "sampler.h"
 #include "speculators.h"
 
@@ -19,13 +20,15 @@ extern "C" {
 
 // Runs the residual stream x [tokens, hidden] in place through layers first .. last - 1. attention_input [tokens, in of
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
-// the stream before the layers that `hidden_layers` names, ascending. Returns -1, or the first token that points
+// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the number of
+// experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
 // outside the cache or the rotary tables; then nothing was computed.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
-                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t threads) {
+                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* expert_counts,
+                       int32_t threads) {
   return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
-               threads);
+               threads, expert_counts);
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
@@ -160,31 +163,24 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// Packs rows of GGUF blocks, `bytes` each, as panels of 32 outputs. Row i is row order[i]; rows beyond the last are
-// zero, as is every row with a negative index.
-void foretell_pack_blocks(int32_t kind, const uint8_t* rows, int64_t bytes, const int64_t* order, int32_t out,
-                          int32_t in, uint32_t* words, int32_t threads) {
-  with_blocks(kind, [&](auto k) {
-    using K = typename decltype(k)::Type;
-    const int panels = (out + kPanel - 1) / kPanel, blocks = in / K::kInputs;
-    const size_t size = quantized_panel_words<K>(in);
-#pragma omp parallel for num_threads(threads)
-    for (int p = 0; p < panels; ++p) {
-      uint32_t* panel = words + p * size;
-      std::memset(panel, 0, 4 * size);
-      for (int i = p * kPanel; i < std::min((p + 1) * kPanel, out); ++i) {
-        if (order[i] < 0) continue;
-        const uint8_t* row = rows + order[i] * bytes;
-        for (int b = 0; b < blocks; ++b) K::pack(row + b * K::kBytes, panel + b * K::kWords, i % kPanel);
-      }
-    }
-  });
+// Packs rows as `panels` panels of 32 outputs of a kind: 32 addresses per panel, null for a row of zeros. A kind of GGUF
+// blocks needs rows of such blocks, the others rows of floats of a `RowType`. through_bfloat16: floats are rounded to
+// bfloat16 first.
+void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, const void* const* rows, int32_t panels,
+                        int32_t in, uint32_t* words) {
+  if (kind > kInt8)
+    pack_blocks(kind, (const uint8_t* const*)rows, panels, in, words);
+  else
+    pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
-// Words of a panel of GGUF blocks.
-int64_t foretell_panel_words(int32_t kind, int32_t in) {
-  return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
+// Rows of GGUF blocks of a kind as float32, [count, in].
+void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count, int32_t in, float* out) {
+  widen_blocks(kind, rows, count, in, out);
 }
+
+// Words of a panel.
+int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
 // A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
 void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
@@ -208,11 +204,6 @@ void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32
     move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
 }
 
-// The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
-void foretell_hadamard(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
-}
-
 // Vector instructions that the kernels were compiled for.
 const char* foretell_instructions() { return kInstructions; }
 
@@ -231,9 +222,13 @@ const char* foretell_abi() {
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next));
+    S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
+      F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
+      F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
+      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
-      F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
+      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
       F(Model, softcap));
@@ -266,12 +261,12 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
-    S(foretell_pack_blocks);
+    S(foretell_pack_rows);
+    S(foretell_widen_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
     S(foretell_cache_move);
-    S(foretell_hadamard);
     S(foretell_instructions);
 #undef S
     return out;

@@ -65,11 +65,14 @@ inline size_t row_words(int32_t operand, int in) {
 
 inline bool rounds_each_number(int32_t operand) { return operand <= kBfloat16Operand; }
 
-inline size_t panel_words(const Weight& w) {
-  if (has_blocks(w)) return with_blocks(w.kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(w.in); });
-  if (w.kind == kInt8) return Int8::panel_words(w.in);
-  return w.kind == kFloat32 ? FloatProduct<Float32>::panel_words(w.in) : FloatProduct<Bfloat16>::panel_words(w.in);
+inline size_t panel_words(int32_t kind, int in) {
+  if (kind > kInt8)
+    return with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
+  if (kind == kInt8) return Int8::panel_words(in);
+  return kind == kFloat32 ? FloatProduct<Float32>::panel_words(in) : FloatProduct<Bfloat16>::panel_words(in);
 }
+
+inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.in); }
 
 // What is done with a product: it is stored, added to what is there, or gated: activation(gate) * up becomes an operand
 // of the next product.
@@ -99,7 +102,7 @@ inline void apply_epilogue(const Output& output, const Weight& w, const Float* t
     for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
   float* row = output.y + (size_t)token * output.stride;
   if (output.epilogue == Epilogue::kGate) {
-    store_operand(output.operand, row, kLanes * panel, activate(v[0], output.activation) * v[1]);
+    store_operand(output.operand, row, kLanes * panel, gated(v[0], v[1], output.activation));
     return;
   }
   for (int i = 0; i < 2; ++i) {
