@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from foretell.api import Model
 from foretell.model import kernels as native
 from foretell.model.compress import DecoderTransform, identity
 from foretell.model.config import (
+    CacheDtype,
     ModelConfig,
     eos_token_ids,
     from_hf,
@@ -61,6 +63,7 @@ def load(
     memory_limit: int | None = None,
     max_model_len: int | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Load a model.
 
@@ -72,6 +75,8 @@ def load(
     answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
+    `kv_cache_dtype`: `int8` keeps keys and values as int8, one scale per token and head, which halves the bytes of
+    bfloat16 and changes the target's distribution a little; `auto` keeps them as the model computes.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -80,17 +85,19 @@ def load(
     """
     if dtype not in get_args(Precision):
         raise unknown("dtype", dtype, get_args(Precision))
+    if kv_cache_dtype not in get_args(CacheDtype):
+        raise unknown("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     if path.is_dir() and not is_decoder_family(_read_config(path)):
-        if rope_scaling is not None or max_model_len is not None:
+        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto":
             raise ValueError(
-                f"{reference}: rope_scaling and max_model_len are for architectures of the own decoder; change the "
-                "model's config.json instead"
+                f"{reference}: rope_scaling, max_model_len and kv_cache_dtype are for architectures of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
+    config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     precision: Precision = dtype  # type: ignore[assignment]
 
     network = (

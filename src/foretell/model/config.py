@@ -14,6 +14,8 @@ from foretell.model.rope_config import read_gguf_rope, read_rope
 from foretell.model.state_config import StateConfig, read_state
 from foretell.utils.validation import Fields
 
+CacheDtype = Literal["auto", "int8"]
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -126,6 +128,8 @@ class ModelConfig:
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    cache_dtype: CacheDtype = "auto"
+    """Numbers of cached keys and values: int8 with one scale per token and head, or as the model computes."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

@@ -22,7 +22,10 @@ ABI_VERSION = 1
 PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
-"""Numbers per vector."""
+"""Numbers per vector, and slots per block of the key-value cache."""
+MAX_HEAD_DIM = 512
+MAX_GROUP = 16
+"""Query heads per key-value head."""
 
 
 class Weight(ctypes.Structure):
@@ -133,7 +136,10 @@ class Sampling(ctypes.Structure):
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
-    _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int32) for name in ("rows", "slots")),
+    )
 
 
 Argument = Any
@@ -172,6 +178,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
+    "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""
@@ -183,6 +190,8 @@ def interface() -> str:
         "version": ABI_VERSION,
         "panel": PANEL,
         "lanes": LANES,
+        "max_head_dim": MAX_HEAD_DIM,
+        "max_group": MAX_GROUP,
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }

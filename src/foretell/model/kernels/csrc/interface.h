@@ -6,6 +6,9 @@
 
 extern "C" {
 
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxGroup = 16;  // query heads per key-value head
+
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
@@ -124,8 +127,9 @@ struct Sampling {  // of one row of logits
   int32_t top_k;   // 0: all
 };
 
-struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
-  uint32_t *k, *v;
+struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+  void *k, *v;
+  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
   int32_t rows, slots;
 };
 }

@@ -194,6 +194,16 @@ int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* 
   return keep_row(x, *sampling, width, tokens, weights, threads);
 }
 
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
+// is copied to a later one. kind: kFloat32 or kBfloat16.
+void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
+                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
+  if (kind == kFloat32)
+    move_slots(CacheLayout<Float32>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+  else
+    move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+}
+
 // Vector instructions that the kernels were compiled for.
 const char* foretell_instructions() { return kInstructions; }
 
@@ -204,6 +214,8 @@ const char* foretell_abi() {
     describe_constant(out, "version", kAbiVersion);
     describe_constant(out, "panel", kPanel);
     describe_constant(out, "lanes", kLanes);
+    describe_constant(out, "max_head_dim", kMaxHeadDim);
+    describe_constant(out, "max_group", kMaxGroup);
     describe_constant(out, "int8_block", Int8::kBlock);
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
@@ -232,7 +244,7 @@ const char* foretell_abi() {
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -254,6 +266,7 @@ const char* foretell_abi() {
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
+    S(foretell_cache_move);
     S(foretell_instructions);
 #undef S
     return out;
