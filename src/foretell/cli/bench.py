@@ -31,7 +31,7 @@ from foretell.bench.results import build_results
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import print_error, report_errors
 from foretell.cli.setup import set_threads
-from foretell.load import DEFAULT_MODEL, load, parse_device
+from foretell.load import DEFAULT_MODEL, load, parse_device, resolve_dtype
 from foretell.utils.store import RunStore
 
 
@@ -137,7 +137,9 @@ def step(
             help="Random weights in the shape of this model of `foretell roofline models`, in place of --model."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
+    ] = "bfloat16",
     device: Device = "cpu",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens per pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
@@ -225,7 +227,9 @@ def run(
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
     model: ModelName = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
+    ] = "bfloat16",
     device: Device = "cpu",
     peers: Annotated[
         str,
@@ -260,7 +264,7 @@ def run(
         temperature=temperature,
         seed=seed,
         threads=set_threads(threads),
-        dtypes=tuple(split_commas(dtype)),
+        dtypes=tuple(dict.fromkeys(resolve_dtype(model, name, device) for name in split_commas(dtype))),
         device=device,
         remember=remember,
         draft_model=draft_model,
@@ -289,7 +293,7 @@ def record_(
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
     model: ModelName = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "bfloat16",
     device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
     threads: Threads = None,

@@ -31,7 +31,13 @@ SpeculativeJson = Annotated[
         help='Method and options (`foretell methods NAME` lists them), for example \'{"method": "ngram"}\'.',
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or int8.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="auto, float32, bfloat16, int8, int8-activations (quantised files) or int4 (rounds files of floats).",
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0: greedy.")]
@@ -57,5 +63,22 @@ MemoryLimit = Annotated[
         metavar="MIB",
         min=1,
         help="Most memory for the target's weights; the rest is read from the file in every pass (see method llmcad).",
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="N",
+        min=1,
+        help="Tokens of prompt and answer that the model is opened for. Default: its trained context.",
+    ),
+]
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        "--rope-scaling",
+        metavar="JSON",
+        help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
     ),
 ]

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.linear import Linear
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.stored_matrix import StoredMatrix
 from foretell.utils.validation import read_json
@@ -29,12 +31,12 @@ _QUANTIZED = re.compile(
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
 MLX.
 """
-
-
-QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
-"""Advice in the error about a quantised checkpoint."""
 _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
+
+
+Storage = Literal["quantized", "float32", "half"]
+"""How a checkpoint stores its matrices: as quantised blocks, in float32, or in a float of 16 bits."""
 
 
 class Weights(ABC):
@@ -43,6 +45,14 @@ class Weights(ABC):
     source: str
     files: Sequence[Path] = ()
     """Files that the tensors come from; none: they are made up."""
+
+    variant = ""
+    """What distinguishes the weights from others of the same files."""
+
+    @property
+    def storage(self) -> Storage:
+        """How the matrices of the blocks are stored, most of them."""
+        return "float32"
 
     def maps(self, name: str) -> bool:
         """Whether `matrix` gives this one as a view of a mapped file, so that keeping it takes no memory."""
@@ -85,6 +95,11 @@ class Weights(ABC):
         found = self.head(vocab, hidden)
         return None if found is None else StoredMatrix.of(found)
 
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The output matrix as the file stores it; the embedding where the two are tied."""
+        own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
+        return self.matrix("model.embed_tokens.weight", config.vocab, config.hidden) if own is None else own
+
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
             raise ValueError(
@@ -97,14 +112,32 @@ class Weights(ABC):
         """Return the file's memory pages to the system; later calls of `get` read them again."""
 
 
-class SafetensorsWeights(Weights):
-    """One `model.safetensors`, or shards with an index.
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
+    that is not a float of 16 bits or more.
 
     Raises:
-        ValueError: there is no safetensors file (a pickle is refused by name), or it is damaged.
+        ValueError: the tensor belongs to a quantised checkpoint.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
+        )
+
+
+def candidate_names(name: str) -> tuple[str, ...]:
+    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
+class SafetensorsWeights(Weights):
+    """One `model.safetensors`, or shards with an index. `check(file, name, dtype)` is called for every tensor.
+
+    Raises:
+        ValueError: there is no safetensors file (a pickle is refused by name), it is damaged, or `check` refuses it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[Path, str, str], None] = refuse_quantized) -> None:
         self.source = str(path)
         index = path / "model.safetensors.index.json"
         single = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
@@ -120,9 +153,9 @@ class SafetensorsWeights(Weights):
         self._files, self._path = files, path
         self.files = [path / name for name in files]
         self._readers: dict[str, Callable[[str], Tensor]] = {}
-        self._open(check=True)
+        self._open(check)
 
-    def _open(self, check: bool = False) -> None:
+    def _open(self, check: Callable[[Path, str, str], None] | None = None) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -133,16 +166,21 @@ class SafetensorsWeights(Weights):
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._readers[key] = handle.get_tensor
-                if check:
-                    dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
-                    refuse_quantized(path / name, key, dtype)
+                if check is not None:
+                    check(path / name, key, handle.get_slice(key).get_dtype())  # type: ignore[no-untyped-call]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
+        for candidate in candidate_names(name):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
+
+    @property
+    def storage(self) -> Storage:
+        """By the embedding, which is there in every checkpoint."""
+        table = self.get("model.embed_tokens.weight")
+        return "float32" if table is not None and table.dtype == torch.float32 else "half"
 
     def maps(self, name: str) -> bool:
         """True: all tensors are views."""
@@ -170,19 +208,6 @@ def _shards(index: Path) -> list[str]:
     if outside is not None:
         raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
     return sorted(set(files.values()))
-
-
-def refuse_quantized(file: Path, name: str, dtype: str) -> None:
-    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
-    that is not a float of 16 bits or more.
-
-    Raises:
-        ValueError: the tensor belongs to a quantised checkpoint.
-    """
-    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
-        raise ValueError(
-            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
-        )
 
 
 _GGUF_NAMES = {
@@ -216,8 +241,9 @@ def gguf_config(file: GGUF) -> ModelConfig:
     Raises:
         ValueError: see `codec_from_gguf`.
     """
-    divisors = file.load_tensor("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
-    return from_gguf(file.metadata, str(file.path), divisors, tied="output.weight" not in file.tensors)
+    names = [n for n in ("rope_freqs", "rope_factors_short", "rope_factors_long") if f"{n}.weight" in file.tensors]
+    factors = {n: file.load_tensor(f"{n}.weight").flatten().tolist() for n in names}
+    return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
 class GGUFWeights(Weights):
@@ -245,6 +271,11 @@ class GGUFWeights(Weights):
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+
+    @property
+    def storage(self) -> Storage:
+        """By the types of the tensors in the blocks."""
+        return self._file.storage
 
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""

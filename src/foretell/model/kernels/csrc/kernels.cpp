@@ -13,6 +13,7 @@
 
 #include "abi.h"
 #include "pack.h"
+#include "sampler.h"
 #include "speculators.h"
 
 extern "C" {
@@ -176,26 +177,28 @@ void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count
   widen_blocks(kind, rows, count, in, out);
 }
 
+// Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.
+void foretell_round_rows(int32_t kind, int32_t type, const void* const* rows, int32_t count, int32_t in, uint8_t* out) {
+  round_rows(kind, type, rows, count, in, out);
+}
+
 // Words of a panel.
 int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
-// Vector instructions that the kernels were compiled for.
-const char* foretell_instructions() {
-#if FORETELL_AVX512
-  return "avx512"
-#if FORETELL_BF16
-         "+bf16"
-#endif
-#if FORETELL_VNNI
-         "+vnni"
-#endif
-      ;
-#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
-  return "avx2";
-#else
-  return "portable";
-#endif
+// A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
+void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
+                     int32_t width, int32_t threads) {
+  sample_rows(x, place, sampling, rows, width, out, threads);
 }
+
+// The tokens of a row x [width] that sampling keeps, by rising id, and their integer weights; returns how many.
+int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* tokens, int64_t* weights,
+                             int32_t width, int32_t threads) {
+  return keep_row(x, *sampling, width, tokens, weights, threads);
+}
+
+// Vector instructions that the kernels were compiled for.
+const char* foretell_instructions() { return kInstructions; }
 
 // The interface as text, a line per constant, structure and function; `structures.interface()` writes the same.
 const char* foretell_abi() {
@@ -213,8 +216,9 @@ const char* foretell_abi() {
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
-    S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, ffn),
-      F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale), F(Model, softcap));
+    S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
+      F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
+      F(Model, softcap));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
@@ -225,6 +229,8 @@ const char* foretell_abi() {
       F(DynamicTree, length));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
+    S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
+      F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
 #undef S
 #undef F
@@ -244,7 +250,10 @@ const char* foretell_abi() {
     S(foretell_topk_softmax);
     S(foretell_pack_rows);
     S(foretell_widen_rows);
+    S(foretell_round_rows);
     S(foretell_panel_words);
+    S(foretell_sample);
+    S(foretell_kept_tokens);
     S(foretell_instructions);
 #undef S
     return out;
