@@ -10,15 +10,18 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound", "model.activation"),
     (
         "core.tree",
         "model",
         "model.backend",
+        "model.cache",
         "model.config",
         "model.embedding_and_head",
+        "model.expert_matrices",
         "model.kv_cache",
         "model.linear",
+        "model.load.experts",
         "model.load.gguf",
         "model.moe",
         "model.rope",

@@ -183,7 +183,8 @@ def test_longrope_opens_with_the_context_before_scaling() -> None:
 def test_other_rotary_scaling_replaces_that_of_the_file() -> None:
     raw = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "head_dim": 64}
     plain = from_hf({**raw, "rope_theta": 5e4})
-    for parameters in (YARN, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}):
+    scalings: list[dict[str, Any]] = [YARN, *({"rope_type": t, "factor": 2.0} for t in ("linear", "dynamic"))]
+    for parameters in scalings:
         original = parameters.get("original_max_position_embeddings", 64)
         longer = with_rope_scaling(plain, parameters)
         assert longer.rope == from_hf({**raw, "rope_theta": 5e4, "rope_scaling": parameters}).rope

@@ -56,6 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3_moe biased": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "attention_bias": True, "decoder_sparse_step": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8,
+    "rope_parameters": YARN | {"truncate": False}}),
 }  # fmt: skip
 
 

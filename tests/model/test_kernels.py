@@ -24,6 +24,7 @@ from foretell.model.kernels import (
     topk_softmax,
     unavailable_reason,
 )
+from foretell.model.kernels.pack import Matrix
 from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.kv_cache import KVCache
@@ -149,6 +150,11 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return F.linear(x, weight, bias)
+
+
 def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
     """A causal forward pass over a whole sequence in float32, as in the papers."""
     count = len(x)
@@ -165,7 +171,7 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
-        heads = F.linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)
+        heads = linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)
         q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
         q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
         group = config.heads // config.kv_heads
@@ -176,12 +182,12 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden = (distance < 0) | (distance >= (window or count))
         mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        return norm(F.linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
+        return norm(linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
 
     def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
-        gate, up = F.linear(x, block.gate), F.linear(x, block.up)
+        gate, up = linear(x, block.gate), linear(x, block.up)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return norm(F.linear(gate * up, block.down), block.post_mlp_norm)
+        return norm(linear(gate * up, block.down), block.post_mlp_norm)
 
     for i, block in enumerate(blocks):
         if f"attention {i}" not in skip:
@@ -346,7 +352,7 @@ def test_invalid_arguments_are_refused() -> None:
 def test_supported_architectures() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
     refused = (
-        replace(SMALL, experts=MoEConfig(4, 2, 8)),
+        replace(SMALL, experts=MoEConfig(4, 2, 8, selection_bias=True)),
         replace(SMALL, activation="relu"),
         replace(SMALL, head_dim=20),
     )

@@ -23,6 +23,7 @@ from foretell.bench.peers import registry
 from foretell.bench.peers.export import default_folder
 from foretell.bench.plan import BenchPlan
 from foretell.bench.questions import BUILT_IN, QuestionSet, load_questions
+from foretell.bench.random_file import random_model_file
 from foretell.bench.random_model import random_models
 from foretell.bench.recorder import record_questions, recording_settings
 from foretell.bench.recording import RecordedQuestion, load_recording
@@ -137,6 +138,13 @@ def step(
             help="Random weights in the shape of this model of `foretell roofline models`, in place of --model."
         ),
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="With --shape: write random weights of this type (bf16, Q8_0, Q4_0, Q4_1 or Q4_K) to a GGUF file once, and "
+            "load it."
+        ),
+    ] = "",
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
     ] = "bfloat16",
@@ -160,7 +168,12 @@ def step(
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)
     registry.require_installed(registry.expand_names(peer_names, "bfloat16", False))
-    models, torch_device = _load_models(model, shape, split_commas(dtype), device), parse_device(device)
+    if weights:
+        if shape is None:
+            raise ValueError("--weights writes a random model, whose sizes --shape names")
+        model = str(random_model_file(shape, weights, gguf_cache or default_folder()))
+    known_shape = None if weights else shape
+    models, torch_device = _load_models(model, known_shape, split_commas(dtype), device), parse_device(device)
     peer_settings = registry.PeerSettings(
         model=model,
         draft_model=None,

@@ -52,7 +52,9 @@ def _list(as_json: bool) -> None:
         return
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        typer.echo(f"{entry.bytes / 1e6:9,.0f} MB  last used {used}  {entry.dtype:16}  {entry.name}\n{'':14}{entry.model}")
+        typer.echo(
+            f"{entry.bytes / 1e6:9,.0f} MB  last used {used}  {entry.dtype:16}  {entry.name}\n{'':14}{entry.model}"
+        )
     total = sum(entry.bytes for entry in entries)
     typer.echo(f"{folder}: {len(entries)} files, {total / 1e6:,.0f} MB of at most {limit / 1e6:,.0f} MB")
 

@@ -342,13 +342,14 @@ class Engine:
         if length <= 0:
             row = next((r for r in self._free_rows if r not in common), row)
         self._free_rows.remove(row)
-        length = max(min(length, self.runner.length(row)), 0)
+        length = self.runner.restorable(row, max(length, 0))
         if self._cached_sequences.pop(row, None) is None:
             return row, 0
-        if length == 0:
+        kept = self.method.rewind(row, length) if length else 0
+        if kept == 0 or self.runner.restorable(row, kept) < kept:
             self.method.release(row)
             return row, 0
-        return row, self.method.rewind(row, length)
+        return row, kept
 
     def _schedule(self) -> dict[_RunningRequest, list[int]]:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the

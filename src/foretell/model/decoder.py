@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma and Mixtral by configuration.
+"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, gpt-oss and Mixtral by configuration.
 
 The modules hold weights only; key-value caches are arguments.
 """
@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
+from foretell.model.activation import Activation, gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
-from foretell.model.config import Activation, ModelConfig
+from foretell.model.cache import Cache
+from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
@@ -54,16 +56,8 @@ def gated_mlp(
 ) -> Float[torch.Tensor, "*t d"]:
     """Gated feed-forward network (Shazeer, arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
     gate, up = gate_up(x).chunk(2, -1)
-    out: torch.Tensor = down(_activate(gate, activation) * up)
+    out: torch.Tensor = down(gated(gate, up, activation))
     return out
-
-
-def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 class HeadSizes(Protocol):
@@ -88,6 +82,8 @@ class LayerModules(NamedTuple):
     k_norm: nn.Module | None = None
     post_attention_norm: nn.Module | None = None
     post_mlp_norm: nn.Module | None = None
+    sinks: Float[torch.Tensor, " h"] | None = None
+    """A number per query head that joins the softmax over its keys (gpt-oss)."""
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -121,7 +117,8 @@ class DecoderLayer(nn.Module, ABC):
     ) -> Float[torch.Tensor, "*t d"]:
         """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
         p = self.layer_modules
-        part: torch.Tensor = p.output(attention.attend(layer, *self.project(attention_input, sizes, angles)))
+        qkv = self.project(attention_input, sizes, angles)
+        part: torch.Tensor = p.output(attention.attend(layer, *qkv, p.sinks))
         return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
@@ -150,18 +147,20 @@ class DecoderBlock(DecoderLayer):
         k_norm: RMSNorm | None = None,
         post_attention_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
+        self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
 
     @property
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
-        return LayerModules(self.qkv, self.output, self.mlp_norm, self.mlp, *norms)
+        return LayerModules(self.qkv, self.output, self.mlp_norm, self.mlp, *norms, self.sinks)
 
     def forward(
         self,
@@ -283,7 +282,7 @@ class Decoder(nn.Module):
     def _block_list(self) -> list[DecoderBlock]:
         return [b for b in self.blocks if isinstance(b, DecoderBlock)]
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
         return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
@@ -294,7 +293,7 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
         return self.run_padded(x, PaddedLayout.from_layout(layout, x.device), cache, blocks)
 
@@ -308,17 +307,17 @@ class Decoder(nn.Module):
         self,
         x: Float[torch.Tensor, "t d"],
         padded: PaddedLayout,
-        cache: KVCache,
+        cache: Cache,
         blocks: BlockRange,
     ) -> BlockOutput:
         """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
         return run_blocks(x, blocks, self.block, self._block_forward(padded, cache))
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[DecoderBlock]:
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""
         return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache)
 
-    def _block_forward(self, padded: PaddedLayout, cache: KVCache) -> BlockForward[DecoderBlock]:
+    def _block_forward(self, padded: PaddedLayout, cache: Cache) -> BlockForward[DecoderBlock]:
         c, attention = self.config, CachedAttention(cache, padded, self.config)
         full = rope_angles(self.rope_tables, padded.position)
         local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full

@@ -1,4 +1,4 @@
-"""The key-value cache of a network."""
+"""The key-value cache of attention layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,19 +6,31 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.cache import Cache
+
 _INTEGER_DTYPE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
 _SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
 """The cache grows in steps of 256 slots up to 1024 slots, then in steps of 1024."""
 
 
-class KVCache:
+class KVCache(Cache):
     """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
         self._movable = _movable_view(self.k), _movable_view(self.v)
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows that there is room for."""
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.k.nbytes + self.v.nbytes
 
     def reserve(self, rows: int, slots: int) -> None:
         """Grow to at least `rows` rows of `slots` tokens each; the contents stay."""
@@ -46,6 +58,10 @@ class KVCache:
         index = row, slice(None), slot
         self.k[layer][index] = k.to(self.k.dtype)
         self.v[layer][index] = v.to(self.v.dtype)
+
+    def keep(self, row: int, length: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
+        self.move(row, [length + node for node in path], length)
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
         """Copy the slots `source` of a row to `target, target+1, …`; source and target may overlap."""

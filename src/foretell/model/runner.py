@@ -1,4 +1,4 @@
-"""A network with its key-value cache: forward passes over token trees, for targets and draft models."""
+"""A network with its cache: forward passes over token trees, for targets and draft models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -71,11 +71,15 @@ class Runner(ABC):
 
     @abstractmethod
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
+        """Forget a row's tokens from `length` on; recurrent states go back to `restorable(row, length)` tokens."""
+
+    def restorable(self, row: int, length: int) -> int:
+        """The number of tokens that `truncate(row, length)` leaves: at most `length` and those committed."""
+        return min(length, self.length(row))
 
 
 class DecoderRunner(Runner):
-    """A `Network` with a `KVCache`."""
+    """A `Network` with its cache."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -178,10 +182,16 @@ class DecoderRunner(Runner):
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
         base = int(self._length[row])
-        self.cache.move(row, [base + node for node in path], base)
+        self.cache.keep(row, base, path)
         self._length[row] += len(path)
 
+    @torch.inference_mode()
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
+        """Forget a row's tokens from `length` on; see `Runner.truncate`."""
         if row < len(self._length):
-            self._length[row] = min(length, self._length[row])
+            self._length[row] = self.restorable(row, length)
+            self.cache.truncate(row, int(self._length[row]))
+
+    def restorable(self, row: int, length: int) -> int:
+        """The number of tokens that `truncate(row, length)` leaves."""
+        return self.cache.restorable(row, min(length, self.length(row)))

@@ -41,7 +41,7 @@ class PackedFileError(ValueError):
 class PackedPart:
     """Structures and the tensors that they point into."""
 
-    def __init__(self, structs: Sequence[ctypes.Structure], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, structs: Sequence[structures.Memory], tensors: Sequence[Tensor]) -> None:
         self.structs, self.tensors = tuple(structs), tuple(tensors)
 
 
@@ -107,7 +107,7 @@ def _checksum(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> int:
     return words + int.from_bytes(raw[whole:].tobytes(), "little")
 
 
-def _describe(thing: ctypes.Structure, part: PackedPart) -> Mapping[str, object]:
+def _describe(thing: structures.Memory, part: PackedPart) -> Mapping[str, object]:
     objects = [(ctypes.addressof(s), ctypes.sizeof(s)) for s in part.structs]
     objects += [(t.data_ptr(), t.nbytes) for t in part.tensors]
     links = []
@@ -117,11 +117,16 @@ def _describe(thing: ctypes.Structure, part: PackedPart) -> Mapping[str, object]
         target = next(found, None)
         if target is not None and value is not None:
             links.append((offset, target, value - objects[target][0]))
-    return {"type": type(thing).__name__, "bytes": bytes(thing).hex(), "links": links}
+    kind, count = (type(thing[0]), len(thing)) if isinstance(thing, ctypes.Array) else (type(thing), 0)
+    return {"type": kind.__name__, "count": count, "bytes": bytes(thing).hex(), "links": links}
 
 
-def _pointers(kind: type[ctypes.Structure], base: int = 0) -> Iterator[int]:
-    """Offsets of the pointers in a structure."""
+def _pointers(kind: Any, base: int = 0) -> Iterator[int]:
+    """Offsets of the pointers in a structure or an array of structures."""
+    if issubclass(kind, ctypes.Array):
+        for i in range(kind._length_):
+            yield from _pointers(kind._type_, base + i * ctypes.sizeof(kind._type_))
+        return
     for name, field, *_ in kind._fields_:
         offset = base + getattr(kind, name).offset
         if field is ctypes.c_void_p:
@@ -212,7 +217,8 @@ class PackedReader:
 
 def _restore(part: Mapping[str, Any], memory: Tensor) -> PackedPart:
     tensors = [memory[start : start + size] for start, size in part["tensors"]]
-    kinds = [getattr(structures, s["type"]) for s in part["structs"]]
+    single = [getattr(structures, s["type"]) for s in part["structs"]]
+    kinds = [k * s["count"] if s["count"] else k for k, s in zip(single, part["structs"], strict=True)]
     made = [k.from_buffer_copy(bytes.fromhex(s["bytes"])) for k, s in zip(kinds, part["structs"], strict=True)]
     starts = [*(ctypes.addressof(s) for s in made), *(t.data_ptr() for t in tensors)]
     for thing, described in zip(made, part["structs"], strict=True):

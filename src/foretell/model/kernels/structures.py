@@ -15,7 +15,8 @@ PANEL_KINDS = (
 """How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+SCORINGS = ("softmax", "sigmoid")
 ABI_VERSION = 1
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
@@ -33,13 +34,30 @@ class Weight(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """The mixture of experts of a layer."""
+
+    _fields_ = (
+        *(("router", Weight), ("selection_bias", c_void_p), ("gate_up", c_void_p), ("down", c_void_p)),
+        *((name, Weight) for name in ("shared_gate_up", "shared_down")),
+        *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
+        *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
+        ("scale", c_float),
+    )
+
+
+Memory = ctypes.Structure | ctypes.Array[Weight]
+"""Structures that another one points to."""
+
+
 class Layer(ctypes.Structure):
     """One decoder block."""
 
     _fields_ = (
         *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "cos", "sin")),
+        *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
+        *((name, c_void_p) for name in ("experts", "cos", "sin")),
         *((name, c_int32) for name in ("window", "attention", "mlp")),
     )
 
@@ -125,7 +143,7 @@ _TREES = (POINTER(DynamicTree), POINTER(Cache), _P, _P, _P, _I)
 SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_stack": (
         _I,
-        (*_STACK, _I, _P, _P, POINTER(Layout), POINTER(Cache), POINTER(_I), _I, _P, _I),
+        (*_STACK, _I, _P, _P, POINTER(Layout), POINTER(Cache), POINTER(_I), _I, _P, _P, _I),
     ),
     "foretell_eagle_forward": (
         _I,
@@ -168,7 +186,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
+    structures = (Weight, Experts, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

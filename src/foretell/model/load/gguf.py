@@ -155,18 +155,20 @@ class GGUF:
         most = kinds.most_common(1)[0][0] if kinds else torch.float32
         return "quantized" if most is None else "float32" if most == torch.float32 else "half"
 
-    def stored_matrix(self, name: str) -> StoredMatrix | None:
-        """A view of the file's bytes of a matrix; None: not a matrix, or of a type that `Kind` does not have."""
-        e = self.tensors[name]
+    def stored_matrix(self, name: str, expert: int | None = None) -> StoredMatrix | None:
+        """A view of the file's bytes of a matrix, or of one expert's matrix in a tensor of all; None: not a matrix, or
+        of a type that `Kind` does not have.
+        """
+        e = self._part(name, expert)
         kind = _KIND_OF_TYPE.get(e.ggml_type)
         if len(e.shape) != 2 or kind is None:
             return None
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
         return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1))
 
-    def load_tensor(self, name: str) -> Float[torch.Tensor, "*shape"]:
-        """Load a tensor, dequantised to float32."""
-        e = self.tensors[name]
+    def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
+        """Load a tensor, or one expert's part of it, dequantised to float32."""
+        e = self._part(name, expert)
         raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
         kind = _KIND_OF_TYPE.get(e.ggml_type)
         if kind == "F32":
@@ -178,3 +180,17 @@ class GGUF:
 
         rows = prod(e.shape[:-1])
         return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type)).reshape(e.shape))
+
+    def _part(self, name: str, expert: int | None) -> TensorInfo:
+        """Where a tensor is, or one expert's part of it.
+
+        Raises:
+            ValueError: the tensor has no such part.
+        """
+        e = self.tensors[name]
+        if expert is None:
+            return e
+        if len(e.shape) < 2 or expert >= e.shape[0]:
+            raise ValueError(f"{self.path}: {name} of shape {e.shape} has no part for expert {expert}")
+        part = TensorInfo(e.shape[1:], e.ggml_type, e.offset)
+        return TensorInfo(part.shape, part.ggml_type, e.offset + expert * self._bytes(part))

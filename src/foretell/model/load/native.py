@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,11 +15,13 @@ from foretell.model.decoder import decoder_rope_tables
 from foretell.model.kernels import build
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.embedding import NativeEmbedding
+from foretell.model.kernels.experts import planned_bytes
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedFileError, PackedPart, PackedReader
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock, plan_block
 from foretell.model.kernels.structures import Precision
+from foretell.model.load.experts import read_expert_layer, read_gated
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile
 from foretell.model.load.weights import Weights
 from foretell.model.stored_matrix import StoredMatrix
@@ -102,10 +105,17 @@ def packed_bytes(config: ModelConfig, weights: Weights, precision: Precision) ->
     """About how many bytes the packed weights take."""
     kernels = build.library()
     blocks = {0, config.layers // 2, config.layers - 1}
-    plans = [plan_block(read_block(config, i, weights, precision), precision) for i in blocks]
-    largest = max(sum(panels.nbytes(kernels) for layer in plan for panels in layer) for plan in plans)
+    largest = max(_block_bytes(config, read_block(config, i, weights, precision), precision) for i in blocks)
     head = plan_rows([weights.output_matrix(config)], precision)
     return config.layers * largest + sum(panels.nbytes(kernels) for panels in head)
+
+
+def _block_bytes(config: ModelConfig, block: BlockWeights, precision: Precision) -> int:
+    kernels = build.library()
+    own = sum(panels.nbytes(kernels) for layer in plan_block(block, precision) for panels in layer)
+    if block.experts is None or config.experts is None:
+        return own
+    return own + planned_bytes(config.experts, block.experts, precision, kernels)
 
 
 def _place_in_cache(config: ModelConfig, weights: Weights, precision: Precision) -> PackedWeightsFile | None:
@@ -233,6 +243,7 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
         assert found is not None
         return found
 
+    sparse = c.experts is not None and i in c.experts.layers
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     return BlockWeights(
         attention_norm=vector("input_layernorm"),
@@ -243,9 +254,18 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
         output=matrix("self_attn.o_proj", c.hidden, q),
         output_bias=bias({"self_attn.o_proj": c.hidden}, c.output_bias),
         mlp_norm=vector("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"),
-        gate=matrix("mlp.gate_proj", c.ffn, c.hidden),
-        up=matrix("mlp.up_proj", c.ffn, c.hidden),
-        down=matrix("mlp.down_proj", c.hidden, c.ffn),
+        **(_expert_weights(c, prefix, weights) if sparse else _gated_weights(c, prefix, weights)),
+        sinks=weights.require(f"{prefix}self_attn.sinks", c.heads) if c.sinks else None,
         post_attention_norm=norm("post_attention_layernorm", c.hidden, c.post_norms),
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden, c.post_norms),
     )
+
+
+def _expert_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[str, Any]:
+    """The fields of `BlockWeights` for the feed-forward network of a layer with experts."""
+    return {"gate": None, "up": None, "down": None, "experts": read_expert_layer(config, prefix, weights)}
+
+
+def _gated_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[str, Any]:
+    """The fields of `BlockWeights` for the feed-forward network of a dense layer."""
+    return vars(read_gated(weights, prefix + "mlp.", config.ffn, config.hidden, config.mlp_bias))

@@ -5,7 +5,7 @@ exact product `scale * (level - zero)`; engines that dequantise in 16 bits round
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -437,6 +437,17 @@ class QuantizedWeights(Weights):
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
         """The output matrix in the nearest storage type."""
         return self.matrix("lm_head.weight", vocab, hidden)
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts; of blocks, their bytes.
+
+        Raises:
+            ValueError: the tensor is missing or has another shape.
+        """
+        if self._read(name) is None:
+            return self._inner.expert_matrices(name, count, outputs, inputs)
+        whole = self.matrix(name, count * outputs, inputs)
+        return (StoredMatrix(whole.kind, inputs, rows) for rows in whole.data.view(count, outputs, -1))
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, as in `SafetensorsWeights`.

@@ -1,6 +1,7 @@
 """Rounds the matrices of a checkpoint of floats to four bits while they are read."""
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -75,6 +76,10 @@ class RoundedWeights(Weights):
         """A matrix, rounded where it belongs to a block."""
         found = self._inner.matrix(name, outputs, inputs)
         return self._rounded(name, found, "Q4_1") if name.startswith("model.layers.") else found
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts, rounded."""
+        return (self._rounded(name, m, "Q4_1") for m in self._inner.expert_matrices(name, count, outputs, inputs))
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The head, rounded to eight bits."""

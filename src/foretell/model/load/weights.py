@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -13,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
+from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.linear import Linear
+from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.moe import ExpertFeedForward
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
@@ -80,6 +82,14 @@ class Weights(ABC):
             ValueError: it is missing or has another shape.
         """
         return StoredMatrix.of(self.require(name, outputs, inputs))
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        return (StoredMatrix.of(each.T) for each in self.require(name, count, inputs, outputs))
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
@@ -226,8 +236,25 @@ _GGUF_BLOCK = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_GGUF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_GGUF_EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 _GGUF_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_GGUF_GPT_OSS_NORMS = {"post_attention_layernorm": "post_attention_norm"}
 _GGUF_GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -252,22 +279,35 @@ class GGUFWeights(Weights):
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files = [file.path]
-        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
+        norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
+        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        gguf_name = self._name_in_file(name)
-        if gguf_name is None:
+        place = self._place_in_file(name)
+        if place is None:
             return None
-        tensor: Tensor = self._file.load_tensor(gguf_name)
+        tensor: Tensor = self._file.load_tensor(*place)
         return tensor[self._half_split_order(len(tensor))] if self._is_interleaved(name) else tensor
+
+    def require(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name and shape; a matrix of one row may be stored as a vector.
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        found = self.get(name)
+        if found is not None and shape[0] == 1 and found.shape == shape[1:]:
+            return found.unsqueeze(0)
+        checked: Tensor = super().require(name, *shape)
+        return checked
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it: a view of the mapped file where rows keep their
         order. Storage types without a `Kind` are widened.
         """
-        gguf_name = self._name_in_file(name)
-        found = None if gguf_name is None else self._file.stored_matrix(gguf_name)
+        place = self._place_in_file(name)
+        found = None if place is None else self._file.stored_matrix(*place)
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
@@ -279,20 +319,26 @@ class GGUFWeights(Weights):
 
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""
-        found = self._name_in_file(name)
-        return found is not None and self._file.stored_matrix(found) is not None
+        place = self._place_in_file(name)
+        return place is not None and self._file.stored_matrix(*place) is not None
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """The output matrix as the file stores it; None: it is tied to the embedding."""
-        return None if self._name_in_file(_HEAD) is None else self.matrix(_HEAD, vocab, hidden)
+        return None if self._place_in_file(_HEAD) is None else self.matrix(_HEAD, vocab, hidden)
 
-    def _name_in_file(self, name: str) -> str | None:
-        found = _GGUF_NAMES.get(name)
+    def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
+        """The tensor that holds this one, and the index of the expert whose part it is."""
+        found, expert = _GGUF_NAMES.get(name), None
         if found is None:
             layer, _, rest = name.removeprefix("model.layers.").partition(".")
             stem, _, kind = rest.rpartition(".")
-            found = f"blk.{layer}.{self._block.get(stem)}.{kind}"
-        return found if found in self._file.tensors else None
+            part = _GGUF_EXPERT.fullmatch(stem)
+            if part is not None:
+                expert, stem = int(part[1]), _GGUF_EXPERTS.get(part[2], "")
+            else:
+                stem = "attn_sinks" if rest == "self_attn.sinks" else self._block.get(stem, "")
+            found = f"blk.{layer}.{stem}.{'weight' if stem == 'attn_sinks' else kind}"
+        return (found, expert) if found in self._file.tensors else None
 
     def _is_interleaved(self, name: str) -> bool:
         """Whether the rows of a head are in llama.cpp's order: pairs of the two halves."""
@@ -369,6 +415,7 @@ def build_block(
         k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
         post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
+        sinks=weights.require(f"{prefix}self_attn.sinks", c.heads).float().to(device) if c.sinks else None,
     )
 
 
@@ -381,22 +428,29 @@ def _experts(
 ) -> ExpertFeedForward:
     c, experts = config, config.experts
     assert experts is not None
-    if c.architecture == "mixtral":
-        prefix, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
-    else:
-        prefix, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
 
-    def gate_up_down(name: str, width: int) -> tuple[Tensor, Tensor]:
-        gate, up = (weights.require(f"{name}{n}.weight", width, c.hidden) for n in names[:2])
-        return place(torch.cat([gate, up])), place(weights.require(f"{name}{names[2]}.weight", c.hidden, width))
+    def linear(matrices: Sequence[Matrix], *biases: Tensor | None) -> Linear:
+        bias = [b for b in biases if b is not None]
+        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices]
+        return Linear(place(torch.cat(wide)), place(torch.cat(bias)) if bias else None)
 
-    each = [gate_up_down(f"{prefix}experts.{j}.", experts.ffn) for j in range(experts.count)]
-    shared = None
-    if experts.shared_ffn:
-        gate_up, down = gate_up_down(f"{prefix}shared_expert.", experts.shared_ffn)
-        gate = weights.require(f"{prefix}shared_expert_gate.weight", 1, c.hidden) if experts.shared_gate else None
-        shared = Linear(gate_up), Linear(down), None if gate is None else Linear(place(gate))
-    router = Linear(place(weights.require(f"{prefix}gate.weight", experts.count, c.hidden)))
+    def gate_up(m: GatedMatrices) -> Linear:
+        return linear((m.gate, m.up), m.gate_bias, m.up_bias)
+
+    def unrounded(tensor: Tensor) -> Tensor:
+        """A tensor of the router or of a gate, which stay in float32."""
+        placed = place(tensor)
+        return placed if placed.dtype == torch.float64 else tensor.to(placed.device, torch.float32)
+
+    read = read_expert_layer(c, prefix, weights)
+    each = [(gate_up(m), linear((m.down,), m.down_bias)) for m in read.experts]
+    gate = None if read.shared_gate is None else Linear(unrounded(read.shared_gate))
     return ExpertFeedForward(
-        experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared
+        experts,
+        Linear(unrounded(read.router), None if read.router_bias is None else unrounded(read.router_bias)),
+        [pair[0] for pair in each],
+        [pair[1] for pair in each],
+        None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
+        None if read.selection_bias is None else unrounded(read.selection_bias),
+        c.activation,
     )

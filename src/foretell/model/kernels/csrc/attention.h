@@ -175,7 +175,7 @@ class Attention {
     for (int t = first; t < last; ++t)
       for (int h = 0; h < group_; ++h) {
         float* scores = scores_of((t - first) * group_ + h, team);
-        const float factor = softmax(layer, t, scores);
+        const float factor = softmax(layer, t, kv * group_ + h, scores);
         const Query query = {t,
                              layer.output.operand,
                              first_visible(layer, t),
@@ -263,19 +263,21 @@ class Attention {
   }
 
   // Replaces scores by words of e^(score - largest); returns the reciprocal of their sum.
-  float softmax(const Layer& layer, int token, float* scores) const {
+  float softmax(const Layer& layer, int token, int head, float* scores) const {
     const int from = first_visible(layer, token) / kLanes * kLanes, to = visibility_[token].length;
     const Float scale = splat(m_.softcap > 0 ? 1 : m_.scale);  // capped scores are scaled already
     Float highest = splat(-INFINITY), total = {};
     for (int i = from; i < to; i += kLanes) highest = larger(highest, load<Float>(scores + i));
-    const Float top = splat(largest(highest));
+    const float sink = layer.sinks ? layer.sinks[head] / scale[0] : -INFINITY;
+    const Float top = splat(std::max(largest(highest), sink));
     for (int i = from; i < to; i += kLanes) {
       float e[kLanes];
       store(e, exponential((load<Float>(scores + i) - top) * scale));
       total += load<Float>(e);
       C::pack(e, kLanes, (uint32_t*)scores + i / C::kDepth);
     }
-    return 1 / sum(total);
+    if (!layer.sinks) return 1 / sum(total);
+    return 1 / (sum(total) + exponential((splat(sink) - top) * scale)[0]);
   }
 
   // One query head of a token: the sum of the values from visible key `from` on, weighted with the words of `weights`,

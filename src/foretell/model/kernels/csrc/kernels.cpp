@@ -20,13 +20,15 @@ extern "C" {
 
 // Runs the residual stream x [tokens, hidden] in place through layers first .. last - 1. attention_input [tokens, in of
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
-// the stream before the layers that `hidden_layers` names, ascending. Returns -1, or the first token that points
+// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the number of
+// experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
 // outside the cache or the rotary tables; then nothing was computed.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
-                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t threads) {
+                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* expert_counts,
+                       int32_t threads) {
   return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
-               threads);
+               threads, expert_counts);
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
@@ -213,9 +215,13 @@ const char* foretell_abi() {
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next));
+    S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
+      F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
+      F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
+      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
-      F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
+      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
       F(Model, softcap));

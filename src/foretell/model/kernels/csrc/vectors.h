@@ -92,6 +92,13 @@ inline Float activate(Float x, int32_t kind) {
   return splat(0.5f) * x * (splat(1.0f) + tanh_of(splat(0.7978845608f) * cubic));
 }
 
+// activation(gate) * up, or what stands for it.
+inline Float gated(Float gate, Float up, int32_t kind) {
+  if (kind != kClampedSwiglu) return activate(gate, kind) * up;
+  const Float limit = splat(7.0f), g = smaller(gate, limit), u = larger(smaller(up, limit), -limit);
+  return (u + splat(1.0f)) * (g / (splat(1.0f) + exponential(splat(-1.702f) * g)));
+}
+
 // GELU with the error function itself, to about 2e-7 (Abramowitz and Stegun, 7.1.26).
 inline Float gelu(Float x) {
   const Float z = larger(x, -x) * splat(0.70710678f), t = splat(1.0f) / fma(z, splat(0.3275911f), splat(1.0f));
