@@ -188,6 +188,11 @@ class NativeDecoder:
         """Bytes of embedding, norm and head."""
         return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that a pass reads: the blocks and the head."""
+        return self.head.nbytes + sum(block.nbytes for block in self.stack.blocks)
+
     def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
         """The decoder of these packed blocks with this embedding, norm and head."""
         return self._sharing(self.config, self.stack.with_blocks(blocks))

@@ -179,6 +179,11 @@ void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count
   widen_blocks(kind, rows, count, in, out);
 }
 
+// Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.
+void foretell_round_rows(int32_t kind, int32_t type, const void* const* rows, int32_t count, int32_t in, uint8_t* out) {
+  round_rows(kind, type, rows, count, in, out);
+}
+
 // Words of a panel.
 int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
@@ -263,6 +268,7 @@ const char* foretell_abi() {
     S(foretell_topk_softmax);
     S(foretell_pack_rows);
     S(foretell_widen_rows);
+    S(foretell_round_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
