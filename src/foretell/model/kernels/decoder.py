@@ -37,7 +37,7 @@ from foretell.model.stored_matrix import StoredMatrix
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock)
+    assert isinstance(block, DecoderBlock) and isinstance(block.qkv, Linear)
     mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
