@@ -18,6 +18,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
 """`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
+CacheDtype = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class ModelConfig:
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    cache_dtype: CacheDtype = "auto"
+    """Numbers of cached keys and values: int8 with one scale per token and head, or as the model computes."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

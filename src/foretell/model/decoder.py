@@ -297,7 +297,7 @@ class Decoder(nn.Module):
     def backend(self) -> Backend:
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
-        return Backend("torch", self.device.type, precision)
+        return Backend("torch", self.device.type, precision, cache_dtype=self.config.cache_dtype)
 
     def first_layers(self, layers: int) -> "Decoder":
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
@@ -324,7 +324,8 @@ class Decoder(nn.Module):
         if c.latent is not None:
             return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, dtype, self.device)
         recurrent = c.state_layers
-        keys_and_values = KVCache(c.layers - len(recurrent), c.kv_heads, c.head_dim, dtype, self.device)
+        int8 = c.cache_dtype == "int8"
+        keys_and_values = KVCache(c.layers - len(recurrent), c.kv_heads, c.head_dim, dtype, self.device, int8)
         if c.state is None:
             return keys_and_values
         attention = [i for i in range(c.layers) if i not in recurrent]

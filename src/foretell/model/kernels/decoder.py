@@ -24,11 +24,11 @@ from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
 from foretell.model.kernels import build
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
+from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
 from foretell.model.kernels.structures import Precision
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
@@ -150,16 +150,10 @@ class NativeDecoder:
         """Whether the kernels run this architecture."""
         return NativeStack.supports(config)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> NativeKVCache:
         """An empty cache for this network."""
         c = self.config
-        return KVCache(
-            c.layers,
-            c.kv_heads,
-            c.head_dim,
-            torch.float32 if self.precision == "float32" else torch.bfloat16,
-            self.device,
-        )
+        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8")
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
@@ -185,12 +179,19 @@ class NativeDecoder:
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
-        return Backend("native", "cpu", self.precision, instructions, batch_invariant=True)
+        return Backend(
+            "native", "cpu", self.precision, instructions, batch_invariant=True, cache_dtype=self.config.cache_dtype
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
         return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that a pass reads: the blocks and the head."""
+        return self.head.nbytes + sum(block.nbytes for block in self.stack.blocks)
 
     def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
         """The decoder of these packed blocks with this embedding, norm and head."""

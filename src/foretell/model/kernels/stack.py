@@ -18,11 +18,11 @@ from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
+from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
 from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
-from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
-from foretell.model.kv_cache import KVCache
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
 from foretell.model.stored_matrix import Matrix
@@ -117,7 +117,7 @@ class NativeStack:
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
+            *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
@@ -143,7 +143,8 @@ class NativeStack:
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
+        shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
+        shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
@@ -315,10 +316,13 @@ class NativeStack:
 
     def cache_struct(self, cache: Cache) -> structures.Cache:
         """A cache as an argument of the kernels."""
-        assert isinstance(cache, KVCache)
+        if not isinstance(cache, NativeKVCache):
+            raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        return structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+        if slots % structures.LANES:
+            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
+        return cache.struct

@@ -22,7 +22,10 @@ ABI_VERSION = 1
 PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
-"""Numbers per vector."""
+"""Numbers per vector, and slots per block of the key-value cache."""
+MAX_HEAD_DIM = 512
+MAX_GROUP = 16
+"""Query heads per key-value head."""
 
 
 class Weight(ctypes.Structure):
@@ -108,6 +111,7 @@ class DynamicTree(ctypes.Structure):
         *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
+        *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
     )
 
 
@@ -132,7 +136,10 @@ class Sampling(ctypes.Structure):
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
-    _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int32) for name in ("rows", "slots")),
+    )
 
 
 Argument = Any
@@ -168,9 +175,11 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
     "foretell_widen_rows": (None, (_I, _P, _I, _I, _P)),
+    "foretell_round_rows": (None, (_I, _I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
+    "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""
@@ -182,6 +191,8 @@ def interface() -> str:
         "version": ABI_VERSION,
         "panel": PANEL,
         "lanes": LANES,
+        "max_head_dim": MAX_HEAD_DIM,
+        "max_group": MAX_GROUP,
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }

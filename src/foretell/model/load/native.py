@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def packed_bytes(config: ModelConfig, weights: Weights, precision: Precision) ->
     kernels = build.library()
     blocks = {0, config.layers // 2, config.layers - 1}
     largest = max(_block_bytes(config, read_block(config, i, weights, precision), precision) for i in blocks)
-    head = plan_rows([_head(config, weights)], precision)
+    head = plan_rows([weights.output_matrix(config)], precision)
     return config.layers * largest + sum(panels.nbytes(kernels) for panels in head)
 
 
@@ -118,7 +119,10 @@ def _block_bytes(config: ModelConfig, block: BlockWeights, precision: Precision)
 
 
 def _place_in_cache(config: ModelConfig, weights: Weights, precision: Precision) -> PackedWeightsFile | None:
-    return PackedWeightsFile(weights.files, precision, [repr(config)]) if weights.files else None
+    if not weights.files:
+        return None
+    sizes = replace(config, rope=None, local_rope=None, context=1)
+    return PackedWeightsFile(weights.files, weights.variant or precision, [repr(sizes)])
 
 
 class _Keep:
@@ -186,7 +190,7 @@ def _kept_in(
 def _pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
     # Fails early on a configuration with too many layers.
     weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
-    head = NativeLinear(_head(config, weights), None, precision)
+    head = NativeLinear(weights.output_matrix(config), None, precision)
     weights.release_pages()
     norm = weights.require("model.norm.weight", config.hidden).float() + config.norm_offset
     return _assemble(config, weights, precision, head, norm)
@@ -197,11 +201,6 @@ def _restore_outer(
 ) -> NativeDecoder:
     scale = norm.tensors[0].view(torch.float32)
     return _assemble(config, weights, precision, NativeLinear.of_packed(head, precision), scale)
-
-
-def _head(config: ModelConfig, weights: Weights) -> StoredMatrix:
-    own = None if config.tied else weights.head_matrix(config.vocab, config.hidden)
-    return weights.matrix(_EMBEDDING, config.vocab, config.hidden) if own is None else own
 
 
 def _assemble(

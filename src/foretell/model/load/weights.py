@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -40,12 +41,24 @@ _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
 
+Storage = Literal["quantized", "float32", "half"]
+"""How a checkpoint stores its matrices: as quantised blocks, in float32, or in a float of 16 bits."""
+
+
 class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
     files: Sequence[Path] = ()
     """Files that the tensors come from; none: they are made up."""
+
+    variant = ""
+    """What distinguishes the weights from others of the same files."""
+
+    @property
+    def storage(self) -> Storage:
+        """How the matrices of the blocks are stored, most of them."""
+        return "float32"
 
     def maps(self, name: str) -> bool:
         """Whether `matrix` gives this one as a view of a mapped file, so that keeping it takes no memory."""
@@ -95,6 +108,11 @@ class Weights(ABC):
         """As `head`, but as the file stores it."""
         found = self.head(vocab, hidden)
         return None if found is None else StoredMatrix.of(found)
+
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The output matrix as the file stores it; the embedding where the two are tied."""
+        own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
+        return self.matrix("model.embed_tokens.weight", config.vocab, config.hidden) if own is None else own
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
@@ -171,6 +189,12 @@ class SafetensorsWeights(Weights):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
+
+    @property
+    def storage(self) -> Storage:
+        """By the embedding, which is there in every checkpoint."""
+        table = self.get("model.embed_tokens.weight")
+        return "float32" if table is not None and table.dtype == torch.float32 else "half"
 
     def maps(self, name: str) -> bool:
         """True: all tensors are views."""
@@ -307,6 +331,11 @@ class GGUFWeights(Weights):
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+
+    @property
+    def storage(self) -> Storage:
+        """By the types of the tensors in the blocks."""
+        return self._file.storage
 
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""
