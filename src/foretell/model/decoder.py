@@ -16,15 +16,14 @@ from torch import nn
 from foretell.model.activation import Activation, gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
-from foretell.model.cache import Cache, LayeredCache
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
-from foretell.model.state_store import StateStore
+from foretell.model.state_store import build_cache
 
 
 class RMSNorm(nn.Module):
@@ -310,16 +309,7 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        c, dtype = self.config, self.embedding.dtype
-        recurrent = c.state_layers
-        keys_and_values = KVCache(c.layers - len(recurrent), c.kv_heads, c.head_dim, dtype, self.device)
-        if c.state is None:
-            return keys_and_values
-        attention = [i for i in range(c.layers) if i not in recurrent]
-        places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
-        wide = torch.promote_types(dtype, torch.float32)
-        states = StateStore(len(recurrent), c.state.shape, wide, self.device)
-        return LayeredCache([keys_and_values, states], [places[i] for i in range(c.layers)])
+        return build_cache(self.config, self.embedding.dtype, self.device)
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""

@@ -13,17 +13,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from foretell.model.cache import Cache
+from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, interleave_bias, pack_gate_up, pack_rows
+from foretell.model.kernels.pack import Matrix, PackedWeight, interleave_bias, pack_gate_up, pack_rows
+from foretell.model.kernels.states import NativeStateStore, PackedMixer, projected_width
+from foretell.model.kernels.states import supports as supports_states
 from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
+from foretell.model.linear import Linear
 from foretell.model.rope import RopeTables
+from foretell.model.state_layers import StateMixer
 
 _LAYER_LINEARS = 4
 """Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
@@ -54,6 +58,10 @@ class BlockWeights:
     sinks: Tensor | None = None
     """A score per query head that joins the softmax over its keys."""
     experts: ExpertMatrices | None = None
+    attention_gate: Matrix | None = None
+    attention_gate_bias: Tensor | None = None
+    mixer: StateMixer | None = None
+    """What takes the place of attention; `qkv` and `output` are its projections."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,13 @@ class PackedBlock:
     linears: PackedLinears
     norms: tuple[Tensor, ...]
     experts: PackedExperts | None = None
+    mixer: PackedMixer | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
         own = sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
-        return own + (0 if self.experts is None else self.experts.nbytes)
+        return own + sum(part.nbytes for part in (self.experts, self.mixer) if part is not None)
 
 
 class NativeStack:
@@ -106,7 +115,7 @@ class NativeStack:
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
             *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
-            *(config.norm_eps, config.scale, config.attention_softcap),
+            *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
         )
         self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
         self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
@@ -116,10 +125,10 @@ class NativeStack:
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
         plain = not (config.latent or config.learned_positions or config.parallel_blocks)
-        plain = plain and not (config.state or config.attention_gate)
-        plain = plain and config.residual_scale == 1 and config.logit_scale == 1
+        plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
+            plain = plain and config.residual_scale == 1
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
         shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
@@ -153,7 +162,7 @@ class NativeStack:
         Raises:
             ValueError: as a call, or `hidden_layers` names a block that does not run.
         """
-        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache)
+        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache, layout)
         check_tensor(x, torch.float32, "x", x.shape[0], self.config.hidden)
         if not 0 <= first <= last <= len(self.layers):
             raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self.layers)}")
@@ -222,14 +231,18 @@ class NativeStack:
         )
         how = self.precision, self._kernels
         linears = [
-            (pack_rows(block.qkv, *how), block.qkv_bias),
+            self._pack_inputs(block),
             (pack_rows([block.output], *how), block.output_bias),
         ]
         if block.gate is not None and block.up is not None and block.down is not None:
             bias = interleave_bias(block.gate_bias, block.up_bias)
             linears.append(([pack_gate_up(block.gate, block.up, *how)], bias))
             linears.append((pack_rows([block.down], *how), block.down_bias))
+        if block.attention_gate is not None:
+            linears.append((pack_rows([block.attention_gate], *how), block.attention_gate_bias))
         packed = PackedLinears(linears)
+        structs = list(packed.structs)
+        gate = structs.pop() if block.attention_gate is not None else structures.Weight()
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
@@ -237,15 +250,33 @@ class NativeStack:
         if block.experts is not None:
             assert self.config.experts is not None
             experts = PackedExperts(self.config.experts, block.experts, *how)
-        structs = [*packed.structs, structures.Weight(), structures.Weight()]
+        structs = [*structs, structures.Weight(), structures.Weight()]
+        recurrent = self.config.state_layers
+        mixer = None if block.mixer is None else PackedMixer(block.mixer, recurrent.index(i))
         struct = structures.Layer(
-            *structs[:_LAYER_LINEARS],
+            *(*structs[:_LAYER_LINEARS], gate),
+            None if mixer is None else ctypes.pointer(mixer.struct),
+            sum(j not in recurrent for j in range(i)),
             *(None if scale is None else scale.data_ptr() for scale in scales),
             None if experts is None else ctypes.pointer(experts.struct),
             *(self._no_rope if i in self.config.unrotated_layers else self._ropes[window > 0]),
             *(window, 1, 1),
         )
-        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None), experts)
+        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None), experts, mixer)
+
+    def _pack_inputs(self, block: BlockWeights) -> tuple[list[PackedWeight], Tensor | None]:
+        """The products of a block's normed input: query, key and value, or what its mixer reads."""
+        weights = pack_rows(block.qkv, self.precision, self._kernels)
+        gates = getattr(block.mixer, "gates", None)
+        if not isinstance(gates, Linear):
+            return weights, block.qkv_bias
+        precision: Precision = "float32" if self.precision == "float32" else "bfloat16"
+        weights = [*weights, *pack_rows([gates.weight], precision, self._kernels)]
+        if block.qkv_bias is None and gates.bias is None:
+            return weights, None
+        outputs = sum(part.shape[0] for part in block.qkv)
+        sides = zip((block.qkv_bias, gates.bias), (outputs, gates.weight.shape[0]), strict=True)
+        return weights, torch.cat([torch.zeros(n) if bias is None else bias.float() for bias, n in sides])
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
@@ -287,12 +318,27 @@ class NativeStack:
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         return structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
 
-    def cache_struct(self, cache: Cache) -> structures.Cache:
-        """A cache as an argument of the kernels."""
+    def cache_struct(self, cache: Cache, layout: Layout | None = None) -> structures.Cache:
+        """A cache as an argument of the kernels; `layout`: of the pass, for models with recurrent states."""
+        states, recurrent = None, self.config.state_layers
+        if isinstance(cache, LayeredCache):
+            cache, store = cache.stores
+            assert self.config.state is not None and isinstance(store, NativeStateStore) and layout is not None
+            states = store.native_pass(layout, projected_width(self.config.state))
         assert isinstance(cache, KVCache)
         layers, rows, _, slots, _ = cache.k.shape
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
+        shape = (
+            max(layers, sum(i not in recurrent for i in range(len(self.layers)))),
+            rows,
+            self.config.kv_heads,
+            slots,
+            self.config.head_dim,
+        )
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        return structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+        struct = structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+        if states is not None:
+            struct.states = ctypes.pointer(states.struct)
+            struct.kept = states
+        return struct

@@ -46,11 +46,35 @@ class Experts(ctypes.Structure):
     )
 
 
+class StateLayer(ctypes.Structure):
+    """What takes the place of a layer's attention."""
+
+    _fields_ = (
+        *(("kind", c_int32), ("index", c_int32), ("convolution", c_void_p), ("convolution_bias", c_void_p)),
+        *((name, c_void_p) for name in ("rate", "time_bias", "skip", "norm")),
+        ("eps", c_float),
+    )
+
+
+class States(ctypes.Structure):
+    """Recurrent states, and the order in which the tokens of a pass read and change them."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("channels", "taps", "heads", "groups", "key_dim", "value_dim", "width")),
+        *((name, c_int32) for name in ("cache_rows", "nodes")),
+        *((name, c_void_p) for name in ("inputs", "state", "node_inputs", "node_keys", "node_values", "node_decay")),
+        *((name, c_int32) for name in ("rows", "depth", "recorded_count")),
+        *((name, c_void_p) for name in ("row", "start", "chain_begin", "chain", "walk_begin", "walk_token")),
+        *((name, c_void_p) for name in ("walk_node", "walk_depth", "windows", "tails", "recorded", "node")),
+    )
+
+
 class Layer(ctypes.Structure):
     """One decoder block."""
 
     _fields_ = (
-        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Weight) for name in ("qkv", "output", "gate_up", "down", "attention_gate")),
+        *(("state", POINTER(StateLayer)), ("store", c_int32)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
         ("experts", POINTER(Experts)),
@@ -65,7 +89,7 @@ class Model(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "ffn", "context")),
         *((name, c_int32) for name in ("cache_kind", "activation")),
-        *((name, c_float) for name in ("eps", "scale", "softcap")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "residual_scale")),
     )
 
 
@@ -120,7 +144,10 @@ class Layout(ctypes.Structure):
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
-    _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
+    _fields_ = (
+        *(("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32)),
+        ("states", POINTER(States)),
+    )
 
 
 Argument = Any
@@ -147,6 +174,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
     ),
+    "foretell_keep_states": (None, (POINTER(States), _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_linear": (None, (POINTER(Weight), _P, _P, _I, _I, _I)),
     "foretell_mlp_speculator_stage": (None, (POINTER(Stage), _P, _P, _P, _P, _I, _I)),
     "foretell_linear_topk_softmax": (None, (POINTER(Weight), _P, _P, _P, _I, _I, _I)),
@@ -171,7 +199,20 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Experts, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Cache)
+    structures = (
+        Weight,
+        Experts,
+        StateLayer,
+        States,
+        Layer,
+        Model,
+        Stage,
+        Embedding,
+        EagleInput,
+        DynamicTree,
+        Layout,
+        Cache,
+    )
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]
