@@ -15,7 +15,6 @@ from foretell.model.config import (
     ModelConfig,
     from_gguf,
     from_hf,
-    quantization_method,
     with_context,
     with_rope_scaling,
 )
@@ -186,7 +185,8 @@ def test_longrope_opens_with_the_context_before_scaling() -> None:
 def test_other_rotary_scaling_replaces_that_of_the_file() -> None:
     raw = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "head_dim": 64}
     plain = from_hf({**raw, "rope_theta": 5e4})
-    for parameters in (YARN, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}):
+    scalings: list[dict[str, Any]] = [YARN, *({"rope_type": t, "factor": 2.0} for t in ("linear", "dynamic"))]
+    for parameters in scalings:
         original = parameters.get("original_max_position_embeddings", 64)
         longer = with_rope_scaling(plain, parameters)
         assert longer.rope == from_hf({**raw, "rope_theta": 5e4, "rope_scaling": parameters}).rope
@@ -381,14 +381,6 @@ def test_hostile_gguf_metadata_is_read_or_refused(name: str) -> None:
                 from_gguf({**raw, key: value}, "m.gguf")
             except ValueError as error:
                 assert str(error).startswith("m.gguf: ") and "\n" not in str(error)
-
-
-def test_quantisations_are_known_by_name() -> None:
-    assert quantization_method({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
-    assert quantization_method({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
-    assert quantization_method({"quantization": {"bits": 4}}) == "quantization"
-    assert quantization_method({"quantization_config": None}) is None
-    assert quantization_method({}) is None
 
 
 def test_gguf_rotary_keys_are_read_as_llama_cpp_reads_them() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
 from foretell.model.config import ModelConfig, MoEConfig
+from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.layout import Layout
@@ -119,15 +120,16 @@ def test_an_expert_without_tokens_is_not_read() -> None:
     config = replace(CONFIGS["mixtral"], layers=1)
     config = replace(config, experts=replace(config.experts, layers=(0,)))  # type: ignore[type-var]
     runner = run(config, "float32")
-    stack = runner.network._stack  # type: ignore[attr-defined]
-    experts = stack.layers[0].experts.contents
+    stack = runner.network.stack  # type: ignore[attr-defined]
+    experts = structures.Experts.from_address(stack.layers[0].experts)
+    gate_up = (structures.Weight * 6).from_address(experts.gate_up)
     assert runner.forward([0], chain_tree([3])).experts == (2,)
     wanted, tried = runner.forward([0], chain_tree([3])).logits, 0
     for i in range(config.experts.count):  # type: ignore[union-attr]
-        kept = experts.gate_up[i].words
-        experts.gate_up[i].words = experts.gate_up[(i + 1) % 6].words
+        kept = gate_up[i].words
+        gate_up[i].words = gate_up[(i + 1) % 6].words
         tried += torch.equal(runner.forward([0], chain_tree([3])).logits, wanted)
-        experts.gate_up[i].words = kept
+        gate_up[i].words = kept
     assert tried == 4
 
 

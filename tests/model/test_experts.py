@@ -14,13 +14,23 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
+from foretell.core.sampling import SamplingParams
+from foretell.engine.engine import Request
+from foretell.load import load
+from foretell.model import kernels as native
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
-from foretell.model.load.experts import mxfp4_rows
+from foretell.model.kernels import structures
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.native import load_native
+from foretell.model.load.quantization_config import parse_quantization
+from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, Weights, build_decoder, gguf_config
-from foretell.model.stored_matrix import StoredMatrix
-from helpers import all_logits, random_tokens
+from foretell.model.runner import DecoderRunner
+from foretell.testing import letter_codec
+from helpers import all_logits, chain_tree, random_tokens
 from model.test_decoder import YARN
 
 SIZES: dict[str, Any] = {
@@ -128,7 +138,9 @@ def decoder_of(path: Path) -> Decoder:
         config = gguf_config(file)
         weights = GGUFWeights(file, config)
     else:
-        config, weights = from_hf(json.loads((path / "config.json").read_text())), SafetensorsWeights(path)
+        raw = json.loads((path / "config.json").read_text())
+        config, quantization = from_hf(raw), parse_quantization(raw, "config.json")
+        weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
     return build_decoder(config, weights, torch.float32, torch.device("cpu"))
 
 
@@ -154,6 +166,13 @@ def hf_mxfp4(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return levels[..., 0] | levels[..., 1] << 4, blocks[..., 0].contiguous(), back
 
 
+def as_mxfp4(path: Path) -> None:
+    """Say in config.json that the experts are quantised."""
+    said = json.loads((path / "config.json").read_text())
+    said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(said))
+
+
 def test_mxfp4_experts_in_safetensors_give_the_logits_of_transformers(tmp_path: Path) -> None:
     oracle, text = oracle_of("gpt_oss"), random_tokens(40, 64)
     oracle.save_pretrained(tmp_path)
@@ -165,15 +184,11 @@ def test_mxfp4_experts_in_safetensors_give_the_logits_of_transformers(tmp_path: 
         library = transformers.integrations.mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         torch.testing.assert_close(library, back.transpose(1, 2), rtol=0, atol=0)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    as_mxfp4(tmp_path)
     with torch.no_grad():
         wanted = oracle(torch.tensor([text])).logits[0]
     found = all_logits(decoder_of(tmp_path), text)
     torch.testing.assert_close(torch.from_numpy(found), wanted.double(), rtol=0, atol=1e-4)
-
-
-def test_mxfp4_of_both_formats_is_the_same_matrix() -> None:
-    blocks, scales, back = hf_mxfp4(torch.randn(1, 6, 96, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(StoredMatrix("MXFP4", 96, mxfp4_rows(blocks[0], scales[0])).widen(), back[0])
 
 
 def test_a_layer_without_scales_is_named(tmp_path: Path) -> None:
@@ -182,6 +197,7 @@ def test_a_layer_without_scales_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     tensors[f"{name}_blocks"] = hf_mxfp4(tensors.pop(name).transpose(1, 2))[0]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    as_mxfp4(tmp_path)
     with pytest.raises(ValueError, match=r"no model\.layers\.0\.mlp\.experts\.down_proj_scales"):
         decoder_of(tmp_path)
 
@@ -190,3 +206,42 @@ def test_a_layer_without_scales_is_named(tmp_path: Path) -> None:
 def test_other_constants_of_gpt_oss_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} .*no other value is supported"):
         from_hf({"model_type": "gpt_oss", **SIZES, key: 3.5})
+
+
+def down_kind(network: NativeDecoder) -> int:
+    """How the first expert's last matrix is packed."""
+    experts = structures.Experts.from_address(network.stack.layers[0].experts)
+    return int(structures.Weight.from_address(experts.down).kind)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
+@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", Kind.MXFP4), ("qwen2_moe", Kind.Q8_0), ("mixtral", Kind.F32)])
+def test_blocks_of_a_file_run_on_the_kernels_with_the_bits_of_the_widened_model(
+    name: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        write_gguf(tmp_path / "model.gguf", name, oracle_of(name), kind)
+    file = GGUF(tmp_path / "model.gguf")
+    config, text = gguf_config(file), random_tokens(20, 64)
+    widened = NativeDecoder(decoder_of(tmp_path / "model.gguf"), "float32")
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path))
+    wanted = DecoderRunner(widened).forward([0], chain_tree(text))
+    for _ in ("packed from the file", "read from the cache of packed weights"):
+        stored = load_native(config, GGUFWeights(file, config), "float32")
+        assert down_kind(stored) == PANEL_KINDS.index(kind.name)
+        found = DecoderRunner(stored).forward([0], chain_tree(text))
+        assert torch.equal(found.logits, wanted.logits) and found.experts == wanted.experts
+
+
+def test_a_gpt_oss_directory_answers_as_transformers_does(tmp_path: Path) -> None:
+    oracle, text = oracle_of("gpt_oss"), random_tokens(10, 64)
+    oracle.save_pretrained(tmp_path)
+    letter_codec(64).tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompt, wanted = list(text), list[int]()
+    with torch.no_grad():
+        for _ in range(64):
+            wanted.append(int(oracle(torch.tensor([prompt + wanted])).logits[0, -1].argmax()))
+    for method in ("autoregressive", "prompt_lookup"):
+        engine = load(str(tmp_path), "float32").engine(method)
+        found = engine.complete([Request(prompt, SamplingParams(temperature=0), max_new_tokens=64)])[0]
+        assert list(found.tokens) == wanted

@@ -319,10 +319,19 @@ def test_quantised_tensors_are_refused_by_name(
     one_sentence(error, "model.safetensors", "quantised checkpoint", "proj.")
 
 
-@pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "hqq", "mxfp4"])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        ("llama", "bitsandbytes"),
+        ("llama", "hqq"),
+        ("llama", "quark"),
+        ("gpt2", "gptq"),
+        ("gpt2", "fp8"),
+        ("gpt2", "awq"),
+    ],
+)
 def test_quantised_checkpoints_are_refused_by_their_configuration(
-    method: str, architecture: str, checkpoint: Path
+    architecture: str, method: str, checkpoint: Path
 ) -> None:
     file = checkpoint / "config.json"
     raw = json.loads(file.read_text()) | {"model_type": architecture, "quantization_config": {"quant_method": method}}
@@ -390,7 +399,7 @@ def test_a_gguf_file_without_a_tensor_names_it(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, ["4 query heads", "3"]),
         ({"num_hidden_layers": 0}, ["layers"]),
         ({"hidden_act": "mish"}, ["mish", "silu"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, ["spiral", "yarn"]),
     ],
 )
 def test_a_configuration_out_of_the_family_is_refused(

@@ -70,7 +70,7 @@ class CachedAttention(AttentionBackend):
         store, index = self._cache.store(layer)
         assert isinstance(store, KVCache)
         store.write(index, padded.row, padded.slot, k, v)
-        q = q.to(store.k.dtype)
+        q = q.to(store.dtype)
         return padded_attention(q, index, store, padded, c.window_of(layer), c.scale, c.attention_softcap, sinks)
 
 
@@ -87,7 +87,7 @@ def padded_attention(
     """Grouped-query softmax attention; the heads of a group become further queries, so that keys are read once."""
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
-    k, v = (part[layer].index_select(0, padded.cache_rows)[:, :, :s] for part in (cache.k, cache.v))
+    k, v = cache.read(layer, padded.cache_rows, s)
     kv = k.shape[1]
     group = heads // kv
     folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)

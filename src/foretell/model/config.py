@@ -14,6 +14,8 @@ from foretell.model.rope_config import read_gguf_rope, read_rope
 from foretell.model.state_config import StateConfig, read_state
 from foretell.utils.validation import Fields
 
+CacheDtype = Literal["auto", "int8"]
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -126,6 +128,8 @@ class ModelConfig:
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    cache_dtype: CacheDtype = "auto"
+    """Numbers of cached keys and values: int8 with one scale per token and head, or as the model computes."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -276,18 +280,6 @@ def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
     kind = raw.get("model_type")
     return not isinstance(kind, str) or kind in _TEXT_MODELS or kind in ARCHITECTURES
-
-
-def quantization_method(raw: Mapping[str, Any]) -> str | None:
-    """The quantisation method named in a `config.json`; None: there is none."""
-    text = raw.get("text_config")
-    for holder in (raw, text if isinstance(text, Mapping) else {}):
-        for key in ("quantization_config", "compression_config", "quantization"):
-            found = holder.get(key)
-            if found:
-                values = found if isinstance(found, Mapping) else {}
-                return str(values.get("quant_method") or values.get("format") or values.get("quant_algo") or key)
-    return None
 
 
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

@@ -18,12 +18,13 @@ from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
+from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
-from foretell.model.state_store import build_cache
+from foretell.model.state_store import StateStore, build_cache
 
 
 class RMSNorm(nn.Module):
@@ -248,6 +249,18 @@ class SkipSet:
     mlp: frozenset[int] = frozenset()
 
 
+def decoder_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
+    """Rotary tables of full-attention layers and of sliding-window layers; one object where these are the same.
+
+    Raises:
+        ValueError: the configuration has no rotary positions.
+    """
+    if config.rope is None:
+        raise ValueError(f"{config.architecture}: the decoder needs rotary positions")
+    full = rope_tables(config.rope, config.head_dim, config.context)
+    return full, rope_tables(config.local_rope, config.head_dim, config.context) if config.local_rope else full
+
+
 class Decoder(nn.Module):
     """A decoder in torch: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
@@ -267,15 +280,9 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = Linear(self.embedding.data) if head is None else head
         self.skip = skip
-        self.rope_tables = self._build_rope_tables(local=False)
-        self.local_rope_tables = self._build_rope_tables(local=True)
-
-    def _build_rope_tables(self, local: bool) -> RopeTables:
-        rope = self.config.local_rope if local and self.config.local_rope else self.config.rope
-        if rope is None:
-            raise ValueError(f"{self.config.architecture}: the decoder needs rotary positions")
-        cos, sin = rope_tables(rope, self.config.head_dim, self.config.context)
-        return cos.to(self.device), sin.to(self.device)
+        full, local = decoder_rope_tables(config)
+        self.rope_tables = full[0].to(self.device), full[1].to(self.device)
+        self.local_rope_tables = local[0].to(self.device), local[1].to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -286,7 +293,7 @@ class Decoder(nn.Module):
     def backend(self) -> Backend:
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
-        return Backend("torch", self.device.type, precision)
+        return Backend("torch", self.device.type, precision, cache_dtype=self.config.cache_dtype)
 
     def first_layers(self, layers: int) -> "Decoder":
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
@@ -309,7 +316,12 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        return build_cache(self.config, self.embedding.dtype, self.device)
+        c, dtype, device = self.config, self.embedding.dtype, self.device
+        return build_cache(
+            c,
+            lambda layers: KVCache(layers, c.kv_heads, c.head_dim, dtype, device, c.cache_dtype == "int8"),
+            lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
+        )
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""

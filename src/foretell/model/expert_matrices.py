@@ -1,4 +1,4 @@
-"""The matrices of a mixture-of-experts layer as their checkpoint stores them."""
+"""The matrices of gated feed-forward networks and of mixtures of experts, as a decoder or its checkpoint has them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix
 
 Tensor = torch.Tensor
 
@@ -15,9 +15,9 @@ Tensor = torch.Tensor
 class GatedMatrices:
     """The matrices of a gated feed-forward network, and their biases (None: there are none)."""
 
-    gate: StoredMatrix
-    up: StoredMatrix
-    down: StoredMatrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     gate_bias: Float[Tensor, " f"] | None = None
     up_bias: Float[Tensor, " f"] | None = None
     down_bias: Float[Tensor, " d"] | None = None

@@ -5,7 +5,7 @@ are always kept, beside them, and records of the drafted nodes, by which `keep` 
 with the same operations, in the same order, as if the path had been read token by token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.state_config import StateShape
 from foretell.model.state_plan import PassPlan
@@ -121,16 +120,18 @@ class StateStore(Cache):
 
 
 def build_cache(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, store: type[StateStore] = StateStore
+    config: ModelConfig,
+    attention_store: Callable[[int], Cache],
+    state_store: Callable[[int, StateShape], StateStore],
 ) -> Cache:
-    """An empty cache for a network: keys and values in `dtype`, and the recurrent states, where it has some."""
+    """An empty cache for a network, from the stores of so many layers of its kinds."""
     recurrent = config.state_layers
-    keys_and_values = KVCache(config.layers - len(recurrent), config.kv_heads, config.head_dim, dtype, device)
+    keys_and_values = attention_store(config.layers - len(recurrent))
     if config.state is None:
         return keys_and_values
     attention = [i for i in range(config.layers) if i not in recurrent]
     places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
-    states = store(len(recurrent), config.state.shape, torch.promote_types(dtype, torch.float32), device)
+    states = state_store(len(recurrent), config.state.shape)
     return LayeredCache([keys_and_values, states], [places[i] for i in range(config.layers)])
 
 

@@ -37,7 +37,7 @@ def write_hf(
     write_weights(folder, tensors)
     _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if codec is not None:
-        _write_codec(folder, codec)
+        write_codec(folder, codec)
 
 
 def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -145,7 +145,8 @@ def _split_fused(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, 
     }
 
 
-def _write_codec(folder: Path, codec: TextCodec) -> None:
+def write_codec(folder: Path, codec: TextCodec) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`; files of these names are replaced."""
     _write(folder / "tokenizer.json", codec.tokenizer.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": codec.bos, "eos_token": codec.eos}
     config["chat_template"] = codec.chat_template

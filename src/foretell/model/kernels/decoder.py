@@ -1,5 +1,6 @@
 """The decoder on the CPU kernels."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,9 @@ from foretell.model.decoder import (
 from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
 from foretell.model.kernels import build
 from foretell.model.kernels.dynamic_tree import DynamicTrees
-from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
+from foretell.model.kernels.embedding import NativeEmbedding
+from foretell.model.kernels.kv_cache import NativeKVCache
+from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
 from foretell.model.kernels.states import NativeStateStore
@@ -72,9 +75,9 @@ def block_weights(block: nn.Module) -> BlockWeights:
 def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
     """The matrices of a gated feed-forward network in torch."""
     assert isinstance(gate_up, Linear) and isinstance(down, Linear)
-    gate, up = map(StoredMatrix.of, gate_up.weight.chunk(2))
+    gate, up = gate_up.weight.chunk(2)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
-    return GatedMatrices(gate, up, StoredMatrix.of(down.weight), gate_bias, up_bias, down.bias)
+    return GatedMatrices(gate, up, down.weight, gate_bias, up_bias, down.bias)
 
 
 def expert_matrices(mlp: ExpertFeedForward) -> ExpertMatrices:
@@ -107,25 +110,51 @@ class NativeDecoder:
     device = torch.device("cpu")
 
     def __init__(self, decoder: Decoder, precision: Precision) -> None:
-        self.config, self.precision = decoder.config, precision
-        self._embedding = decoder.embedding.detach()
-        self._norm = decoder.norm.weight.detach()
+        head, table = decoder.head, decoder.embedding.detach()
         # The decoder's norm weights include the offset already.
-        config = replace(decoder.config, norm_offset=0.0)
-        self._stack = NativeStack(
-            config,
+        stack = NativeStack(
+            replace(decoder.config, norm_offset=0.0),
             [block_weights(b) for b in decoder.blocks],
             precision,
             decoder.rope_tables,
             decoder.local_rope_tables,
         )
-        self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
-        tied = decoder.head.weight.data_ptr() == self._embedding.data_ptr()
-        self._embeds_from_head = tied and not decoder.blocks and precision != "int8"
-        """Without blocks memory is limited: a tied embedding is read from the packed head, not kept twice."""
-        if self._embeds_from_head:
-            self._embedding = self._embedding.new_empty(0, decoder.config.hidden)
-        self._table, self._embedding_struct = pack_embedding(self._embedding, decoder.config.embedding_scale)
+        packed = NativeLinear(head.weight, head.bias, precision)
+        tied = head.weight.data_ptr() == table.data_ptr()
+        source = packed if tied and packed.holds_floats else StoredMatrix.of(table)
+        dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
+        self._assemble(
+            decoder.config,
+            NativeEmbedding(source, dtype, decoder.config.embedding_scale),
+            stack,
+            decoder.norm.weight.detach(),
+            packed,
+        )
+
+    @classmethod
+    def of_parts(
+        cls,
+        config: ModelConfig,
+        embedding: NativeEmbedding,
+        stack: NativeStack,
+        norm: Float[torch.Tensor, " d"],
+        head: NativeLinear,
+    ) -> "NativeDecoder":
+        """A decoder of packed parts; `norm` is the final norm's weight, its offset included."""
+        made = object.__new__(cls)
+        made._assemble(config, embedding, stack, norm, head)
+        return made
+
+    def _assemble(
+        self,
+        config: ModelConfig,
+        embedding: NativeEmbedding,
+        stack: NativeStack,
+        norm: Float[torch.Tensor, " d"],
+        head: NativeLinear,
+    ) -> None:
+        self.config, self.precision = config, head.precision
+        self.embedding, self.stack, self.norm, self.head = embedding, stack, norm, head
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -134,27 +163,30 @@ class NativeDecoder:
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        return build_cache(self.config, dtype, self.device, NativeStateStore)
+        c = self.config
+        return build_cache(
+            c,
+            lambda layers: NativeKVCache(layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8"),
+            lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
+        )
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
-        x = self._head.gather_rows(token) if self._embeds_from_head else self._embedding.index_select(0, token).float()
-        return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
+        return self.embedding(token)
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
         expert_counts = list[int]()
-        states = self._stack.run(x, layout, cache, *blocks, expert_counts=expert_counts)
+        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts)
         return BlockOutput(states, tuple(expert_counts))
 
     def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """The final norm, from the last block's output to the input of the head."""
-        return rms_norm(x, self._norm, self.config.norm_eps)
+        return rms_norm(x, self.norm, self.config.norm_eps)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
-        out = self._head(x)
+        out = self.head(x)
         if self.config.logit_scale != 1:
             out = out * self.config.logit_scale
         cap = self.config.logit_softcap
@@ -164,29 +196,36 @@ class NativeDecoder:
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
-        return Backend("native", "cpu", self.precision, instructions, batch_invariant=True)
+        return Backend(
+            "native", "cpu", self.precision, instructions, batch_invariant=True, cache_dtype=self.config.cache_dtype
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
-        return self._embedding.nbytes + self._norm.nbytes + self._head.nbytes
+        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
-    def pack_block(self, i: int, block: nn.Module) -> PackedBlock:
-        """Pack a block of the torch decoder as block `i`."""
-        return self._stack.pack_block(i, block_weights(block))
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that a pass reads: the blocks and the head."""
+        return self.head.nbytes + sum(block.nbytes for block in self.stack.blocks)
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
+        """The decoder of these packed blocks with this embedding, norm and head."""
+        return self._sharing(self.config, self.stack.with_blocks(blocks))
 
     def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[PackedBlock]:
         """The forward pass of a block over this layout and cache."""
         stack, tokens, memory = (
-            self._stack,
-            self._stack.layout_struct(layout.token_count, layout),
-            self._stack.cache_struct(cache, layout),
+            self.stack,
+            self.stack.layout_struct(layout.token_count, layout),
+            self.stack.cache_struct(cache, layout),
         )
         return lambda block, i, x: stack.run_block(block, i, x, tokens, memory)
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "NativeDecoder":
         """The same embedding, norm and head for another configuration of the blocks."""
-        return self._sharing(config, self._stack.without_sublayers(skip.attention, skip.mlp))
+        return self._sharing(config, self.stack.without_sublayers(skip.attention, skip.mlp))
 
     @property
     def grows_dynamic_trees(self) -> bool:
@@ -207,7 +246,7 @@ class NativeDecoder:
         Raises:
             ValueError: the cache has no room for the trees.
         """
-        stack = self._stack
+        stack = self.stack
         check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
         memory = stack.cache_struct(cache)
         invalid = build.library().foretell_decoder_trees(
@@ -215,9 +254,9 @@ class NativeDecoder:
                 stack.model,
                 stack.layers,
                 len(stack.layers),
-                self._embedding_struct,
-                self._head.struct,
-                self._norm.data_ptr(),
+                self.embedding.struct,
+                self.head.struct,
+                self.norm.data_ptr(),
             ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(memory, *trees.output_addresses, torch.get_num_threads()),
@@ -228,14 +267,14 @@ class NativeDecoder:
         """The first `layers` blocks with the same norm and head, sharing all weights."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._sharing(replace(self.config, layers=layers), self._stack.first_layers(layers))
+        return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
 
     def without_sublayers(self, skip: SkipSet) -> "NativeDecoder":
         """The network without some sub-layers, sharing all weights."""
-        return self._sharing(self.config, self._stack.without_sublayers(skip.attention, skip.mlp))
+        return self._sharing(self.config, self.stack.without_sublayers(skip.attention, skip.mlp))
 
     def _sharing(self, config: ModelConfig, stack: NativeStack) -> "NativeDecoder":
         other = object.__new__(NativeDecoder)
         other.__dict__.update(self.__dict__)
-        other.config, other._stack = config, stack
+        other.config, other.stack = config, stack
         return other

@@ -18,16 +18,18 @@ from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
+from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, PackedWeight, interleave_bias, pack_gate_up, pack_rows
-from foretell.model.kernels.states import NativeStateStore, PackedMixer, projected_width
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
+from foretell.model.kernels.states import NativeStateStore, pack_mixer, projected_width
 from foretell.model.kernels.states import supports as supports_states
-from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
-from foretell.model.kv_cache import KVCache
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
 from foretell.model.rope import RopeTables
 from foretell.model.state_layers import StateMixer
+from foretell.model.stored_matrix import Matrix
 
 _LAYER_LINEARS = 4
 """Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
@@ -64,21 +66,49 @@ class BlockWeights:
     """What takes the place of attention; `qkv` and `output` are its projections."""
 
 
-@dataclass(frozen=True)
-class PackedBlock:
-    """A packed decoder block: its structure, and the linear layers, norms, sinks and experts that this points into."""
+def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
+    """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
+    feed-forward network gate and up, and its output; then the gate of attention.
+    """
+    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
+    if gates is not None:
+        inputs = [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
+    layers = [inputs, plan_rows([block.output], precision)]
+    if block.gate is not None and block.up is not None and block.down is not None:
+        layers += [[plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
+    return layers if block.attention_gate is None else [*layers, plan_rows([block.attention_gate], precision)]
 
-    struct: structures.Layer
-    linears: PackedLinears
-    norms: tuple[Tensor, ...]
-    experts: PackedExperts | None = None
-    mixer: PackedMixer | None = None
+
+def _mixer_gates(block: BlockWeights) -> Linear | None:
+    """The gates that a layer's mixer reads beside its projected input."""
+    gates = getattr(block.mixer, "gates", None)
+    return gates if isinstance(gates, Linear) else None
+
+
+def _input_bias(block: BlockWeights) -> Tensor | None:
+    """The bias of all products of a block's normed input."""
+    gates = _mixer_gates(block)
+    if gates is None or (block.qkv_bias is None and gates.bias is None):
+        return block.qkv_bias
+    outputs = sum(part.shape[0] for part in block.qkv)
+    sides = zip((block.qkv_bias, gates.bias), (outputs, gates.weight.shape[0]), strict=True)
+    return torch.cat([torch.zeros(n) if bias is None else bias.detach().float() for bias, n in sides])
+
+
+class PackedBlock(PackedPart):
+    """A packed decoder block: its structure first, and all memory that this points into."""
+
+    @property
+    def struct(self) -> structures.Layer:
+        """The argument of the kernels."""
+        found = self.structs[0]
+        assert isinstance(found, structures.Layer)
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        own = sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
-        return own + sum(part.nbytes for part in (self.experts, self.mixer) if part is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class NativeStack:
@@ -114,12 +144,22 @@ class NativeStack:
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
+            *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
         )
-        self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
-        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
+        self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+
+    def _set_blocks(self, blocks: Sequence[PackedBlock]) -> None:
+        self.blocks = blocks
+        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in blocks))
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeStack":
+        """A stack of packed blocks with the rotary tables of this one."""
+        other = object.__new__(NativeStack)
+        other.__dict__.update(self.__dict__)
+        other._set_blocks(blocks)
+        return other
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -130,7 +170,8 @@ class NativeStack:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
             plain = plain and config.residual_scale == 1
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
+        shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
+        shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
@@ -229,54 +270,50 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        how = self.precision, self._kernels
-        linears = [
-            self._pack_inputs(block),
-            (pack_rows([block.output], *how), block.output_bias),
-        ]
-        if block.gate is not None and block.up is not None and block.down is not None:
-            bias = interleave_bias(block.gate_bias, block.up_bias)
-            linears.append(([pack_gate_up(block.gate, block.up, *how)], bias))
-            linears.append((pack_rows([block.down], *how), block.down_bias))
+        layers = plan_block(block, self.precision)
+        biases = [_input_bias(block), block.output_bias]
+        if block.gate is not None:
+            biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
-            linears.append((pack_rows([block.attention_gate], *how), block.attention_gate_bias))
-        packed = PackedLinears(linears)
+            biases.append(block.attention_gate_bias)
+        packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self._kernels)
         structs = list(packed.structs)
-        gate = structs.pop() if block.attention_gate is not None else structures.Weight()
+        gate = structures.Weight() if block.attention_gate is None else structs.pop()
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
         experts = None
         if block.experts is not None:
             assert self.config.experts is not None
-            experts = PackedExperts(self.config.experts, block.experts, *how)
+            experts = PackedExperts(self.config.experts, block.experts, self.precision, self._kernels)
         structs = [*structs, structures.Weight(), structures.Weight()]
         recurrent = self.config.state_layers
-        mixer = None if block.mixer is None else PackedMixer(block.mixer, recurrent.index(i))
+        mixer, vectors = None, list[Tensor]()
+        if block.mixer is not None:
+            mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
         struct = structures.Layer(
             *(*structs[:_LAYER_LINEARS], gate),
-            None if mixer is None else ctypes.pointer(mixer.struct),
+            None if mixer is None else ctypes.addressof(mixer),
             sum(j not in recurrent for j in range(i)),
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            None if experts is None else ctypes.pointer(experts.struct),
-            *(self._no_rope if i in self.config.unrotated_layers else self._ropes[window > 0]),
-            *(window, 1, 1),
+            None if experts is None else ctypes.addressof(experts.structs[0]),
+            *(None, None, window, 1, 1),
         )
-        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None), experts, mixer)
+        memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
+        further: list[structures.Memory] = [struct, *packed.further]
+        if experts is not None:
+            memory += experts.tensors
+            further += experts.structs
+        if mixer is not None:
+            memory += vectors
+            further.append(mixer)
+        return self.attach(i, PackedBlock(further, memory))
 
-    def _pack_inputs(self, block: BlockWeights) -> tuple[list[PackedWeight], Tensor | None]:
-        """The products of a block's normed input: query, key and value, or what its mixer reads."""
-        weights = pack_rows(block.qkv, self.precision, self._kernels)
-        gates = getattr(block.mixer, "gates", None)
-        if not isinstance(gates, Linear):
-            return weights, block.qkv_bias
-        precision: Precision = "float32" if self.precision == "float32" else "bfloat16"
-        weights = [*weights, *pack_rows([gates.weight], precision, self._kernels)]
-        if block.qkv_bias is None and gates.bias is None:
-            return weights, None
-        outputs = sum(part.shape[0] for part in block.qkv)
-        sides = zip((block.qkv_bias, gates.bias), (outputs, gates.weight.shape[0]), strict=True)
-        return weights, torch.cat([torch.zeros(n) if bias is None else bias.float() for bias, n in sides])
+    def attach(self, i: int, block: PackedBlock) -> PackedBlock:
+        """Let a packed block, as block `i`, point to the rotary tables of this stack."""
+        unrotated = i in self.config.unrotated_layers
+        block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
+        return block
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
@@ -325,20 +362,19 @@ class NativeStack:
             cache, store = cache.stores
             assert self.config.state is not None and isinstance(store, NativeStateStore) and layout is not None
             states = store.native_pass(layout, projected_width(self.config.state))
-        assert isinstance(cache, KVCache)
+        if not isinstance(cache, NativeKVCache):
+            raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        shape = (
-            max(layers, sum(i not in recurrent for i in range(len(self.layers)))),
-            rows,
-            self.config.kv_heads,
-            slots,
-            self.config.head_dim,
-        )
+        dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
+        least = sum(i not in recurrent for i in range(len(self.layers)))
+        shape = (max(layers, least), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        struct = structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
-        if states is not None:
-            struct.states = ctypes.pointer(states.struct)
-            struct.kept = states
+        if slots % structures.LANES:
+            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
+        if states is None:
+            return cache.struct
+        struct = structures.Cache.from_buffer_copy(cache.struct)
+        struct.states = ctypes.addressof(states.struct)
+        struct.kept = states
         return struct

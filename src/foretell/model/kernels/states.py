@@ -34,29 +34,22 @@ def projected_width(config: StateConfig) -> int:
     return s.channels + s.heads * s.value_dim + s.heads if isinstance(config, Mamba2Config) else 3 * s.channels
 
 
-class PackedMixer:
-    """What takes the place of a layer's attention, as an argument of the kernels; `index`: the layer's among those with
-    a state.
+def pack_mixer(mixer: StateMixer, index: int) -> tuple[structures.StateLayer, list[Tensor]]:
+    """What takes the place of a layer's attention, as an argument of the kernels, and the tensors that this points
+    into; `index`: the layer's among those with a state.
     """
-
-    def __init__(self, mixer: StateMixer, index: int) -> None:
-        state = structures.StateLayer(kind=_MIXERS.index(type(mixer)), index=index, eps=getattr(mixer, "eps", 0.0))
-        parts: dict[str, Tensor | None] = {"convolution": mixer.get_parameter("convolution").T}
-        if isinstance(mixer, (GatedDeltaNet, Mamba2)):
-            parts |= {"rate": mixer.log_decay.exp(), "time_bias": mixer.time_bias, "norm": mixer.norm}
-        if isinstance(mixer, Mamba2):
-            parts |= {"skip": mixer.skip, "convolution_bias": mixer.convolution_bias}
-        if isinstance(mixer, ShortConvolution):
-            parts["convolution_bias"] = mixer.bias
-        self.tensors = {n: p.detach().float().contiguous() for n, p in parts.items() if p is not None}
-        for name, tensor in self.tensors.items():
-            setattr(state, name, tensor.data_ptr())
-        self.struct = state
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its vectors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    struct = structures.StateLayer(kind=_MIXERS.index(type(mixer)), index=index, eps=getattr(mixer, "eps", 0.0))
+    parts: dict[str, Tensor | None] = {"convolution": mixer.get_parameter("convolution").T}
+    if isinstance(mixer, (GatedDeltaNet, Mamba2)):
+        parts |= {"rate": mixer.log_decay.exp(), "time_bias": mixer.time_bias, "norm": mixer.norm}
+    if isinstance(mixer, Mamba2):
+        parts |= {"skip": mixer.skip, "convolution_bias": mixer.convolution_bias}
+    if isinstance(mixer, ShortConvolution):
+        parts["convolution_bias"] = mixer.bias
+    tensors = {name: part.detach().float().contiguous() for name, part in parts.items() if part is not None}
+    for name, tensor in tensors.items():
+        setattr(struct, name, tensor.data_ptr())
+    return struct, list(tensors.values())
 
 
 @dataclass(frozen=True)

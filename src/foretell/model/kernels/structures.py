@@ -1,7 +1,7 @@
 """The structures of csrc/interface.h, field by field, and the signatures of the kernels."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any, Literal
 
 from foretell.model.linear import INT8_BLOCK, INT8_GROUP
@@ -22,7 +22,10 @@ ABI_VERSION = 1
 PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
-"""Numbers per vector."""
+"""Numbers per vector, and slots per block of the key-value cache."""
+MAX_HEAD_DIM = 512
+MAX_GROUP = 16
+"""Query heads per key-value head."""
 
 
 class Weight(ctypes.Structure):
@@ -38,7 +41,7 @@ class Experts(ctypes.Structure):
     """The mixture of experts of a layer."""
 
     _fields_ = (
-        *(("router", Weight), ("selection_bias", c_void_p), ("gate_up", POINTER(Weight)), ("down", POINTER(Weight))),
+        *(("router", Weight), ("selection_bias", c_void_p), ("gate_up", c_void_p), ("down", c_void_p)),
         *((name, Weight) for name in ("shared_gate_up", "shared_down")),
         *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
@@ -69,16 +72,19 @@ class States(ctypes.Structure):
     )
 
 
+Memory = ctypes.Structure | ctypes.Array[Weight]
+"""Structures that another one points to."""
+
+
 class Layer(ctypes.Structure):
     """One decoder block."""
 
     _fields_ = (
         *((name, Weight) for name in ("qkv", "output", "gate_up", "down", "attention_gate")),
-        *(("state", POINTER(StateLayer)), ("store", c_int32)),
+        *(("state", c_void_p), ("store", c_int32)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
-        ("experts", POINTER(Experts)),
-        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_void_p) for name in ("experts", "cos", "sin")),
         *((name, c_int32) for name in ("window", "attention", "mlp")),
     )
 
@@ -129,6 +135,7 @@ class DynamicTree(ctypes.Structure):
         *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
+        *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
     )
 
 
@@ -141,12 +148,22 @@ class Layout(ctypes.Structure):
     )
 
 
+class Sampling(ctypes.Structure):
+    """Sampling parameters of one row of logits, and the key of its noise."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("inverse_temperature", "top_p", "min_p")),
+        *(("noise", c_uint64), ("top_k", c_int32)),
+    )
+
+
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
     _fields_ = (
-        *(("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32)),
-        ("states", POINTER(States)),
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int32) for name in ("rows", "slots")),
+        ("states", c_void_p),
     )
 
 
@@ -182,9 +199,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
-    "foretell_pack_blocks": (None, (_I, _P, c_int64, _P, _I, _I, _P, _I)),
+    "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
+    "foretell_widen_rows": (None, (_I, _P, _I, _I, _P)),
+    "foretell_round_rows": (None, (_I, _I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
-    "foretell_hadamard": (None, (_P, c_int64)),
+    "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
+    "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
+    "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""
@@ -196,23 +217,13 @@ def interface() -> str:
         "version": ABI_VERSION,
         "panel": PANEL,
         "lanes": LANES,
+        "max_head_dim": MAX_HEAD_DIM,
+        "max_group": MAX_GROUP,
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (
-        Weight,
-        Experts,
-        StateLayer,
-        States,
-        Layer,
-        Model,
-        Stage,
-        Embedding,
-        EagleInput,
-        DynamicTree,
-        Layout,
-        Cache,
-    )
+    of_layers = (Weight, Experts, StateLayer, States, Layer, Model)
+    structures = (*of_layers, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

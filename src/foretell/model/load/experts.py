@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
@@ -12,7 +12,7 @@ from foretell.model.stored_matrix import StoredMatrix
 
 Tensor = torch.Tensor
 _MIXTRAL = ("block_sparse_moe.", ("w1", "w3", "w2"))
-_COMMON = ("mlp.", ("gate_proj", "up_proj", "down_proj"))
+_GATED = "gate_proj", "up_proj", "down_proj"
 
 
 class Weights(Protocol):
@@ -21,9 +21,11 @@ class Weights(Protocol):
     source: str
 
     def get(self, name: str) -> Float[Tensor, "*shape"] | None: ...  # noqa: D102
-    def bytes(self, name: str, *shape: int) -> UInt8[Tensor, "*shape"] | None: ...  # noqa: D102
     def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]: ...  # noqa: D102
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix: ...  # noqa: D102
+    def expert_matrices(  # noqa: D102
+        self, name: str, count: int, outputs: int, inputs: int
+    ) -> Iterator[StoredMatrix]: ...
 
 
 def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> ExpertMatrices:
@@ -57,20 +59,24 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
         yield from _stacked_experts(config, f"{prefix}mlp.experts.", weights)
         return
     for j in range(experts.count):
-        yield _read_gated(weights, f"{prefix}{stem}experts.{j}.", names, experts.ffn, config.hidden, experts.bias)
+        yield read_gated(weights, f"{prefix}{stem}experts.{j}.", experts.ffn, config.hidden, experts.bias, names)
 
 
 def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices:
     experts = config.experts
     assert experts is not None
     name = "shared_expert" if experts.shared_gate else "shared_experts"
-    return _read_gated(weights, f"{prefix}mlp.{name}.", _COMMON[1], experts.shared_ffn, config.hidden, bias=False)
+    return read_gated(weights, f"{prefix}mlp.{name}.", experts.shared_ffn, config.hidden, bias=False)
 
 
-def _read_gated(
-    weights: Weights, prefix: str, names: tuple[str, str, str], ffn: int, hidden: int, bias: bool
+def read_gated(
+    weights: Weights, prefix: str, ffn: int, hidden: int, bias: bool, names: tuple[str, str, str] = _GATED
 ) -> GatedMatrices:
-    """The matrices called `names` (gate, up, down) after `prefix`."""
+    """The matrices called `names` (gate, up, down) after `prefix`.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
     sizes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
     matrices = (weights.matrix(f"{prefix}{n}.weight", *size) for n, size in zip(names, sizes, strict=True))
     biases = (
@@ -82,24 +88,24 @@ def _read_gated(
 
 def _names(config: ModelConfig) -> tuple[str, tuple[str, str, str]]:
     """Where a layer's experts are named, and the names of gate, up and down."""
-    return _MIXTRAL if config.architecture == "mixtral" else _COMMON
+    return _MIXTRAL if config.architecture == "mixtral" else ("mlp.", _GATED)
 
 
 def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
-    """The experts of gpt-oss in safetensors: rows of gate and up alternate, floats are stored [inputs, outputs]."""
+    """The experts of gpt-oss in safetensors: rows of gate and up alternate."""
     experts, hidden = config.experts, config.hidden
     assert experts is not None
     count, ffn = experts.count, experts.ffn
     gate_up_bias = weights.require(f"{prefix}gate_up_proj_bias", count, 2 * ffn)
     down_bias = weights.require(f"{prefix}down_proj_bias", count, hidden)
-    gate_up = _FusedMatrices(weights, f"{prefix}gate_up_proj", count, 2 * ffn, hidden)
-    down = _FusedMatrices(weights, f"{prefix}down_proj", count, hidden, ffn)
-    for j in range(count):
-        both, bias = gate_up.matrix(j), gate_up_bias[j]
+    gate_up = weights.expert_matrices(f"{prefix}gate_up_proj", count, 2 * ffn, hidden)
+    down = weights.expert_matrices(f"{prefix}down_proj", count, hidden, ffn)
+    for j, (both, one) in enumerate(zip(gate_up, down, strict=True)):
+        bias = gate_up_bias[j]
         yield GatedMatrices(
             _every_second_row(both, 0),
             _every_second_row(both, 1),
-            down.matrix(j),
+            one,
             bias[::2].contiguous(),
             bias[1::2].contiguous(),
             down_bias[j],
@@ -119,38 +125,3 @@ def _stacked_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iter
 
 def _every_second_row(matrix: StoredMatrix, first: int) -> StoredMatrix:
     return StoredMatrix(matrix.kind, matrix.inputs, matrix.data[first::2].contiguous())
-
-
-class _FusedMatrices:
-    """A matrix of every expert in one tensor: floats [experts, inputs, outputs], or blocks and scales of MXFP4.
-
-    Raises:
-        ValueError: the tensor is missing or has another shape.
-    """
-
-    def __init__(self, weights: Weights, name: str, count: int, outputs: int, inputs: int) -> None:
-        self._inputs = inputs
-        self._blocks = weights.bytes(f"{name}_blocks", count, outputs, inputs // 32, 16)
-        if self._blocks is None:
-            self._floats = weights.require(name, count, inputs, outputs)
-            return
-        scales = weights.bytes(f"{name}_scales", count, outputs, inputs // 32)
-        if scales is None:
-            raise ValueError(f"{weights.source}: the checkpoint has no {name}_scales; is it complete?")
-        self._scales = scales
-
-    def matrix(self, j: int) -> StoredMatrix:
-        """The matrix of expert `j`."""
-        if self._blocks is None:
-            return StoredMatrix.of(self._floats[j].T)
-        return StoredMatrix("MXFP4", self._inputs, mxfp4_rows(self._blocks[j], self._scales[j]))
-
-
-def mxfp4_rows(blocks: UInt8[Tensor, "o g 16"], scales: UInt8[Tensor, "o g"]) -> UInt8[Tensor, "o bytes"]:
-    """Rows of MXFP4 blocks as GGUF stores them, from the tensors of a gpt-oss checkpoint in safetensors.
-
-    A byte of these holds two neighbouring numbers, low bits first; a byte of GGUF holds numbers i and i + 16.
-    """
-    levels = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2)
-    packed = levels[..., :16] | levels[..., 16:] << 4
-    return torch.cat((scales[..., None], packed), -1).flatten(1)

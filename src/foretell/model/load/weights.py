@@ -2,13 +2,14 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
@@ -17,9 +18,10 @@ from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.moe import ExpertFeedForward
-from foretell.model.stored_matrix import StoredMatrix, widen_rows
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
@@ -33,18 +35,32 @@ _QUANTIZED = re.compile(
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
 MLX.
 """
-
-
-QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
-"""Advice in the error about a quantised checkpoint."""
 _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
+
+
+Storage = Literal["quantized", "float32", "half"]
+"""How a checkpoint stores its matrices: as quantised blocks, in float32, or in a float of 16 bits."""
 
 
 class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
+    files: Sequence[Path] = ()
+    """Files that the tensors come from; none: they are made up."""
+
+    variant = ""
+    """What distinguishes the weights from others of the same files."""
+
+    @property
+    def storage(self) -> Storage:
+        """How the matrices of the blocks are stored, most of them."""
+        return "float32"
+
+    def maps(self, name: str) -> bool:
+        """Whether `matrix` gives this one as a view of a mapped file, so that keeping it takes no memory."""
+        return False
 
     @abstractmethod
     def get(self, name: str) -> Float[Tensor, "*shape"] | None:
@@ -61,14 +77,6 @@ class Weights(ABC):
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
         return self._checked(name, found, shape)
 
-    def bytes(self, name: str, *shape: int) -> UInt8[Tensor, "*shape"] | None:
-        """The tensor of bytes of this name and shape; None: there is none.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        return None
-
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it.
 
@@ -76,6 +84,14 @@ class Weights(ABC):
             ValueError: it is missing or has another shape.
         """
         return StoredMatrix.of(self.require(name, outputs, inputs))
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        return (StoredMatrix.of(each.T) for each in self.require(name, count, inputs, outputs))
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
@@ -85,6 +101,16 @@ class Weights(ABC):
         """
         found = self.get(_HEAD)
         return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """As `head`, but as the file stores it."""
+        found = self.head(vocab, hidden)
+        return None if found is None else StoredMatrix.of(found)
+
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The output matrix as the file stores it; the embedding where the two are tied."""
+        own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
+        return self.matrix("model.embed_tokens.weight", config.vocab, config.hidden) if own is None else own
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
@@ -98,14 +124,32 @@ class Weights(ABC):
         """Return the file's memory pages to the system; later calls of `get` read them again."""
 
 
-class SafetensorsWeights(Weights):
-    """One `model.safetensors`, or shards with an index.
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
+    that is not a float of 16 bits or more.
 
     Raises:
-        ValueError: there is no safetensors file (a pickle is refused by name), or it is damaged.
+        ValueError: the tensor belongs to a quantised checkpoint.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
+        )
+
+
+def candidate_names(name: str) -> tuple[str, ...]:
+    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
+class SafetensorsWeights(Weights):
+    """One `model.safetensors`, or shards with an index. `check(file, name, dtype)` is called for every tensor.
+
+    Raises:
+        ValueError: there is no safetensors file (a pickle is refused by name), it is damaged, or `check` refuses it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[Path, str, str], None] = refuse_quantized) -> None:
         self.source = str(path)
         index = path / "model.safetensors.index.json"
         single = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
@@ -119,10 +163,11 @@ class SafetensorsWeights(Weights):
                 )
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
+        self.files = [path / name for name in files]
         self._readers: dict[str, Callable[[str], Tensor]] = {}
-        self._open(check=True)
+        self._open(check)
 
-    def _open(self, check: bool = False) -> None:
+    def _open(self, check: Callable[[Path, str, str], None] | None = None) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -133,21 +178,25 @@ class SafetensorsWeights(Weights):
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._readers[key] = handle.get_tensor
-                if check:
-                    dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
-                    refuse_quantized(path / name, key, dtype)
+                if check is not None:
+                    check(path / name, key, handle.get_slice(key).get_dtype())  # type: ignore[no-untyped-call]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
+        for candidate in candidate_names(name):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
 
-    def bytes(self, name: str, *shape: int) -> UInt8[Tensor, "*shape"] | None:
-        """The tensor of bytes of this name and shape; None: there is none."""
-        read = self._readers.get(name)
-        return None if read is None else self._checked(name, read(name), shape)
+    @property
+    def storage(self) -> Storage:
+        """By the embedding, which is there in every checkpoint."""
+        table = self.get("model.embed_tokens.weight")
+        return "float32" if table is not None and table.dtype == torch.float32 else "half"
+
+    def maps(self, name: str) -> bool:
+        """True: all tensors are views."""
+        return True
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, because transformers would initialise a missing one at random.
@@ -171,19 +220,6 @@ def _shards(index: Path) -> list[str]:
     if outside is not None:
         raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
     return sorted(set(files.values()))
-
-
-def refuse_quantized(file: Path, name: str, dtype: str) -> None:
-    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
-    that is not a float of 16 bits or more.
-
-    Raises:
-        ValueError: the tensor belongs to a quantised checkpoint.
-    """
-    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
-        raise ValueError(
-            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
-        )
 
 
 _GGUF_NAMES = {
@@ -239,13 +275,30 @@ def gguf_config(file: GGUF) -> ModelConfig:
     return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
+def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
+    """The name in GGUF of the tensor that holds this tensor of Hugging Face, and the index of the expert whose part it
+    is; None: all of it.
+    """
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name], None
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    stem, _, kind = rest.rpartition(".")
+    if rest == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight", None
+    part = _GGUF_EXPERT.fullmatch(stem)
+    if part is not None:
+        return f"blk.{layer}.{_GGUF_EXPERTS.get(part[2])}.{kind}", int(part[1])
+    norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
+    block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
+    return f"blk.{layer}.{block.get(stem)}.{kind}", None
+
+
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
-        norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
-        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
+        self.files = [file.path]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
@@ -277,18 +330,23 @@ class GGUFWeights(Weights):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
 
+    @property
+    def storage(self) -> Storage:
+        """By the types of the tensors in the blocks."""
+        return self._file.storage
+
+    def maps(self, name: str) -> bool:
+        """Whether the file stores it in one of the known kinds."""
+        place = self._place_in_file(name)
+        return place is not None and self._file.stored_matrix(*place) is not None
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """The output matrix as the file stores it; None: it is tied to the embedding."""
+        return None if self._place_in_file(_HEAD) is None else self.matrix(_HEAD, vocab, hidden)
+
     def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
         """The tensor that holds this one, and the index of the expert whose part it is."""
-        found, expert = _GGUF_NAMES.get(name), None
-        if found is None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            stem, _, kind = rest.rpartition(".")
-            part = _GGUF_EXPERT.fullmatch(stem)
-            if part is not None:
-                expert, stem = int(part[1]), _GGUF_EXPERTS.get(part[2], "")
-            else:
-                stem = "attn_sinks" if rest == "self_attn.sinks" else self._block.get(stem, "")
-            found = f"blk.{layer}.{stem}.{'weight' if stem == 'attn_sinks' else kind}"
+        found, expert = gguf_place(name, self._config)
         return (found, expert) if found in self._file.tensors else None
 
     def _is_interleaved(self, name: str) -> bool:
@@ -452,27 +510,28 @@ def _experts(
     c, experts = config, config.experts
     assert experts is not None
 
-    def linear(matrices: Sequence[StoredMatrix], *biases: Tensor | None) -> Linear:
+    def linear(matrices: Sequence[Matrix], *biases: Tensor | None) -> Linear:
         bias = [b for b in biases if b is not None]
-        return Linear(place(widen_rows(matrices)), place(torch.cat(bias)) if bias else None)
+        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices]
+        return Linear(place(torch.cat(wide)), place(torch.cat(bias)) if bias else None)
 
     def gate_up(m: GatedMatrices) -> Linear:
         return linear((m.gate, m.up), m.gate_bias, m.up_bias)
 
-    def wide(tensor: Tensor) -> Tensor:
+    def unrounded(tensor: Tensor) -> Tensor:
         """A tensor of the router or of a gate, which stay in float32."""
         placed = place(tensor)
         return placed if placed.dtype == torch.float64 else tensor.to(placed.device, torch.float32)
 
     read = read_expert_layer(c, prefix, weights)
     each = [(gate_up(m), linear((m.down,), m.down_bias)) for m in read.experts]
-    gate = None if read.shared_gate is None else Linear(wide(read.shared_gate))
+    gate = None if read.shared_gate is None else Linear(unrounded(read.shared_gate))
     return ExpertFeedForward(
         experts,
-        Linear(wide(read.router), None if read.router_bias is None else wide(read.router_bias)),
+        Linear(unrounded(read.router), None if read.router_bias is None else unrounded(read.router_bias)),
         [pair[0] for pair in each],
         [pair[1] for pair in each],
         None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
-        None if read.selection_bias is None else wide(read.selection_bias),
+        None if read.selection_bias is None else unrounded(read.selection_bias),
         c.activation,
     )

@@ -6,6 +6,9 @@
 
 extern "C" {
 
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxGroup = 16;  // query heads per key-value head
+
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
@@ -131,6 +134,11 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
+  // most probable `candidates` children of a node are ranked with it.
+  const uint64_t* noise;
+  const double* noise_scale;
+  int32_t candidates;
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
@@ -146,8 +154,15 @@ struct HiddenLayers {  // layers, ascending, whose input (the residual stream) i
   float* out;
 };
 
-struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
-  uint32_t *k, *v;
+struct Sampling {  // of one row of logits
+  double inverse_temperature, top_p, min_p;
+  uint64_t noise;  // key of the noise of all tokens at the row's position
+  int32_t top_k;   // 0: all
+};
+
+struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+  void *k, *v;
+  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
   int32_t rows, slots;
   const States* states;  // of the layers with a recurrent state; or null
 };

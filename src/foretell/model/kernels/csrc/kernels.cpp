@@ -12,6 +12,8 @@
 // what its inputs are rounded to.
 
 #include "abi.h"
+#include "pack.h"
+#include "sampler.h"
 #include "speculators.h"
 
 extern "C" {
@@ -63,7 +65,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = std::min(b->width, width);
+            k = candidate_count(*b, width);
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -167,35 +169,50 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// Packs rows of GGUF blocks, `bytes` each, as panels of 32 outputs. Row i is row order[i]; rows beyond the last are
-// zero, as is every row with a negative index.
-void foretell_pack_blocks(int32_t kind, const uint8_t* rows, int64_t bytes, const int64_t* order, int32_t out,
-                          int32_t in, uint32_t* words, int32_t threads) {
-  with_blocks(kind, [&](auto k) {
-    using K = typename decltype(k)::Type;
-    const int panels = (out + kPanel - 1) / kPanel, blocks = in / K::kInputs;
-    const size_t size = quantized_panel_words<K>(in);
-#pragma omp parallel for num_threads(threads)
-    for (int p = 0; p < panels; ++p) {
-      uint32_t* panel = words + p * size;
-      std::memset(panel, 0, 4 * size);
-      for (int i = p * kPanel; i < std::min((p + 1) * kPanel, out); ++i) {
-        if (order[i] < 0) continue;
-        const uint8_t* row = rows + order[i] * bytes;
-        for (int b = 0; b < blocks; ++b) K::pack(row + b * K::kBytes, panel + b * K::kWords, i % kPanel);
-      }
-    }
-  });
+// Packs rows as `panels` panels of 32 outputs of a kind: 32 addresses per panel, null for a row of zeros. A kind of GGUF
+// blocks needs rows of such blocks, the others rows of floats of a `RowType`. through_bfloat16: floats are rounded to
+// bfloat16 first.
+void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, const void* const* rows, int32_t panels,
+                        int32_t in, uint32_t* words) {
+  if (kind > kInt8)
+    pack_blocks(kind, (const uint8_t* const*)rows, panels, in, words);
+  else
+    pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
-// Words of a panel of GGUF blocks.
-int64_t foretell_panel_words(int32_t kind, int32_t in) {
-  return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
+// Rows of GGUF blocks of a kind as float32, [count, in].
+void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count, int32_t in, float* out) {
+  widen_blocks(kind, rows, count, in, out);
 }
 
-// The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
-void foretell_hadamard(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
+// Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.
+void foretell_round_rows(int32_t kind, int32_t type, const void* const* rows, int32_t count, int32_t in, uint8_t* out) {
+  round_rows(kind, type, rows, count, in, out);
+}
+
+// Words of a panel.
+int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
+
+// A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
+void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
+                     int32_t width, int32_t threads) {
+  sample_rows(x, place, sampling, rows, width, out, threads);
+}
+
+// The tokens of a row x [width] that sampling keeps, by rising id, and their integer weights; returns how many.
+int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* tokens, int64_t* weights,
+                             int32_t width, int32_t threads) {
+  return keep_row(x, *sampling, width, tokens, weights, threads);
+}
+
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
+// is copied to a later one. kind: kFloat32 or kBfloat16.
+void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
+                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
+  if (kind == kFloat32)
+    move_slots(CacheLayout<Float32>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+  else
+    move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
 }
 
 // Vector instructions that the kernels were compiled for.
@@ -208,6 +225,8 @@ const char* foretell_abi() {
     describe_constant(out, "version", kAbiVersion);
     describe_constant(out, "panel", kPanel);
     describe_constant(out, "lanes", kLanes);
+    describe_constant(out, "max_head_dim", kMaxHeadDim);
+    describe_constant(out, "max_group", kMaxGroup);
     describe_constant(out, "int8_block", Int8::kBlock);
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
@@ -241,10 +260,13 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length));
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots), F(Cache, states));
+    S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
+      F(Sampling, top_k));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots),
+      F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -262,9 +284,13 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
-    S(foretell_pack_blocks);
+    S(foretell_pack_rows);
+    S(foretell_widen_rows);
+    S(foretell_round_rows);
     S(foretell_panel_words);
-    S(foretell_hadamard);
+    S(foretell_sample);
+    S(foretell_kept_tokens);
+    S(foretell_cache_move);
     S(foretell_instructions);
 #undef S
     return out;
