@@ -20,12 +20,14 @@ from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft import DraftModel
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
+from foretell.load import _build_network, _build_streamed_network
 from foretell.model.cache import LayeredCache
 from foretell.model.decoder import Decoder
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
+from foretell.model.load import packed_cache
 from foretell.model.runner import DecoderRunner
 from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
 from foretell.model.state_store import LayerStates, StateStore
@@ -34,6 +36,7 @@ from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, all_logits, chain_tree, of_catalogue, oracle_logits, random_tokens, speculator
 from model.test_decoder import SIZES, random_parents, read
+from model.test_packed_cache import FileWeights, model_file
 
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -370,3 +373,22 @@ def test_layers_without_rotary_positions_run_on_the_kernels() -> None:
     decoder, text = tiny_decoder(config, dtype=torch.float32), random_tokens(30)
     found, wanted = (all_logits(network, text) for network in (NativeDecoder(decoder, "float32"), decoder))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", STATES)
+def test_packed_layers_are_read_from_the_cache_of_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_cache, "WORTH_CACHING", 0)
+    weights, config, cpu = FileWeights(model_file(tmp_path)), native(name)[0].config, torch.device("cpu")
+    text = random_tokens(20)
+    wanted = all_logits(_build_network(config, weights, "bfloat16", cpu), text)
+    weights.reads.clear()
+    for network in (
+        _build_network(config, weights, "bfloat16", cpu),
+        _build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
+    ):
+        assert (all_logits(network, text) == wanted).all()
+    assert not any("proj" in read for read in weights.reads)
