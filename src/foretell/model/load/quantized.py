@@ -433,6 +433,10 @@ class QuantizedWeights(Weights):
         found: Tensor = self.require("lm_head.weight", vocab, hidden)
         return found
 
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
+        """As `head`, but as the file stores it."""
+        return self.matrix("lm_head.weight", vocab, hidden)
+
     def release_pages(self) -> None:
         """Reopen the files."""
         self._inner.release_pages()
