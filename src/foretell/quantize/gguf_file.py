@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import gguf_tensor_name
+from foretell.model.load.weights import gguf_place
 from foretell.model.stored_matrix import BLOCKS, Kind
 from foretell.quantize.gguf_grids import GGUFGrid
 from foretell.quantize.gguf_metadata import copy_metadata, write_metadata
@@ -48,7 +48,7 @@ class GGUFFile:
         architecture = gguf_architecture(config)
         self._config, self._permute, self._grid_of = config, architecture == "llama", grid_of
         self._writer = GGUFWriter(path, architecture)
-        self._expected = {gguf_tensor_name(e.name, config): e for e in entries(config)}
+        self._expected = {gguf_place(e.name, config)[0]: e for e in entries(config)}
         divisors: Sequence[float] = ()
         if source is None:
             divisors = write_metadata(self._writer, config, codec, eos, name)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import Activation, ModelConfig, RopeConfig
+from foretell.model.activation import Activation
+from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
 from foretell.speculator.checkpoint import write_weights

@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretell.model.kernels.structures import LANES, PANEL, PANEL_KINDS, Precision
-from foretell.model.stored_matrix import FLOAT_KINDS, StoredMatrix
-
-Matrix = Tensor | StoredMatrix
-"""A matrix [out, in] in any float dtype, or as its checkpoint stores it."""
+from foretell.model.stored_matrix import FLOAT_KINDS, Matrix, StoredMatrix
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
@@ -105,12 +102,23 @@ def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
 def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
     """How to pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
     pair = _stored(gate), _stored(up)
-    width = pair[0].outputs
-    turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
-    order = np.stack(turns, 1).ravel()
+    order = _turns(pair[0].outputs)
     if precision != "int8" and pair[0].quantized and pair[0].kind == pair[1].kind:
         return Panels(pair, order, len(order), pair[0].kind, precision)
     return _float_panels((gate, up), order, precision)
+
+
+def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """The biases of gate and up in the order of `plan_gate_up`; None: there are none."""
+    if gate is None or up is None:
+        return None
+    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(_turns(len(gate)))]  # index -1 is a zero
+
+
+def _turns(width: int) -> Int[np.ndarray, " rows"]:
+    """Rows of gate (0 .. width - 1) and up (from `width` on) in turns of 16; -1: a row of zeros."""
+    turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
+    return np.stack(turns, 1).ravel()
 
 
 def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], precision: Precision) -> Panels:
