@@ -342,7 +342,7 @@ class QuantizedWeights(Weights):
             found[name] = (file, dtype)
 
         self._inner = SafetensorsWeights(path, note)
-        self.files = self._inner.files
+        self.files = [*self._inner.files, path / "config.json"]
         self._modules: dict[str, tuple[_Format, Scheme]] = {}
         for name, (file, dtype) in found.items():
             self._find_module(file, name, dtype)
@@ -457,10 +457,6 @@ class QuantizedWeights(Weights):
         """
         found: Tensor = self.require("lm_head.weight", vocab, hidden)
         return found
-
-    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
-        """As `head`, but as the file stores it."""
-        return self.matrix("lm_head.weight", vocab, hidden)
 
     def release_pages(self) -> None:
         """Reopen the files."""
