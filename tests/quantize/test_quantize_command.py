@@ -124,7 +124,7 @@ def test_an_existing_output_is_kept_until_the_new_one_is_complete(tmp_path: Path
     [
         (["--method", "gtpq"], "did you mean 'gptq'"),
         (["--type", "Q4_2"], "unknown type 'Q4_2'"),
-        (["--method", "rtn", "--act-order"], "--act-order is for --method gptq, found rtn"),
+        (["--method", "rtn", "--act-order"], "--act-order and --no-act-order are for --method gptq, found rtn"),
         (["--group-size", "64"], "the groups of GGUF types are fixed"),
         (["--out", "DIR", "--type", "Q5_1"], "a directory holds Q4_0, Q4_1, Q8_0"),
         (["--out", "DIR"], "--group-size 128 does not divide the 64 inputs of qkv"),
