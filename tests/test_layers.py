@@ -32,6 +32,7 @@ ORDER = [
         "model.training.chunked_attention",
     ),
     ("model.layout",),
+    ("model.state_plan",),
     ("model.attention", "model.kernels", "model.state_layers", "model.state_store"),
     ("distributions.topk",),
     ("core",),

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.cache import Cache
+from foretell.model.linear import hadamard_matrix
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
@@ -14,6 +15,8 @@ _SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
 """The cache grows in steps of 256 slots up to 1024 slots, then in steps of 1024."""
 
 
+_ROTATED_BLOCKS = 64, 16, 1
+"""Dimensions that an int8 cache rotates together: as many as divide a head."""
 INT8_LIMIT = 127
 """Largest int8 number of a quantised key or value: the scale of a token's head is its largest magnitude over this."""
 
@@ -21,8 +24,9 @@ INT8_LIMIT = 127
 class KVCache(Cache):
     """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand.
 
-    `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. Every token is quantised by itself
-    when it is written, so that it does not matter what else is written in the same pass.
+    `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. A head is rotated by a Hadamard
+    matrix before, which spreads outliers over its dimensions (QuaRot, arXiv 2404.00456). Every token is quantised by
+    itself when it is written, so that it does not matter what else is written in the same pass.
     """
 
     shared = False
@@ -93,8 +97,9 @@ class KVCache(Cache):
             if scales is None:
                 part[layer][index] = x.to(part.dtype)
                 continue
-            peak = x.abs().amax(-1, keepdim=True).float()
-            part[layer][index] = (x.float() * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
+            x = rotate_blocks(x.float())
+            peak = x.abs().amax(-1, keepdim=True)
+            part[layer][index] = (x * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
             scales[layer][index] = peak[..., 0] / INT8_LIMIT
 
     def read(
@@ -106,7 +111,7 @@ class KVCache(Cache):
             found = part[layer].index_select(0, rows)[:, :, :slots]
             if scales is None:
                 return found
-            return (found * scales[layer].index_select(0, rows)[:, :, :slots, None]).to(self.dtype)
+            return rotate_blocks(found * scales[layer].index_select(0, rows)[:, :, :slots, None]).to(self.dtype)
 
         return read(self.k, self.k_scale), read(self.v, self.v_scale)
 
@@ -128,6 +133,12 @@ class LatentCache(KVCache):
     """What latent attention keeps of a token: one vector that is key and value of all heads."""
 
     shared = True
+
+
+def rotate_blocks(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    """Every head times a Hadamard matrix over blocks of its dimensions, the same in both directions."""
+    size = next(block for block in _ROTATED_BLOCKS if x.shape[-1] % block == 0)
+    return (x.unflatten(-1, (-1, size)) @ hadamard_matrix(size, x.device)).flatten(-2)
 
 
 def _movable_view(part: torch.Tensor) -> Any:
