@@ -274,9 +274,9 @@ void keep_states(const States& s, int layers, int row, int side, const int32_t* 
   for (int item = 0; item < layers * s.heads; ++item) {
     const size_t layer = (size_t)(item / s.heads), head = (size_t)(item % s.heads);
     float* state = s.state + (((layer * s.cache_rows + row) * 2 + side) * s.heads + head) * s.key_dim * s.value_dim;
-    for (int c = 0; c < columns; ++c) {
-      const int n = s.value_dim - c * kLanes;
-      for (int k = 0; k < s.key_dim; ++k) {
+    for (int k = 0; k < s.key_dim; ++k) {
+      for (int c = 0; c < columns; ++c) {
+        const int n = s.value_dim - c * kLanes;
         float* at = state + (size_t)k * s.value_dim + c * kLanes;
         Float x = load_part<Float>(at, n);
         for (int i = 0; i < count; ++i) {
