@@ -3,9 +3,10 @@
 import hashlib
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -13,6 +14,7 @@ from foretell.api import Model
 from foretell.model import kernels as native
 from foretell.model.compress import DecoderTransform, identity
 from foretell.model.config import (
+    CacheDtype,
     ModelConfig,
     eos_token_ids,
     from_hf,
@@ -67,6 +69,7 @@ def load(
     memory_limit: int | None = None,
     max_model_len: int | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Load a model.
 
@@ -82,6 +85,8 @@ def load(
     answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
+    `kv_cache_dtype`: `int8` keeps keys and values as int8, one scale per token and head, which halves the bytes of
+    bfloat16 and changes the target's distribution a little; `auto` keeps them as the model computes.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -90,17 +95,19 @@ def load(
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
+    if kv_cache_dtype not in get_args(CacheDtype):
+        raise unknown("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     if path.is_dir() and not is_decoder_family(_read_config(path)):
-        if rope_scaling is not None or max_model_len is not None:
+        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto":
             raise ValueError(
-                f"{reference}: rope_scaling and max_model_len are for architectures of the own decoder; change the "
-                "model's config.json instead"
+                f"{reference}: rope_scaling, max_model_len and kv_cache_dtype are for architectures of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
+    config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     precision = _choose_precision(reference, dtype, config, weights, torch_device)
     if dtype == "int4":
         weights = RoundedWeights(weights)
@@ -268,6 +275,15 @@ def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
 _Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 
+def open_checkpoint(path: Path) -> _Parsed:
+    """Configuration, weights, tokenizer and end tokens of a GGUF file or a directory; no weight is read yet.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    return _read_gguf(path) if path.is_file() else _read_directory(path)
+
+
 def _read_gguf(path: Path) -> _Parsed:
     file = GGUF(path)
     config = gguf_config(file)
@@ -340,7 +356,11 @@ def _build_network(
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize_int8(decoder)
-    return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
+    return (
+        GraphedDecoder(decoder)
+        if device.type == "cuda" and config.experts is None and config.state is None
+        else decoder
+    )
 
 
 def _build_streamed_network(

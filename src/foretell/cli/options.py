@@ -82,3 +82,11 @@ RopeScaling = Annotated[
         help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
     ),
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="NAME",
+        help="Cached keys and values: auto (as the model computes) or int8 (half the bytes of bfloat16).",
+    ),
+]

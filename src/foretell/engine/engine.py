@@ -261,6 +261,14 @@ class Engine:
             raise error
         return completions
 
+    @property
+    def prompt_progress(self) -> tuple[int, int]:
+        """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
+        running = [(self.runner.length(r.row), len(r.request.prompt)) for r in self._running]
+        reading = [(read, total) for read, total in running if read < total - 1]
+        waiting = sum(len(request.prompt) for _, request in self._waiting)
+        return sum(read for read, _ in reading), sum(total for _, total in reading) + waiting
+
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """One pass of the target over all requests; if it fails, one pass for each, so that only the requests that

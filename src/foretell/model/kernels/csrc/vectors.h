@@ -108,20 +108,4 @@ inline Float gelu(Float x) {
   return x * select(x < Float{}, tail, splat(1.0f) - tail);
 }
 
-// Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
-template <int S, size_t... L>
-inline void exchange(Word& a, Word& b, std::index_sequence<L...>) {
-  const Word low = shuffle<((L & S) ? kLanes + L - S : L)...>(a, b);
-  b = shuffle<((L & S) ? kLanes + L : L + S)...>(a, b);
-  a = low;
-}
-
-template <int S>
-inline void exchange_all(Word* r) {
-  for (int i = 0; i < kLanes; ++i)
-    if (!(i & S)) exchange<S>(r[i], r[i + S], std::make_index_sequence<kLanes>());
-}
-
-inline void transpose(Word* r) { exchange_all<8>(r), exchange_all<4>(r), exchange_all<2>(r), exchange_all<1>(r); }
-
 }  // namespace
