@@ -20,17 +20,23 @@ from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft import DraftModel
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
+from foretell.load import _build_network, _build_streamed_network
 from foretell.model.cache import LayeredCache
 from foretell.model.decoder import Decoder
+from foretell.model.kernels import available
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
+from foretell.model.load import packed_cache
 from foretell.model.runner import DecoderRunner
 from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
 from foretell.model.state_store import LayerStates, StateStore
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder
-from helpers import VOCAB, chain_tree, of_catalogue, oracle_logits, random_tokens, speculator
+from helpers import VOCAB, all_logits, chain_tree, of_catalogue, oracle_logits, random_tokens, speculator
 from model.test_decoder import SIZES, random_parents, read
+from model.test_packed_cache import FileWeights, model_file
 
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -92,6 +98,7 @@ def decoder_of(name: str) -> Decoder:
     return read(folder)
 
 
+needs_kernels = pytest.mark.skipif(not available(), reason="the kernels are not available here")
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -299,3 +306,89 @@ def test_a_request_that_continues_a_finished_one_reads_only_the_rest() -> None:
 def test_training_refuses_states_by_name() -> None:
     with pytest.raises(ValueError, match="recurrent states"):
         full_forward(state_target("delta_net"), torch.zeros(1, 2, 16, dtype=torch.float64))
+
+
+def native(name: str, precision: Precision = "float32") -> tuple[Decoder, NativeDecoder]:
+    """A small model whose sizes the kernels run, with two layers of this kind around one of attention; in torch and on
+    the kernels.
+    """
+    shapes: dict[str, StateConfig] = {
+        "delta_net": DeltaNetConfig((0, 2), key_heads=2, value_heads=4, key_dim=24, value_dim=20),
+        "short_conv": ShortConvConfig((0, 2), channels=64, bias=True),
+        "mamba2": Mamba2Config((0, 2), heads=8, head_dim=16, groups=2, state_dim=24, bias=True),
+    }
+    config = replace(state_target(name).config, hidden=64, head_dim=16, layers=3, state=shapes[name])
+    if name == "mamba2":
+        config = replace(config, residual_scale=0.6, logit_scale=0.8, unrotated_layers=(1,))
+    decoder = tiny_decoder(config, dtype=torch.float32 if precision == "float32" else torch.bfloat16)
+    return decoder, NativeDecoder(decoder, precision)
+
+
+@needs_kernels
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", STATES)
+def test_the_kernels_give_every_token_the_same_bits_in_trees_chunks_and_batches(
+    name: str, precision: Precision
+) -> None:
+    decoder, network = native(name, precision)
+    runner, alone, text = DecoderRunner(network), DecoderRunner(network), random_tokens(40)
+    ends = list[torch.Tensor]()
+    for row, chunk in ((0, 40), (2, 1), (1, 7)):
+        for at in range(0, len(text), chunk):
+            piece = text[at : at + chunk]
+            logits = runner.forward([row], chain_tree(piece)).logits
+            runner.commit(row, range(len(piece)))
+        ends.append(logits[-1])
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    tokens, parents = random_tokens(20, seed=3), random_parents(20, seed=1)
+    tree = tree_from_lists([tokens] * 3, [parents] * 3)
+    found = runner.forward([2, 0, 1], tree).logits.view(3, 20, -1)
+    # Row 1 again, level by level, as draft models read their own trees: later passes read what earlier ones recorded.
+    one = tree.select(np.array([0]))
+    for depth in range(int(one.depth.max()) + 1):
+        output = runner.forward([1], one, active=one.depth == depth)
+        assert torch.equal(output.logits, found[2, one.depth[0] == depth])
+    for node in range(20):
+        alone.truncate(0, 0)
+        alone.forward([0], chain_tree(text))
+        alone.commit(0, range(40))
+        for step in tree.ancestors(0, node):
+            logits = alone.forward([0], chain_tree([tokens[step]])).logits
+            alone.commit(0, [0])
+        assert all(torch.equal(found[row, node], logits[0]) for row in range(3))
+    path = tree.ancestors(0, 19)
+    for row in range(3):
+        runner.commit(row, path)
+        assert all(torch.equal(a, b) for a, b in zip(states_of(runner, row), states_of(alone, 0), strict=True))
+    after = runner.forward([1], chain_tree([5])).logits
+    assert torch.equal(after, alone.forward([0], chain_tree([5])).logits)
+    if precision == "float32":
+        reference = DecoderRunner(decoder).forward([0], chain_tree([*text, *(tokens[node] for node in path), 5]))
+        torch.testing.assert_close(after[0], reference.logits[-1], rtol=0, atol=2e-5)
+
+
+@needs_kernels
+def test_layers_without_rotary_positions_run_on_the_kernels() -> None:
+    config = replace(TINY, hidden=64, head_dim=16, vocab=VOCAB, layers=3, unrotated_layers=(1,))
+    decoder, text = tiny_decoder(config, dtype=torch.float32), random_tokens(30)
+    found, wanted = (all_logits(network, text) for network in (NativeDecoder(decoder, "float32"), decoder))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", STATES)
+def test_packed_layers_are_read_from_the_cache_of_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_cache, "WORTH_CACHING", 0)
+    weights, config, cpu = FileWeights(model_file(tmp_path)), native(name)[0].config, torch.device("cpu")
+    text = random_tokens(20)
+    wanted = all_logits(_build_network(config, weights, "bfloat16", cpu), text)
+    weights.reads.clear()
+    for network in (
+        _build_network(config, weights, "bfloat16", cpu),
+        _build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
+    ):
+        assert (all_logits(network, text) == wanted).all()
+    assert not any("proj" in read for read in weights.reads)

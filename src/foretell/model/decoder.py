@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.activation import Activation, gated
+from foretell.model.activation import gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
-from foretell.model.cache import Cache, LayeredCache
-from foretell.model.config import ModelConfig
-from foretell.model.kv_cache import KVCache
+from foretell.model.cache import Cache
+from foretell.model.config import Activation, ModelConfig
+from foretell.model.kv_cache import KVCache, LatentCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
-from foretell.model.state_store import StateStore
+from foretell.model.state_store import StateStore, build_cache
 
 
 class RMSNorm(nn.Module):
@@ -137,11 +137,15 @@ class DecoderLayer(nn.Module, ABC):
         if p.mixer is not None:
             mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
         else:
-            mixed = attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks)
+            mixed = self.merge_heads(attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks))
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
         return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
+
+    def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:
+        """The input of the output projection from the output of the attention."""
+        return out
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
@@ -164,7 +168,7 @@ class DecoderBlock(DecoderLayer):
     def __init__(
         self,
         attention_norm: RMSNorm,
-        qkv: Linear,
+        qkv: nn.Module,
         output: Linear,
         mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward,
@@ -316,17 +320,14 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        c, dtype = self.config, self.embedding.dtype
-        recurrent = c.state_layers
-        int8 = c.cache_dtype == "int8"
-        keys_and_values = KVCache(c.layers - len(recurrent), c.kv_heads, c.head_dim, dtype, self.device, int8)
-        if c.state is None:
-            return keys_and_values
-        attention = [i for i in range(c.layers) if i not in recurrent]
-        places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
-        wide = torch.promote_types(dtype, torch.float32)
-        states = StateStore(len(recurrent), c.state.shape, wide, self.device)
-        return LayeredCache([keys_and_values, states], [places[i] for i in range(c.layers)])
+        c, dtype, device = self.config, self.embedding.dtype, self.device
+        if c.latent is not None:
+            return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, dtype, device)
+        return build_cache(
+            c,
+            lambda layers: KVCache(layers, c.kv_heads, c.head_dim, dtype, device, c.cache_dtype == "int8"),
+            lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
+        )
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""

@@ -5,15 +5,17 @@ are always kept, beside them, and records of the drafted nodes, by which `keep` 
 with the same operations, in the same order, as if the path had been read token by token.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.cache import Cache
+from foretell.model.cache import Cache, LayeredCache
+from foretell.model.config import ModelConfig
 from foretell.model.layout import Layout
 from foretell.model.state_config import StateShape
+from foretell.model.state_plan import PassPlan
 
 
 @dataclass
@@ -92,8 +94,13 @@ class StateStore(Cache):
         if drafted and self.shape.taps > 1:
             inputs = self.inputs[:, row, found.side]
             inputs.copy_(torch.cat((inputs, self.node_inputs[:, row, drafted]), 1)[:, -inputs.shape[1] :])
-        state = self.state[:, row, found.side]
-        for node in drafted if self.shape.heads else ():
+        if drafted and self.shape.heads:
+            self._advance(row, found.side, drafted)
+
+    def _advance(self, row: int, side: int, nodes: Sequence[int]) -> None:
+        """Advance the matrices of a row in all layers along recorded nodes."""
+        state = self.state[:, row, side]
+        for node in nodes:
             keys, values = self.node_keys[:, row, node], self.node_values[:, row, node]
             state.copy_(_advance(state, _spread(keys, self.shape.heads), values, self.node_decay[:, row, node]))
 
@@ -110,6 +117,22 @@ class StateStore(Cache):
     def pass_states(self, layout: Layout) -> "PassStates":
         """Access to the states for the tokens of a pass that `begin` announced."""
         return PassStates(self, layout, self._rows)
+
+
+def build_cache(
+    config: ModelConfig,
+    attention_store: Callable[[int], Cache],
+    state_store: Callable[[int, StateShape], StateStore],
+) -> Cache:
+    """An empty cache for a network, from the stores of so many layers of its kinds."""
+    recurrent = config.state_layers
+    keys_and_values = attention_store(config.layers - len(recurrent))
+    if config.state is None:
+        return keys_and_values
+    attention = [i for i in range(config.layers) if i not in recurrent]
+    places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
+    states = state_store(len(recurrent), config.state.shape)
+    return LayeredCache([keys_and_values, states], [places[i] for i in range(config.layers)])
 
 
 def _grown(part: torch.Tensor, rows: int, nodes: int | None = None) -> torch.Tensor:
@@ -139,137 +162,44 @@ def _read(state: Float[torch.Tensor, "n h k v"], key: Float[torch.Tensor, "n h k
     return (state * key[..., None]).sum(-2)
 
 
-@dataclass(frozen=True)
-class _Drafted:
-    """A drafted node that a pass runs, or that ran in an earlier pass over the same tree (token -1)."""
-
-    token: int
-    place: int
-    """Index of the row among those of the pass."""
-    node: int
-    """Index of the node among the drafted ones."""
-    parent: int
-    """Index in the list of drafted nodes; -1: the root."""
-    level: int
-    window: tuple[int, ...]
-
-
-@dataclass
-class _RowTokens:
-    """Tokens of a row in a pass."""
-
-    row: int
-    chain: list[int] = field(default_factory=list)
-    """Its prefix."""
-    drafted: dict[int, int] = field(default_factory=dict)
-    """Index in the list of drafted nodes, by slot."""
-
-
 class PassStates:
-    """The order in which the tokens of a pass read and change states; made once per pass for all layers of a store.
-
-    Windows are indices of inputs of the convolution: first the rows' last inputs before the pass, then those recorded
-    by earlier passes over the same trees, then those of the pass's tokens.
-    """
+    """Access to the states of a store for the tokens of a pass; made once per pass for all layers."""
 
     def __init__(self, store: StateStore, layout: Layout, rows: Sequence[_Row]) -> None:
         self.store, device = store, store.state.device
         self._taps = store.shape.taps
-        self._count = layout.token_count
-        columns = (c.tolist() for c in (layout.row, layout.slot, layout.visible_prefix, layout.extra_slots))
-        tokens = list(zip(*columns, strict=True))
-        places: dict[int, int] = {}
-        found = list[_RowTokens]()
-        for token, (row, slot, _, _) in enumerate(tokens):
-            place = places.setdefault(row, len(places))
-            if place == len(found):
-                found.append(_RowTokens(row))
-            if slot < rows[row].length + rows[row].prefix:
-                found[place].chain.append(token)
-        if any(len(part.chain) not in (0, rows[part.row].prefix) for part in found):
-            raise ValueError("recurrent states need a pass over the whole prefix of a tree, or over drafted nodes only")
-        # Rows with the longest prefix first, so that every step of the chains is a range of them.
-        found.sort(key=lambda part: -len(part.chain))
-        places = {part.row: place for place, part in enumerate(found)}
-        drafted = list[_Drafted]()
-        recorded = list[tuple[int, int]]()
-        windows: list[list[int]] = [[] for _ in tokens]
-        ring = self._taps - 1
-        tails = list[list[int]]()
-        # Tokens have negative indices until the number of recorded inputs is known.
-        for place, part in enumerate(found):
-            path = [*range(place * ring, (place + 1) * ring), *(token - len(tokens) for token in part.chain)]
-            for i, token in enumerate(part.chain):
-                windows[token] = path[i : i + self._taps]
-            tails.append(path[len(path) - ring :])
-        for token, (row, slot, visible, extra) in enumerate(tokens):
-            first = rows[row].length + rows[row].prefix
-            if slot < first:
-                continue
-            part, parent = found[places[row]], -1
-            for ancestor in (*range(first, visible), *(s for s in extra if s >= 0)):
-                if ancestor not in part.drafted:
-                    own = ancestor == slot
-                    if own:
-                        index = token - len(tokens)
-                    else:
-                        index = len(found) * ring + len(recorded)
-                        recorded.append((row, ancestor - first))
-                    above = drafted[parent].window[1:] if parent >= 0 else tuple(tails[places[row]])
-                    level = drafted[parent].level + 1 if parent >= 0 else 0
-                    part.drafted[ancestor] = len(drafted)
-                    node = _Drafted(
-                        token if own else -1,
-                        places[row],
-                        ancestor - first,
-                        parent,
-                        level,
-                        (*above, index)[-self._taps :],
-                    )
-                    drafted.append(node)
-                    if own:
-                        windows[token] = list(node.window)
-                parent = part.drafted[ancestor]
-        shift = len(found) * ring + len(recorded) + len(tokens)
+        plan = PassPlan(
+            layout, self._taps, lambda row: rows[row].length + rows[row].prefix, lambda row: rows[row].prefix
+        )
 
-        def indices(values: Sequence[int]) -> Int[torch.Tensor, " n"]:
+        def indices(values: Iterable[int]) -> Int[torch.Tensor, " n"]:
             return torch.tensor(list(values), dtype=torch.long, device=device)
 
-        def absolute(values: Sequence[Sequence[int]]) -> Int[torch.Tensor, "n w"]:
-            flat = [[v if v >= 0 else v + shift for v in value] for value in values]
-            return torch.tensor(flat, dtype=torch.long, device=device).view(len(flat), -1)
+        def pairs(values: Sequence[tuple[int, int]]) -> tuple[Int[torch.Tensor, " n"], Int[torch.Tensor, " n"]]:
+            return indices(a for a, _ in values), indices(b for _, b in values)
 
-        sides = [rows[part.row].side for part in found]
-        self._rows = indices([part.row for part in found])
-        self._start = indices([s if part.chain else 1 - s for s, part in zip(sides, found, strict=True)])
-        self._recorded = indices([r for r, _ in recorded]), indices([n for _, n in recorded])
-        self._windows = absolute(windows)
-        chained = [part for part in found if part.chain]
-        self._ahead = self._rows[: len(chained)], indices([1 - s for s in sides[: len(chained)]])
-        self._tails = absolute(tails[: len(chained)]) if chained else None
-        longest = len(found[0].chain) if found else 0
-        self._chain = [indices([p.chain[i] for p in chained if i < len(p.chain)]) for i in range(longest)]
-        order = sorted(range(len(drafted)), key=lambda i: drafted[i].level)
-        position = dict[int, int]()
+        chained = [i for i, chain in enumerate(plan.chains) if chain]
+        ahead = [1 - rows[row].side for row in plan.rows]
+        self._rows = indices(plan.rows)
+        self._start = indices(
+            rows[row].side if chain else 1 - rows[row].side for row, chain in zip(plan.rows, plan.chains, strict=True)
+        )
+        self._recorded = pairs(plan.recorded)
+        self._windows = torch.tensor(plan.windows, dtype=torch.long, device=device)
+        self._ahead = pairs([(plan.rows[i], ahead[i]) for i in chained])
+        self._tails = torch.tensor([plan.tails[i] for i in chained], dtype=torch.long, device=device)
+        longest = max(map(len, plan.chains), default=0)
+        self._chain = [indices(chain[i] for chain in plan.chains if i < len(chain)) for i in range(longest)]
+        position = {i: n for level in plan.levels() for n, i in enumerate(level)}
         self._levels = list[_Level]()
-        for level in range(drafted[order[-1]].level + 1 if order else 0):
-            part_of = [i for i in order if drafted[i].level == level]
-            # Recorded nodes last.
-            part_of.sort(key=lambda i: drafted[i].token < 0)
-            position |= {i: n for n, i in enumerate(part_of)}
-            nodes = [drafted[i] for i in part_of]
-            run = [n for n in nodes if n.token >= 0]
-            replayed = [n for n in nodes if n.token < 0]
-            self._levels.append(
-                _Level(
-                    indices([position[n.parent] if level else n.place for n in nodes]),
-                    indices([n.token for n in run]),
-                    (indices([found[n.place].row for n in replayed]), indices([n.node for n in replayed])),
-                )
-            )
-        run = [n for n in drafted if n.token >= 0]
-        self._drafted = indices([n.token for n in run])
-        self._nodes = indices([found[n.place].row for n in run]), indices([n.node for n in run])
+        for level in plan.levels():
+            nodes = [plan.drafted[i] for i in level]
+            above = indices(position[n.parent] if n.parent >= 0 else n.place for n in nodes)
+            earlier = pairs([(plan.rows[n.place], n.node) for n in nodes if n.token < 0])
+            self._levels.append(_Level(above, indices(n.token for n in nodes if n.token >= 0), earlier))
+        run = [n for n in plan.drafted if n.token >= 0]
+        self._drafted = indices(n.token for n in run)
+        self._nodes = pairs([(plan.rows[n.place], n.node) for n in run])
 
     def convolve(
         self, index: int, x: Float[torch.Tensor, "t c"], weight: Float[torch.Tensor, "c w"]
@@ -281,7 +211,7 @@ class PassStates:
         out = source[self._windows[:, 0]] * weight[:, 0]
         for tap in range(1, self._taps):
             out = out + source[self._windows[:, tap]] * weight[:, tap]
-        if self._tails is not None and self._taps > 1:
+        if len(self._tails) and self._taps > 1:
             store.inputs[index, self._ahead[0], self._ahead[1]] = source[self._tails]
         store.node_inputs[index, self._nodes[0], self._nodes[1]] = x[self._drafted]
         return out
