@@ -191,7 +191,7 @@ def _open_output(part: Path, source: Source, target: Target) -> Output:
         assert isinstance(found, GGUFGrid)
         return found
 
-    return GGUFFile(part, source.config, grid_of, target.kind, file, source.codec, source.eos, source.name)
+    return GGUFFile(part, source.config, grid_of, target.kind, file, source.codec, source.eos, Path(source.name).name)
 
 
 def _write(
