@@ -79,7 +79,8 @@ def test_products_with_int8_activations(kind: Kind) -> None:
 
 
 def test_parts_of_several_kinds_are_one_layer() -> None:
-    parts = [random_blocks(kind, rows, 512, rows) for kind, rows in (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 45))]
+    shapes: tuple[tuple[Kind, int], ...] = (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 45))
+    parts = [random_blocks(kind, rows, 512, rows) for kind, rows in shapes]
     assert [(w.kind, w.outputs) for w in plan_rows(parts, "float32")] == [("Q4_K", 96), ("Q6_K", 45)]
     assert [w.kind for w in plan_rows(parts[::-1], "float32")] == ["F32"], "45 rows end within a panel"
     mixed = [parts[0], StoredMatrix.of(torch.randn(32, 512))]

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_parents
 from foretell.draft.base import Predictor, TopTokens
 from foretell.model.kernels import DynamicTrees
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.speculator.network.eagle import EagleNetwork
 
@@ -84,8 +84,7 @@ class EagleDrafter(Predictor):
     def __init__(self, network: EagleNetwork, max_pending: int = 32) -> None:
         self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
         self._max_pending = max(max_pending, 1)
-        c, device = network.config, network.get_buffer("_cos").device
-        self._cache = KVCache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
+        self._cache = network.new_cache(network.get_buffer("_cos").device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._prefixes: dict[int, _PrefixState] = {}
         self._proposed: dict[int, tuple[int, _TargetStates | None]] = {}
@@ -162,7 +161,8 @@ class EagleDrafter(Predictor):
         row = np.array(context.rows)[active]
         length = np.array([self._prefixes[r].length for r in row.tolist()])
         self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length)
+        noise = noise_for_kernels(context.select(active.tolist()), sizes[0])
+        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length, noise)
         self.network.native.grow_dynamic_trees(out, trees, self._cache)
         return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
 

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.backend import Backend
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import BlockOutput, BlockRange, SkipSet
 from foretell.model.kernels import DynamicTrees
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 
 
@@ -26,7 +26,7 @@ class OuterNetwork(Protocol):
     def backend(self) -> Backend:
         """What computes the passes."""
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
@@ -43,7 +43,7 @@ class OuterNetwork(Protocol):
 class Network(OuterNetwork, Protocol):
     """A network that a `DecoderRunner` can run: the torch decoder, or the decoder on the CPU kernels."""
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
 
     def first_layers(self, layers: int) -> "Network":
@@ -65,7 +65,7 @@ class DynamicTreeNetwork(Protocol):
         self,
         roots: Float[torch.Tensor, "b d"],
         trees: DynamicTrees,
-        cache: KVCache,
+        cache: Cache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
         """Grow trees below roots whose last block's outputs are given; `token_of`: the token of every row of the head
@@ -90,7 +90,7 @@ class NetworkWrapper:
         """What computes the passes."""
         return self._inner.backend
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
         return self._inner.new_cache()
 

@@ -97,3 +97,7 @@ def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
 def widen_rows(parts: Sequence[StoredMatrix]) -> Float[torch.Tensor, "o i"]:
     """Matrices of the same inputs, one below the other; in the common dtype of their numbers."""
     return torch.cat([part.widen() for part in parts])
+
+
+Matrix = torch.Tensor | StoredMatrix
+"""A matrix [out, in] in any float dtype, or as its checkpoint stores it."""

@@ -206,8 +206,16 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept."""
+    """The user's cache directory of this package."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
+
+
+@functools.cache
+def packing_key() -> str:
+    """A hash of what the layout of packed weights depends on: the kernels, the code that packs, the instructions."""
+    files = [*sorted(SOURCE.parent.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))]
+    key = [path.read_bytes() for path in files if path.is_file()]
+    return hashlib.sha256(repr([*key, library().foretell_instructions()]).encode()).hexdigest()
 
 
 def _machine_id() -> str:

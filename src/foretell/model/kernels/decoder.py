@@ -1,5 +1,6 @@
 """The decoder on the CPU kernels."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from foretell.model.backend import Backend
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import (
     BlockForward,
@@ -18,36 +20,78 @@ from foretell.model.decoder import (
     RMSNorm,
     SkipSet,
 )
+from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
 from foretell.model.kernels import build
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
+from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
+from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
+from foretell.model.linear import Linear
+from foretell.model.moe import ExpertFeedForward
+from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import StoredMatrix
 
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
-    gate, up = block.mlp.gate_up.weight.chunk(2)
+    assert isinstance(block, DecoderBlock) and isinstance(block.qkv, Linear)
+    mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
+    qkv, gate, gate_bias = block.qkv.weight.detach(), None, None
+    qkv_bias = None if block.qkv.bias is None else block.qkv.bias.detach()
+    if block.attention_gate:
+        sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
+        qkv, gate = torch.split(qkv, sizes)
+        qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
-        qkv=[block.qkv.weight],
-        qkv_bias=block.qkv.bias,
+        qkv=[qkv],
+        qkv_bias=qkv_bias,
+        attention_gate=gate,
+        attention_gate_bias=gate_bias,
+        mixer=block.mixer,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
         output=block.output.weight,
         output_bias=block.output.bias,
         mlp_norm=block.mlp_norm.weight,
-        gate=gate,
-        up=up,
-        down=block.mlp.down.weight,
+        gate=None if mlp is None else mlp.gate,
+        up=None if mlp is None else mlp.up,
+        down=None if mlp is None else mlp.down,
+        gate_bias=None if mlp is None else mlp.gate_bias,
+        up_bias=None if mlp is None else mlp.up_bias,
+        down_bias=None if mlp is None else mlp.down_bias,
+        sinks=block.sinks,
+        experts=expert_matrices(block.mlp) if isinstance(block.mlp, ExpertFeedForward) else None,
         post_attention_norm=_weight(block.post_attention_norm),
         post_mlp_norm=_weight(block.post_mlp_norm),
+    )
+
+
+def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
+    """The matrices of a gated feed-forward network in torch."""
+    assert isinstance(gate_up, Linear) and isinstance(down, Linear)
+    gate, up = gate_up.weight.chunk(2)
+    gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+    return GatedMatrices(gate, up, down.weight, gate_bias, up_bias, down.bias)
+
+
+def expert_matrices(mlp: ExpertFeedForward) -> ExpertMatrices:
+    """The matrices of a mixture of experts in torch."""
+    shared = None
+    if mlp.shared_gate_up is not None and mlp.shared_down is not None:
+        shared = gated_matrices(mlp.shared_gate_up, mlp.shared_down)
+    return ExpertMatrices(
+        mlp.router.weight,
+        map(gated_matrices, mlp.gate_up, mlp.down),
+        mlp.router.bias,
+        mlp.selection_bias,
+        shared,
+        None if mlp.shared_gate is None else mlp.shared_gate.weight,
     )
 
 
@@ -70,7 +114,7 @@ class NativeDecoder:
         # The decoder's norm weights include the offset already.
         stack = NativeStack(
             replace(decoder.config, norm_offset=0.0),
-            (block_weights(b) for b in decoder.blocks),
+            [block_weights(b) for b in decoder.blocks],
             precision,
             decoder.rope_tables,
             decoder.local_rope_tables,
@@ -117,24 +161,24 @@ class NativeDecoder:
         """Whether the kernels run this architecture."""
         return NativeStack.supports(config)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
-        return KVCache(
-            c.layers,
-            c.kv_heads,
-            c.head_dim,
-            torch.float32 if self.precision == "float32" else torch.bfloat16,
-            self.device,
+        return build_cache(
+            c,
+            lambda layers: NativeKVCache(layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8"),
+            lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
         )
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
         return self.embedding(token)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
-        return BlockOutput(self.stack.run(x, layout, cache, *blocks))
+        expert_counts = list[int]()
+        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts)
+        return BlockOutput(states, tuple(expert_counts))
 
     def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """The final norm, from the last block's output to the input of the head."""
@@ -143,6 +187,8 @@ class NativeDecoder:
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
         out = self.head(x)
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
 
@@ -150,21 +196,32 @@ class NativeDecoder:
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
-        return Backend("native", "cpu", self.precision, instructions, batch_invariant=True)
+        return Backend(
+            "native", "cpu", self.precision, instructions, batch_invariant=True, cache_dtype=self.config.cache_dtype
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
-        return self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[PackedBlock]:
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that a pass reads: the blocks and the head."""
+        return self.head.nbytes + sum(block.nbytes for block in self.stack.blocks)
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
+        """The decoder of these packed blocks with this embedding, norm and head."""
+        return self._sharing(self.config, self.stack.with_blocks(blocks))
+
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[PackedBlock]:
         """The forward pass of a block over this layout and cache."""
         stack, tokens, memory = (
             self.stack,
             self.stack.layout_struct(layout.token_count, layout),
-            self.stack.cache_struct(cache),
+            self.stack.cache_struct(cache, layout),
         )
-        return lambda block, i, x: (stack.run_block(block, i, x, tokens, memory), 0)
+        return lambda block, i, x: stack.run_block(block, i, x, tokens, memory)
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "NativeDecoder":
         """The same embedding, norm and head for another configuration of the blocks."""
@@ -172,14 +229,14 @@ class NativeDecoder:
 
     @property
     def grows_dynamic_trees(self) -> bool:
-        """Whether the kernel applies; it does not support a soft cap on logits."""
-        return not self.config.logit_softcap
+        """Whether the kernel applies; it does not support a soft cap on logits, nor a factor, nor recurrent states."""
+        return not self.config.logit_softcap and self.config.logit_scale == 1 and self.config.state is None
 
     def grow_dynamic_trees(
         self,
         roots: Float[torch.Tensor, "b d"],
         trees: DynamicTrees,
-        cache: KVCache,
+        cache: Cache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
         """Grow trees below roots whose last layer's outputs are given; their keys are cached after the requests' own.
@@ -191,6 +248,7 @@ class NativeDecoder:
         """
         stack = self.stack
         check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
+        memory = stack.cache_struct(cache)
         invalid = build.library().foretell_decoder_trees(
             *(
                 stack.model,
@@ -201,9 +259,9 @@ class NativeDecoder:
                 self.norm.data_ptr(),
             ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
+            *(memory, *trees.output_addresses, torch.get_num_threads()),
         )
-        trees.check_result(invalid, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, memory.slots, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""

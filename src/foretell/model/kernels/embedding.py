@@ -5,8 +5,9 @@ from functools import cached_property
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.kernels import structures
+from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import NativeLinear, pack_embedding
+from foretell.model.kernels.pack import widen_rows
 from foretell.model.stored_matrix import StoredMatrix
 
 
@@ -27,7 +28,12 @@ class NativeEmbedding:
     def _rows(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         if isinstance(self.source, NativeLinear):
             return self.source.gather_rows(token)
-        return self.source.rows(token).widen().to(self._dtype)
+        source = self.source
+        if not source.quantized:
+            return source.rows(token).widen().to(self._dtype)
+        if len(token) and not 0 <= int(token.min()) <= int(token.max()) < source.outputs:
+            raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {token.tolist()}")
+        return widen_rows(source, token.numpy(), build.library()).to(self._dtype)
 
     @cached_property
     def _table(self) -> tuple[torch.Tensor, structures.Embedding]:

@@ -12,15 +12,12 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from foretell.model.kernels.structures import LANES, PANEL, PANEL_KINDS, Precision
-from foretell.model.stored_matrix import FLOAT_KINDS, StoredMatrix
-
-Matrix = Tensor | StoredMatrix
-"""A matrix [out, in] in any float dtype, or as its checkpoint stores it."""
+from foretell.model.stored_matrix import FLOAT_KINDS, Matrix, StoredMatrix
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
@@ -74,8 +71,8 @@ class Panels:
             here = np.flatnonzero((order >= first) & (order < first + part.outputs))
             rows, data = order[here] - first, part.data
             first += part.outputs
-            if not as_stored:
-                data = part.rows(torch.from_numpy(rows)).widen().float().contiguous().view(torch.uint8)
+            if not as_stored and len(rows):
+                data = widen_rows(part, rows, kernels).view(torch.uint8)
                 rows = np.arange(len(rows))
                 widened.append(data)
             address[here] = data.data_ptr() + rows * data.stride(0)
@@ -105,12 +102,23 @@ def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
 def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
     """How to pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
     pair = _stored(gate), _stored(up)
-    width = pair[0].outputs
-    turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
-    order = np.stack(turns, 1).ravel()
+    order = _turns(pair[0].outputs)
     if precision != "int8" and pair[0].quantized and pair[0].kind == pair[1].kind:
         return Panels(pair, order, len(order), pair[0].kind, precision)
     return _float_panels((gate, up), order, precision)
+
+
+def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """The biases of gate and up in the order of `plan_gate_up`; None: there are none."""
+    if gate is None or up is None:
+        return None
+    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(_turns(len(gate)))]  # index -1 is a zero
+
+
+def _turns(width: int) -> Int[np.ndarray, " rows"]:
+    """Rows of gate (0 .. width - 1) and up (from `width` on) in turns of 16; -1: a row of zeros."""
+    turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
+    return np.stack(turns, 1).ravel()
 
 
 def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], precision: Precision) -> Panels:
@@ -143,6 +151,19 @@ def pack(weights: Sequence[Panels], kernels: ctypes.CDLL) -> list[Tensor]:
         for done in [pool.submit(task) for task in tasks]:
             done.result()
     return packed
+
+
+def widen_rows(
+    matrix: StoredMatrix, rows: Int[np.ndarray, " n"], kernels: ctypes.CDLL
+) -> Float[torch.Tensor, "n inputs"]:
+    """Rows of a stored matrix in float32."""
+    if not matrix.quantized:
+        return matrix.rows(torch.from_numpy(rows)).widen().float().contiguous()
+    address = matrix.data.data_ptr() + rows.astype(np.uint64) * np.uint64(matrix.data.stride(0))
+    out = torch.empty(len(rows), matrix.inputs)
+    kind = PANEL_KINDS.index(matrix.kind)
+    kernels.foretell_widen_rows(kind, address.ctypes.data, len(rows), matrix.inputs, out.data_ptr())
+    return out
 
 
 def pad_bias(vector: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -13,14 +13,26 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
+from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
+from foretell.model.kernels.experts import PackedExperts
+from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, plan_gate_up, plan_rows
-from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
-from foretell.model.kv_cache import KVCache
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
+from foretell.model.kernels.states import NativeStateStore, pack_mixer, projected_width
+from foretell.model.kernels.states import supports as supports_states
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.layout import Layout
+from foretell.model.linear import Linear
 from foretell.model.rope import RopeTables
+from foretell.model.state_layers import StateMixer
+from foretell.model.stored_matrix import Matrix
+
+_LAYER_LINEARS = 4
+"""Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +44,66 @@ class BlockWeights:
     """One matrix, or query, key and value apart."""
     output: Matrix
     mlp_norm: Tensor
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    gate: Matrix | None
+    up: Matrix | None
+    down: Matrix | None
+    """None: the layer has experts."""
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     output_bias: Tensor | None = None
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    """A score per query head that joins the softmax over its keys."""
+    experts: ExpertMatrices | None = None
+    attention_gate: Matrix | None = None
+    attention_gate_bias: Tensor | None = None
+    mixer: StateMixer | None = None
+    """What takes the place of attention; `qkv` and `output` are its projections."""
 
 
-@dataclass(frozen=True)
-class PackedBlock:
-    """A packed decoder block: its structure, and all memory that this points into."""
+def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
+    """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
+    feed-forward network gate and up, and its output; then the gate of attention.
+    """
+    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
+    if gates is not None:
+        inputs = [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
+    layers = [inputs, plan_rows([block.output], precision)]
+    if block.gate is not None and block.up is not None and block.down is not None:
+        layers += [[plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
+    return layers if block.attention_gate is None else [*layers, plan_rows([block.attention_gate], precision)]
 
-    struct: structures.Layer
-    tensors: tuple[Tensor, ...]
-    structs: tuple[ctypes.Structure, ...] = ()
+
+def _mixer_gates(block: BlockWeights) -> Linear | None:
+    """The gates that a layer's mixer reads beside its projected input."""
+    gates = getattr(block.mixer, "gates", None)
+    return gates if isinstance(gates, Linear) else None
+
+
+def _input_bias(block: BlockWeights) -> Tensor | None:
+    """The bias of all products of a block's normed input."""
+    gates = _mixer_gates(block)
+    if gates is None or (block.qkv_bias is None and gates.bias is None):
+        return block.qkv_bias
+    outputs = sum(part.shape[0] for part in block.qkv)
+    sides = zip((block.qkv_bias, gates.bias), (outputs, gates.weight.shape[0]), strict=True)
+    return torch.cat([torch.zeros(n) if bias is None else bias.detach().float() for bias, n in sides])
+
+
+class PackedBlock(PackedPart):
+    """A packed decoder block: its structure first, and all memory that this points into."""
+
+    @property
+    def struct(self) -> structures.Layer:
+        """The argument of the kernels."""
+        found = self.structs[0]
+        assert isinstance(found, structures.Layer)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +112,7 @@ class PackedBlock:
 
 
 class NativeStack:
-    """The blocks of a decoder, packed here unless they are packed already. A call runs a range of them over new tokens
-    and writes to the cache.
+    """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
     [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
@@ -72,7 +125,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: "Iterable[BlockWeights | PackedBlock]",
+        blocks: Sequence[BlockWeights],
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -86,30 +139,43 @@ class NativeStack:
         self._tensors: list[Tensor] = []
         self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
+        if config.unrotated_layers:
+            self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
-            *(config.norm_eps, config.scale, config.attention_softcap),
+            *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
+            *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
         )
-        self.blocks = [
-            block if isinstance(block, PackedBlock) else self.pack_block(i, block) for i, block in enumerate(blocks)
-        ]
-        self.layers = (structures.Layer * len(self.blocks))(*(block.struct for block in self.blocks))
+        self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+
+    def _set_blocks(self, blocks: Sequence[PackedBlock]) -> None:
+        self.blocks = blocks
+        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in blocks))
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeStack":
+        """A stack of packed blocks with the rotary tables of this one."""
+        other = object.__new__(NativeStack)
+        other.__dict__.update(self.__dict__)
+        other._set_blocks(blocks)
+        return other
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the kernels support this architecture: dense, gated, sequential blocks with rotary positions."""
-        plain = not (
-            config.experts or config.latent or config.learned_positions or config.parallel_blocks or config.mlp_bias
-        )
+        """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
+        plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        plain = plain and (config.state is None or supports_states(config.state))
+        if config.experts is not None:
+            plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
+            plain = plain and config.residual_scale == 1
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
+        shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
+        shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
-        self, x: Tensor, layout: Layout, cache: KVCache, first: int, last: int, attention_input: Tensor | None = None
+        self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, attention_input: Tensor | None = None
     ) -> Tensor:
         """Run blocks first .. last - 1 on the residual stream, float32 [t, hidden]; returns the result in a new tensor.
 
@@ -124,19 +190,20 @@ class NativeStack:
         self,
         x: Tensor,
         layout: Layout,
-        cache: KVCache,
+        cache: Cache,
         first: int,
         last: int,
         hidden_layers: Sequence[int] = (),
         attention_input: Tensor | None = None,
+        expert_counts: list[int] | None = None,
     ) -> tuple[Tensor, ...]:
         """As a call, but returns the residual stream before every block of `hidden_layers`, ascending, and then the
-        result.
+        result. `expert_counts` is extended by the number of experts that every mixture-of-experts layer read.
 
         Raises:
             ValueError: as a call, or `hidden_layers` names a block that does not run.
         """
-        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache)
+        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache, layout)
         check_tensor(x, torch.float32, "x", x.shape[0], self.config.hidden)
         if not 0 <= first <= last <= len(self.layers):
             raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self.layers)}")
@@ -146,13 +213,16 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
+        counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
         invalid = self._kernels.foretell_stack(
             *(self.model, self.layers, first, last, out[-1].data_ptr()),
             *(None if attention_input is None else attention_input.data_ptr(), layout_struct, cache_struct),
-            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr()),
+            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr(), counts),
             torch.get_num_threads(),
         )
         self.check_result(invalid, layout, cache_struct)
+        if counts is not None and expert_counts is not None:
+            expert_counts += filter(None, counts)
         return out.unbind()
 
     def check_result(self, invalid: int, layout: Layout, cache: structures.Cache) -> None:
@@ -200,30 +270,56 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        packed = PackedLinears(
-            [
-                (plan_rows(block.qkv, self.precision), block.qkv_bias),
-                (plan_rows([block.output], self.precision), block.output_bias),
-                ([plan_gate_up(block.gate, block.up, self.precision)], None),
-                (plan_rows([block.down], self.precision), None),
-            ],
-            self._kernels,
-        )
+        layers = plan_block(block, self.precision)
+        biases = [_input_bias(block), block.output_bias]
+        if block.gate is not None:
+            biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
+        if block.attention_gate is not None:
+            biases.append(block.attention_gate_bias)
+        packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self._kernels)
+        structs = list(packed.structs)
+        gate = structures.Weight() if block.attention_gate is None else structs.pop()
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
+        scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
+        experts = None
+        if block.experts is not None:
+            assert self.config.experts is not None
+            experts = PackedExperts(self.config.experts, block.experts, self.precision, self._kernels)
+        structs = [*structs, structures.Weight(), structures.Weight()]
+        recurrent = self.config.state_layers
+        mixer, vectors = None, list[Tensor]()
+        if block.mixer is not None:
+            mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
         struct = structures.Layer(
-            *packed.structs,
+            *(*structs[:_LAYER_LINEARS], gate),
+            None if mixer is None else ctypes.addressof(mixer),
+            sum(j not in recurrent for j in range(i)),
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            *self._ropes[window > 0],
-            *(window, 1, 1),
+            None if experts is None else ctypes.addressof(experts.structs[0]),
+            *(None, None, window, 1, 1),
         )
-        tensors = (*packed.tensors, *(scale for scale in scales if scale is not None))
-        return PackedBlock(struct, tensors, tuple(packed.further))
+        memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
+        further: list[structures.Memory] = [struct, *packed.further]
+        if experts is not None:
+            memory += experts.tensors
+            further += experts.structs
+        if mixer is not None:
+            memory += vectors
+            further.append(mixer)
+        return self.attach(i, PackedBlock(further, memory))
+
+    def attach(self, i: int, block: PackedBlock) -> PackedBlock:
+        """Let a packed block, as block `i`, point to the rotary tables of this stack."""
+        unrotated = i in self.config.unrotated_layers
+        block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
+        return block
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
-    ) -> Tensor:
-        """The residual stream after a packed block that is block `i` of the stack.
+    ) -> tuple[Tensor, int]:
+        """The residual stream after a packed block that is block `i` of the stack, and the number of experts that the
+        block read (0: it is dense).
 
         Raises:
             ValueError: a token has no visible slot or lies outside the cache.
@@ -231,14 +327,14 @@ class NativeStack:
         layers = (structures.Layer * (i + 1))()
         layers[i] = block.struct
         layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
-        out = x.clone()
+        out, count = x.clone(), c_int32(0)
         invalid = self._kernels.foretell_stack(
-            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
+            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
             torch.get_num_threads(),
         )
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")
-        return out
+        return out, count.value
 
     def _keep(self, tensor: Tensor) -> int:
         """Keep a tensor as long as the stack lives; returns its address."""
@@ -259,11 +355,26 @@ class NativeStack:
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         return structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
 
-    def cache_struct(self, cache: KVCache) -> structures.Cache:
-        """A cache as an argument of the kernels."""
+    def cache_struct(self, cache: Cache, layout: Layout | None = None) -> structures.Cache:
+        """A cache as an argument of the kernels; `layout`: of the pass, for models with recurrent states."""
+        states, recurrent = None, self.config.state_layers
+        if isinstance(cache, LayeredCache):
+            cache, store = cache.stores
+            assert self.config.state is not None and isinstance(store, NativeStateStore) and layout is not None
+            states = store.native_pass(layout, projected_width(self.config.state))
+        if not isinstance(cache, NativeKVCache):
+            raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
+        dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
+        least = sum(i not in recurrent for i in range(len(self.layers)))
+        shape = (max(layers, least), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        return structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+        if slots % structures.LANES:
+            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
+        if states is None:
+            return cache.struct
+        struct = structures.Cache.from_buffer_copy(cache.struct)
+        struct.states = ctypes.addressof(states.struct)
+        struct.kept = states
+        return struct

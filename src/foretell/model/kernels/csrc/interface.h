@@ -6,6 +6,9 @@
 
 extern "C" {
 
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxGroup = 16;  // query heads per key-value head
+
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
@@ -27,7 +30,8 @@ enum Kind : int32_t {
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
@@ -37,10 +41,57 @@ struct Weight {           // one packed linear layer
   const Weight* next;  // further outputs of the same inputs, of another kind; or null
 };
 
+struct Experts {  // the mixture of experts of a layer
+  Weight router;                // a logit per expert, then the gate of the shared expert where it has one
+  const float* selection_bias;  // [count], added to the scores where experts are chosen; or null
+  const Weight *gate_up, *down;  // [count]
+  Weight shared_gate_up, shared_down;
+  int32_t count, active, ffn, shared_ffn;  // shared_ffn: 0 where there is no shared expert
+  int32_t shared_gate;                     // 1: the shared expert has a gate
+  int32_t scoring, renormalize;
+  int32_t groups, active_groups, ranked_by;  // see `MoEConfig` in config.py
+  float scale;
+};
+
+// What a layer with a recurrent state is; see state_layers.py.
+enum StateKind : int32_t { kDeltaNet = 0, kShortConvolution = 1, kMamba2 = 2 };
+constexpr int kMaxTaps = 8;
+
+struct StateLayer {  // what takes the place of a layer's attention
+  int32_t kind, index;  // index: the layer's among those with a state
+  const float* convolution;                        // [taps, channels]
+  const float* convolution_bias;                   // [channels]; or null
+  const float *rate, *time_bias, *skip, *norm;     // [heads]; [heads]; [heads], Mamba-2 only; one per number of the norm
+  float eps;
+};
+
+// Recurrent states and records of drafted nodes (see state_store.py), and the order in which the tokens of a pass read
+// and change them. Rows of the pass are numbered; records are numbered by cache row * nodes + node.
+struct States {
+  int32_t channels, taps, heads, groups, key_dim, value_dim;
+  int32_t width;              // of a layer's projected input
+  int32_t cache_rows, nodes;  // room in the store
+  float *inputs, *state;      // [layers, cache_rows, 2, taps - 1, channels], [..., 2, heads, key_dim, value_dim]
+  float *node_inputs, *node_keys, *node_values, *node_decay;  // [layers, cache_rows, nodes, ...]
+  int32_t rows, depth, recorded_count;  // rows of the pass; deepest level of their trees below the root
+  const int32_t *row, *start;           // [rows]: cache row, and which of its two states the pass starts from
+  const int32_t *chain_begin, *chain;   // tokens of the rows' prefixes
+  const int32_t *walk_begin, *walk_token, *walk_node, *walk_depth;  // drafted nodes, depth first; token -1: recorded
+  const int32_t* windows;   // [tokens, taps]: inputs of the convolution: [rows, taps - 1], then recorded, then tokens
+  const int32_t* tails;     // [rows, taps - 1]: the last inputs of the rows' prefixes
+  const int32_t* recorded;  // records that windows read
+  const int32_t* node;      // [tokens]: record of a drafted node; -1: in the prefix
+};
+
 struct Layer {
   Weight qkv, output, gate_up, down;
+  Weight attention_gate;        // words null: attention is not gated
+  const StateLayer* state;      // null: the layer has attention
+  int32_t store;                // index of the layer in the cache of keys and values
   const float *attention_norm, *mlp_norm;
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
+  const float* sinks;  // [heads], scores that join the softmax over the keys; or null
+  const Experts* experts;  // null: the layer is dense
   const float *cos, *sin;                                              // [context, rotary_dim / 2]
   int32_t window;                                                      // 0: full attention
   int32_t attention, mlp;                                              // 0: this sub-layer is skipped
@@ -49,7 +100,7 @@ struct Layer {
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
   int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
-  float eps, scale, softcap;
+  float eps, scale, softcap, residual_scale;
 };
 
 struct Stage {  // one stage of a multi-stage MLP speculator
@@ -83,6 +134,11 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
+  // most probable `candidates` children of a node are ranked with it.
+  const uint64_t* noise;
+  const double* noise_scale;
+  int32_t candidates;
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
@@ -104,8 +160,10 @@ struct Sampling {  // of one row of logits
   int32_t top_k;   // 0: all
 };
 
-struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
-  uint32_t *k, *v;
+struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+  void *k, *v;
+  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
   int32_t rows, slots;
+  const States* states;  // of the layers with a recurrent state; or null
 };
 }

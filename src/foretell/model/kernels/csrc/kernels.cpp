@@ -20,13 +20,21 @@ extern "C" {
 
 // Runs the residual stream x [tokens, hidden] in place through layers first .. last - 1. attention_input [tokens, in of
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
-// the stream before the layers that `hidden_layers` names, ascending. Returns -1, or the first token that points
+// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the number of
+// experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
 // outside the cache or the rotary tables; then nothing was computed.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
-                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t threads) {
+                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* expert_counts,
+                       int32_t threads) {
   return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
-               threads);
+               threads, expert_counts);
+}
+
+// Advances the recurrent states of a row, those of this side, in all layers along recorded nodes.
+void foretell_keep_states(const States* s, int32_t layers, int32_t row, int32_t side, const int32_t* nodes,
+                          int32_t count, int32_t threads) {
+  keep_states(*s, layers, row, side, nodes, count, threads);
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
@@ -57,7 +65,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = std::min(b->width, width);
+            k = candidate_count(*b, width);
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -172,6 +180,16 @@ void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, co
     pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
+// Rows of GGUF blocks of a kind as float32, [count, in].
+void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count, int32_t in, float* out) {
+  widen_blocks(kind, rows, count, in, out);
+}
+
+// Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.
+void foretell_round_rows(int32_t kind, int32_t type, const void* const* rows, int32_t count, int32_t in, uint8_t* out) {
+  round_rows(kind, type, rows, count, in, out);
+}
+
 // Words of a panel.
 int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
@@ -187,6 +205,16 @@ int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* 
   return keep_row(x, *sampling, width, tokens, weights, threads);
 }
 
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
+// is copied to a later one. kind: kFloat32 or kBfloat16.
+void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
+                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
+  if (kind == kFloat32)
+    move_slots(CacheLayout<Float32>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+  else
+    move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+}
+
 // Vector instructions that the kernels were compiled for.
 const char* foretell_instructions() { return kInstructions; }
 
@@ -197,18 +225,34 @@ const char* foretell_abi() {
     describe_constant(out, "version", kAbiVersion);
     describe_constant(out, "panel", kPanel);
     describe_constant(out, "lanes", kLanes);
+    describe_constant(out, "max_head_dim", kMaxHeadDim);
+    describe_constant(out, "max_group", kMaxGroup);
     describe_constant(out, "int8_block", Int8::kBlock);
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next));
-    S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
+    S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
+      F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
+      F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
+      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
+    S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
+      F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
+      F(StateLayer, norm), F(StateLayer, eps));
+    S(States, F(States, channels), F(States, taps), F(States, heads), F(States, groups), F(States, key_dim),
+      F(States, value_dim), F(States, width), F(States, cache_rows), F(States, nodes), F(States, inputs),
+      F(States, state), F(States, node_inputs), F(States, node_keys), F(States, node_values), F(States, node_decay),
+      F(States, rows), F(States, depth), F(States, recorded_count), F(States, row), F(States, start),
+      F(States, chain_begin), F(States, chain), F(States, walk_begin), F(States, walk_token), F(States, walk_node),
+      F(States, walk_depth), F(States, windows), F(States, tails), F(States, recorded), F(States, node));
+    S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
+      F(Layer, state), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
-      F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
+      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
-      F(Model, softcap));
+      F(Model, softcap), F(Model, residual_scale));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
@@ -216,12 +260,13 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length));
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots),
+      F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -231,6 +276,7 @@ const char* foretell_abi() {
     S(foretell_eagle_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
+    S(foretell_keep_states);
     S(foretell_linear);
     S(foretell_mlp_speculator_stage);
     S(foretell_linear_topk_softmax);
@@ -239,9 +285,12 @@ const char* foretell_abi() {
     S(foretell_topk);
     S(foretell_topk_softmax);
     S(foretell_pack_rows);
+    S(foretell_widen_rows);
+    S(foretell_round_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
+    S(foretell_cache_move);
     S(foretell_instructions);
 #undef S
     return out;

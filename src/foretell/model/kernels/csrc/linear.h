@@ -103,7 +103,7 @@ inline void apply_epilogue(const Output& output, const Weight& w, const Float* t
     for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
   float* row = output.y + (size_t)token * output.stride;
   if (output.epilogue == Epilogue::kGate) {
-    store_operand(output.operand, row, kLanes * panel, activate(v[0], output.activation) * v[1]);
+    store_operand(output.operand, row, kLanes * panel, gated(v[0], v[1], output.activation));
     return;
   }
   for (int i = 0; i < 2; ++i) {
