@@ -52,9 +52,9 @@ void run_stack() {
     layer = {};
     for (Weight* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) *w = weight();
     for (const float** field : {&layer.attention_norm, &layer.mlp_norm, &layer.q_norm, &layer.k_norm,
-                                &layer.post_attention_norm, &layer.post_mlp_norm, &layer.cos, &layer.sin})
+                                &layer.post_attention_norm, &layer.post_mlp_norm, &layer.sinks, &layer.cos, &layer.sin})
       *field = array<float>();
-    layer.window = number<int32_t>(), layer.attention = layer.mlp = 1;
+    layer.window = number<int32_t>(), layer.store = number<int32_t>(), layer.attention = layer.mlp = 1;
   }
   float* x = array<float>();
   Layout layout = {};
@@ -64,8 +64,10 @@ void run_stack() {
     *field = array<int32_t>();
   Cache cache = {};
   cache.k = array<uint32_t>(), cache.v = array<uint32_t>();
+  cache.k_scale = array<float>(), cache.v_scale = array<float>();
   cache.rows = number<int32_t>(), cache.slots = number<int32_t>();
-  if (foretell_stack(model, layers.data(), 0, count, x, nullptr, &layout, &cache, nullptr, 0, nullptr, 1) != -1)
+  if (foretell_stack(model, layers.data(), 0, count, x, nullptr, &layout, &cache, nullptr, 0, nullptr, nullptr,
+                     1) != -1)
     std::exit(3);
   write(x, (size_t)layout.count * model->hidden);
 }

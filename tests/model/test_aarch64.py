@@ -19,7 +19,17 @@ from foretell.model.kernels.instruction_sets import InstructionSet, of_machine
 from foretell.model.layout import Layout
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-LAYER_ARRAYS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "post_attention_norm", "post_mlp_norm", "cos", "sin")
+LAYER_ARRAYS = (
+    "attention_norm",
+    "mlp_norm",
+    "q_norm",
+    "k_norm",
+    "post_attention_norm",
+    "post_mlp_norm",
+    "sinks",
+    "cos",
+    "sin",
+)
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="there are no kernels to compare with"),
@@ -65,10 +75,12 @@ def stack_case(shape: str, precision: Precision, where: Layout, count: int) -> t
             out += weight_arguments(weight, memory)
         for name in LAYER_ARRAYS:
             out += read(getattr(layer, name), memory)
-        out += integers(layer.window)
+        out += integers(layer.window, layer.store)
     out += array(x) + integers(count, where.extra_slots.shape[1])
     out += b"".join(map(array, (where.row, where.slot, where.position, where.visible_prefix, where.extra_slots)))
-    out += array(cache.k) + array(cache.v) + integers(cache.k.shape[1], cache.k.shape[3])
+    out += b"".join(map(array, (cache.k, cache.v, cache.k_scale, cache.v_scale))) + integers(
+        cache.k.shape[1], cache.k.shape[3]
+    )
     return out, stack(x, where, cache, 0, len(stack.layers))
 
 
@@ -81,7 +93,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]
     dense: list[Precision] = ["float32", "bfloat16", "int8"]
     found = [linear_case(NativeLinear(weight, None, precision), x) for weight, precision in weights]
     found += [linear_case(NativeLinear(torch.randn(77, 450), None, p), torch.randn(9, 450)) for p in dense]
-    found += [stack_case(shape, p, chain(17, 0), 17) for shape in ("small", "gemma") for p in dense]
+    found += [stack_case(shape, p, chain(17, 0), 17) for shape in ("small", "gemma", "int8 cache") for p in dense]
     path = tmp_path_factory.mktemp("aarch64") / "cases"
     path.write_bytes(integers(len(found)) + b"".join(arguments for arguments, _ in found))
     return path, [expected for _, expected in found]
