@@ -68,7 +68,7 @@ def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int) ->
     torch_scores, kernel_scores, exact = (scores(network, tokens) for network in networks)
     # A rotated number halfway between two levels may be rounded to either.
     assert (torch_scores - kernel_scores).norm() < 0.2 * (torch_scores - exact).norm() < 0.01 * exact.norm()
-    assert all("int8 keys and values" in network.backend.arithmetic for network in networks[:2])
+    assert all("cached keys and values are int8" in network.backend.arithmetic for network in networks[:2])
     assert "int8" not in networks[2].backend.arithmetic
 
 
