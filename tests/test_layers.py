@@ -10,10 +10,11 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound", "model.activation"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
     (
         "core.tree",
         "model",
+        "model.activation",
         "model.backend",
         "model.cache",
         "model.config",
@@ -26,11 +27,13 @@ ORDER = [
         "model.moe",
         "model.rope",
         "model.rope_config",
+        "model.state_config",
         "model.stored_matrix",
         "model.training.chunked_attention",
     ),
     ("model.layout",),
-    ("model.attention", "model.kernels"),
+    ("model.state_plan",),
+    ("model.attention", "model.kernels", "model.state_layers", "model.state_store"),
     ("distributions.topk",),
     ("core",),
     ("tokenizer", "retrieval.suffix_array"),
@@ -41,6 +44,9 @@ ORDER = [
         "model.cuda_graph",
         "model.kernels.decoder",
         "model.load.quantization_config",
+        "model.latent",
+        "model.load.latent",
+        "model.load.state_blocks",
         "model.load.weights",
         "model.network",
         "model.offload",

@@ -14,7 +14,7 @@ from foretell.model.stored_matrix import BLOCKS, KINDS, Kind, StoredMatrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason() or "no kernels")
-QUANTIZED = [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")]
+QUANTIZED: list[Kind] = [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")]
 every_kind = pytest.mark.parametrize("kind", QUANTIZED)
 SCALES: dict[Kind, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),

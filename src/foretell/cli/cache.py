@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from foretell.cli import options
 from foretell.utils.names import unknown
@@ -16,16 +14,34 @@ from foretell.utils.names import unknown
 if TYPE_CHECKING:
     from foretell.model.load.packed_cache import CacheEntry
 
-app = typer.Typer(
-    help="List or clear the packed weights that are kept for the next start.", pretty_exceptions_enable=False
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
-@app.callback(invoke_without_command=True)
-def show(context: typer.Context, as_json: options.Json = False) -> None:
-    """List what the cache holds: model, dtype, size and last use."""
-    if context.invoked_subcommand is not None:
-        return
+@app.command()
+def cache(
+    action: Annotated[str, typer.Argument(metavar="[list|clear]", help="What to do.")] = "list",
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="With clear: names of files or models, paths of models.")
+    ] = None,
+    all_files: Annotated[bool, typer.Option("--all", help="With clear: remove everything.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List or clear the packed weights that are kept for the next start.
+
+    The folder is $FORETELL_CACHE, by default foretell/weights in the user's cache directory. $FORETELL_CACHE_LIMIT
+    (such as 20G; 0: no cache) limits its size; what was used least recently leaves first.
+    """
+    if action == "list":
+        if names or all_files:
+            raise ValueError("names and --all go with `foretell cache clear`")
+        _list(as_json)
+    elif action == "clear":
+        _clear(names or (), all_files, as_json)
+    else:
+        raise unknown("action", action, ["list", "clear"])
+
+
+def _list(as_json: bool) -> None:
     from foretell.model.load.packed_cache import cache_entries, cache_folder, cache_limit
 
     folder, entries = cache_folder(), cache_entries()
@@ -34,31 +50,22 @@ def show(context: typer.Context, as_json: options.Json = False) -> None:
         records = [_record(entry) for entry in entries]
         typer.echo(json.dumps({"folder": str(folder), "limit_bytes": limit, "entries": records}, indent=1))
         return
-    table = Table("model", "dtype", "MB", "last use", "name")
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        table.add_row(Path(entry.model).name, entry.dtype, f"{entry.bytes / 1e6:,.0f}", used, entry.name)
-    if entries:
-        Console().print(table)
+        typer.echo(
+            f"{entry.bytes / 1e6:9,.0f} MB  last used {used}  {entry.dtype:16}  {entry.name}\n{'':14}{entry.model}"
+        )
     total = sum(entry.bytes for entry in entries)
     typer.echo(f"{folder}: {len(entries)} files, {total / 1e6:,.0f} MB of at most {limit / 1e6:,.0f} MB")
 
 
-@app.command()
-def clear(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Names of files, of models, or paths of models.")
-    ] = None,
-    all_files: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
-    as_json: options.Json = False,
-) -> None:
-    """Remove packed weights; the next start of these models packs again."""
+def _clear(names: Sequence[str], all_files: bool, as_json: bool) -> None:
     from foretell.model.load.packed_cache import cache_entries, remove_entries
 
     if bool(names) == all_files:
         raise ValueError("name what to remove (`foretell cache` lists it), or give --all")
     entries = cache_entries()
-    chosen = entries if all_files else list({e.path: e for name in names or () for e in _named(name, entries)}.values())
+    chosen = entries if all_files else list({e.path: e for name in names for e in _named(name, entries)}.values())
     freed = remove_entries(chosen)
     if as_json:
         typer.echo(json.dumps({"removed": [entry.name for entry in chosen], "bytes": freed}))

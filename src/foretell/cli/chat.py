@@ -44,7 +44,7 @@ def chat(
     stop: options.Stop = None,
     system: options.System = None,
     allow_special_tokens: options.AllowSpecialTokens = False,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,

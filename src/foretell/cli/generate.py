@@ -55,7 +55,7 @@ def generate(
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     allow_special_tokens: options.AllowSpecialTokens = False,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,

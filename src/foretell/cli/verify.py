@@ -31,7 +31,7 @@ def verify(
     rope_scaling: options.RopeScaling = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     prompts: Annotated[
         Path | None,

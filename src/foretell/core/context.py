@@ -61,6 +61,8 @@ class Context:
     rngs: tuple[CounterRNG, ...]
     max_depth: Int[np.ndarray, " b"]
     """Greatest useful depth of drafts per request: the tokens it may still get after the next one."""
+    coupled: bool = False
+    """Whether the acceptor keeps the drafts that the target samples itself, so that drafters may know its noise."""
 
     @property
     def last_tokens(self) -> list[int]:
@@ -77,6 +79,7 @@ class Context:
             sampling_params=tuple(self.sampling_params[i] for i in indices),
             rngs=tuple(self.rngs[i] for i in indices),
             max_depth=self.max_depth[list(indices)],
+            coupled=self.coupled,
         )
 
 

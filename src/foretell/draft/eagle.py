@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_parents
 from foretell.draft.base import Predictor, TopTokens
 from foretell.model.kernels import DynamicTrees
@@ -160,7 +161,8 @@ class EagleDrafter(Predictor):
         row = np.array(context.rows)[active]
         length = np.array([self._prefixes[r].length for r in row.tolist()])
         self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length)
+        noise = noise_for_kernels(context.select(active.tolist()), sizes[0])
+        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length, noise)
         self.network.native.grow_dynamic_trees(out, trees, self._cache)
         return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
 

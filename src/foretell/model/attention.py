@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
-from foretell.model.layout import PaddedLayout
+from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import widen
+from foretell.model.state_store import LayerStates, PassStates, StateStore
 
 
 class AttentionBackend(ABC):
@@ -32,12 +33,29 @@ class AttentionBackend(ABC):
         `sinks`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
         """
 
+    def states(self, layer: int) -> LayerStates:
+        """The recurrent states of a layer.
+
+        Raises:
+            ValueError: they are not supported here.
+        """
+        raise ValueError("models with recurrent states are not supported in training: only in decoding")
+
 
 class CachedAttention(AttentionBackend):
     """Attention over a key-value cache, in the cache's dtype."""
 
-    def __init__(self, cache: Cache, padded: PaddedLayout, config: ModelConfig) -> None:
-        self._cache, self._padded, self._config = cache, padded, config
+    def __init__(self, cache: Cache, padded: PaddedLayout, config: ModelConfig, layout: Layout | None = None) -> None:
+        self._cache, self._padded, self._config, self._layout = cache, padded, config, layout
+        self._states: dict[Cache, PassStates] = {}
+
+    def states(self, layer: int) -> LayerStates:
+        """The recurrent states of a layer."""
+        store, index = self._cache.store(layer)
+        assert isinstance(store, StateStore) and self._layout is not None
+        if store not in self._states:
+            self._states[store] = store.pass_states(self._layout)
+        return LayerStates(self._states[store], index)
 
     def attend(
         self,

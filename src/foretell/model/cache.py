@@ -24,6 +24,12 @@ class Cache(ABC):
     def reserve(self, rows: int, slots: int) -> None:
         """Grow to at least `rows` rows of `slots` tokens each, the nodes of a tree included; the contents stay."""
 
+    def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
+        """Announce a pass over a tree of `nodes` nodes, for each of its rows after `lengths[i]` tokens; the first
+        `prefixes[i]` nodes are the tree's prefix.
+        """
+        return
+
     @abstractmethod
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes of the row's last tree, in order, as the tokens after its first `length`; forget the others.
@@ -70,6 +76,11 @@ class LayeredCache(Cache):
         """Grow every store."""
         for store in self.stores:
             store.reserve(rows, slots)
+
+    def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
+        """Announce a pass to every store."""
+        for store in self.stores:
+            store.begin(rows, lengths, prefixes, nodes)
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes in every store."""

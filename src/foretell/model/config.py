@@ -6,13 +6,18 @@ only in its values. The decoder and the roofline analyzer use it and read no Hug
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import log
 from typing import Any, Literal
 
-from foretell.model.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_gguf_rope, read_rope
+from foretell.model.state_config import StateConfig, read_state
 from foretell.utils.validation import Fields
 
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
 CacheDtype = Literal["auto", "int8"]
 
 
@@ -58,9 +63,8 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths.
-
-    The roofline analyzer supports it, the decoder does not.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths; `q_rank` 0: queries have no
+    latent vector.
     """
 
     q_rank: int
@@ -68,6 +72,8 @@ class MLAConfig:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    interleaved_rope: bool = True
+    """Whether the checkpoint stores the two halves of a rotary pair side by side."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,20 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and feed-forward before they are added to the residual (Granite)."""
+    logit_scale: float = 1.0
+    """Factor on the logits (Granite)."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Indices of the attention layers without rotary positions (NoPE, arXiv 2305.19466)."""
     sinks: bool = False
     """Whether a learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
     experts: MoEConfig | None = None
     latent: MLAConfig | None = None
+    state: StateConfig | None = None
+    """Layers with a recurrent state instead of attention."""
+    attention_gate: bool = False
+    """The query projection also gives a gate per head, whose sigmoid multiplies the output of attention."""
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
@@ -136,6 +152,11 @@ class ModelConfig:
         """Factor on query-key products."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent state."""
+        return () if self.state is None else tuple(i for i in self.state.layers if i < self.layers)
+
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0: full attention."""
         return self.window if layer in self.window_layers else 0
@@ -151,7 +172,18 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"qkv_bias": True},
     "qwen3_moe": {"qk_norm": True},
+    "qwen3_next": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "qwen3_5_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "qwen3_5_moe_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "lfm2": {"qk_norm": True, "tied": True},
+    "granite": {},
+    "granitemoehybrid": {},
+    "smollm3": {"tied": True},
     "gpt_oss": {"sinks": True},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": {},
 }
 """Supported values of `model_type`, and the settings that their `config.json` does not contain."""
 
@@ -160,6 +192,10 @@ _GEMMA: Mapping[str, Any] = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+_LATENT_HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_QWEN_HYBRID: Mapping[str, Any] = {
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "hidden_act": "silu",
 }  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -183,6 +219,19 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
+    "qwen3_next": {
+        **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+    "qwen3_5_text": {**_QWEN_HYBRID, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+    "granite": {"max_position_embeddings": 2048},
+    "granitemoehybrid": {"max_position_embeddings": 2048},
+    "smollm3": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
+    "lfm2": {"max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2},
     "gpt_oss": {
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0, "num_experts_per_tok": 4, "num_local_experts": 128, "sliding_window": 128,
@@ -191,12 +240,40 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
         "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT,
     },
+    "deepseek_v2": {"max_position_embeddings": 2048, "n_shared_experts": 2, "q_lora_rank": 1536, **_LATENT_HEADS},
+    "deepseek_v3": {
+        "max_position_embeddings": 4096, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
+        "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "q_lora_rank": 1536, **_LATENT_HEADS,
+    },
+    "glm4_moe": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
+    },
+    "glm4_moe_lite": {
+        "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768,
+        **_LATENT_HEADS, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    },
 }  # fmt: skip
 """The defaults of transformers for keys missing in `config.json`, by `model_type`, where they differ from ours.
 
 Published Gemma files omit even sizes. For other types sizes are required, so that a damaged file is recognised.
 """
 
+_LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Architectures with latent attention."""
+_GLM_FLAGS = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
+_TEXT_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""The language models of multimodal values of `model_type`; vision parts are not read."""
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Values of `model_type` with gated attention beside gated DeltaNet layers."""
+_GRANITE = ("granite", "granitemoehybrid")
+"""Values of `model_type` with multipliers."""
+_OPTIONAL_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "smollm3", *_GATED, *_GRANITE)
+"""Values of `model_type` whose attention has biases on request."""
+_UNWINDOWED = ("llama", "lfm2", *_GATED, *_GRANITE)
+_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
     "relu": "relu",
@@ -230,7 +307,7 @@ _CONTROL_TOKEN = 3
 def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
     kind = raw.get("model_type")
-    return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
+    return not isinstance(kind, str) or kind in _TEXT_MODELS or kind in ARCHITECTURES
 
 
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -252,25 +329,31 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
     context = read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)
     window, window_layers = _windows(read, kind, layers)
-    head_dim = _head_dim(read, ("head_dim",), hidden // heads)
-    rope, local_rope = _ropes(read, kind, context, head_dim)
+    latent = _latent(read, kind)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(read, ("head_dim",), hidden // heads)
+    rope, local_rope = _ropes(read, kind, context, head_dim, latent.rope_dim / head_dim if latent else 1.0)
     activation = read.text(*(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]), default="")
     if activation:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
         fixed["activation"] = _ACTIVATIONS[activation]
-    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss") and read.flag(
-        "attention_bias", default=False
-    ):
+    if kind in _OPTIONAL_BIAS and read.flag("attention_bias", default=False):
         fixed |= {"qkv_bias": True, "output_bias": True}
+    if kind == "glm4_moe":
+        fixed |= {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()}
     if kind == "qwen2_moe":
         fixed["qkv_bias"] = read.flag("qkv_bias", default=True)
     if kind == "gpt_oss":
         fixed["activation"] = _clamped_swiglu(read)
     if gemma and read.flag("use_bidirectional_attention", default=False):
         raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
-    has_scale = gemma and read.has("query_pre_attn_scalar")
-    tied = read.flag("tie_word_embeddings", default=bool(fixed.pop("tied", False)))
+    tied = read.flag(
+        *(["tie_embedding"] if kind == "lfm2" else []), "tie_word_embeddings", default=bool(fixed.pop("tied", False))
+    )
+
+    def multiplier(name: str) -> float:
+        return read.positive(name, default=1.0) if kind in _GRANITE else 1.0
+
     return _checked(
         source,
         architecture=kind,
@@ -278,26 +361,67 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=read.integer("num_key_value_heads", default=heads, least=1),
+        kv_heads=heads if latent else read.integer("num_key_value_heads", default=heads, least=1),
         head_dim=head_dim,
-        ffn=read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1),
+        latent=latent,
+        ffn=_ffn(read, kind),
         **_contexts(rope, context),
-        norm_eps=read.number("rms_norm_eps", default=1e-6, least=0),
+        norm_eps=read.number("rms_norm_eps", "norm_eps", default=1e-5 if kind == "lfm2" else 1e-6, least=0),
         rope=rope,
         local_rope=local_rope,
         tied=tied,
-        mlp_bias=kind == "llama" and read.flag("mlp_bias", default=False),
+        mlp_bias=kind in ("llama", "granite", "smollm3") and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=read.positive("query_pre_attn_scalar") ** -0.5 if has_scale else None,
+        attention_scale=_latent_scale(read, rope, head_dim) if latent else _attention_scale(read, kind),
         attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
+        embedding_scale=hidden**0.5 if gemma else multiplier("embedding_multiplier"),
+        residual_scale=multiplier("residual_multiplier"),
+        logit_scale=1 / multiplier("logits_scaling"),
+        unrotated_layers=_unrotated(read, kind, layers),
         experts=_experts(read, kind, layers),
+        state=read_state(read, kind, layers),
         bos=next(iter(read.integers("bos_token_id")), None),
         eos=eos_token_ids(read),
         **fixed,
     )
+
+
+def _attention_scale(read: Fields, kind: str) -> float | None:
+    """Factor on query-key products; None: by the width of a head."""
+    if kind in _GRANITE:
+        return read.positive("attention_multiplier", default=1.0)
+    if kind.startswith("gemma") and read.has("query_pre_attn_scalar"):
+        return float(read.positive("query_pre_attn_scalar") ** -0.5)
+    return None
+
+
+def _unrotated(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
+    """Layers without rotary positions."""
+    if kind == "granitemoehybrid" and read.text("position_embedding_type", default="nope") != "rope":
+        return tuple(range(layers))
+    if kind != "smollm3":
+        return ()
+    interval = read.integer("no_rope_layer_interval", default=4, least=1)
+    rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if len(rotated) != layers:
+        raise read.wrong("no_rope_layers", f"{layers} of 0 (not rotated) or 1", list(rotated))
+    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
+def _ffn(read: Fields, kind: str) -> int:
+    """Width of the dense feed-forward networks, or of the experts where all are experts."""
+    if kind == "granitemoehybrid":
+        return read.integer("shared_intermediate_size", default=1024, least=1)
+    if kind != "lfm2":
+        return read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1)
+    width = read.integer("block_ff_dim", "intermediate_size", least=1)
+    if not read.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    multiple = read.integer("block_multiple_of", default=256, least=1)
+    scaled = int(read.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
+    return -(-scaled // multiple) * multiple
 
 
 def _clamped_swiglu(read: Fields) -> Activation:
@@ -357,13 +481,14 @@ def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
 
 
 def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The language model of a multimodal Gemma 3 configuration; other configurations unchanged."""
-    if raw.get("model_type") != "gemma3":
+    """The language model of a multimodal configuration; other configurations unchanged."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in _TEXT_MODELS:
         return raw
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
     eos = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
-    text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(eos)} if eos else {})
+    text |= {"model_type": _TEXT_MODELS[kind]} | ({"eos_token_id": list(eos)} if eos else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
 
@@ -383,7 +508,8 @@ def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
     """Sliding window and its layers, by the rules of the classes of transformers."""
-    if kind == "llama" or (kind.startswith("qwen") and not read.flag("use_sliding_window", default=False)):
+    optional = kind.startswith("qwen") or kind == "smollm3"
+    if kind in _UNWINDOWED or (optional and not read.flag("use_sliding_window", default=False)):
         return 0, ()
     window = read.integer("sliding_window", default=0)
     if not window:
@@ -393,6 +519,8 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
         if len(types) != layers or not set(types) <= set(_LAYER_TYPES):
             raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
         return window, tuple(i for i, t in enumerate(types) if t == "sliding_attention")
+    if kind == "smollm3":
+        return window, _unrotated(read, kind, layers)
     if kind in ("gemma2", "gpt_oss"):
         return window, tuple(range(0, layers, 2))
     if kind == "gemma3_text":
@@ -404,11 +532,40 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
     return window, tuple(range(full if kind in ("qwen2", "qwen3") else 0, layers))
 
 
-def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+def _latent(read: Fields, kind: str) -> MLAConfig | None:
+    if kind not in _LATENT_KINDS:
+        return None
+    if read.flag("attention_bias", default=False):
+        raise read.wrong("attention_bias", "false: latent attention with biases is not supported", True)
+    rope_dim = read.integer("qk_rope_head_dim", least=2)
+    if rope_dim % 2:
+        raise read.wrong("qk_rope_head_dim", "even, for rotary positions", rope_dim)
+    return MLAConfig(
+        q_rank=read.integer("q_lora_rank", default=0),
+        kv_rank=read.integer("kv_lora_rank", least=1),
+        nope_dim=read.integer("qk_nope_head_dim", least=1),
+        rope_dim=rope_dim,
+        value_dim=read.integer("v_head_dim", least=1),
+        interleaved_rope=read.flag("rope_interleave", default=True),
+    )
+
+
+def _latent_scale(read: Fields, rope: RopeConfig, head_dim: int) -> float:
+    """Factor on query-key products of latent attention, which YaRN's `mscale_all_dim` changes."""
+    scaling = read.fields("rope_scaling")
+    holder = scaling if scaling.raw else read.fields("rope_parameters")
+    mscale = holder.number("mscale_all_dim", default=0.0, least=0)
+    scale: float = head_dim**-0.5
+    return scale if rope.kind == "default" else scale * (0.1 * mscale * log(max(rope.factor, 1.0)) + 1) ** 2
+
+
+def _ropes(
+    read: Fields, kind: str, context: int, head_dim: int, share: float = 1.0
+) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of all layers, and of the sliding-window layers where it differs."""
     scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
     theta = read.positive("rope_theta", default=10000.0)
-    fraction = read.positive("partial_rotary_factor", default=1.0)
+    fraction = read.positive("partial_rotary_factor", default=share)
     nested = [name for name, value in parameters.raw.items() if isinstance(value, Mapping)]
     if nested and kind != "gemma3_text" and not read.has("layer_types"):
         raise parameters.wrong(
@@ -430,8 +587,53 @@ def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeCo
     )
 
 
+def _deepseek_experts(read: Fields, kind: str, layers: int) -> MoEConfig:
+    """The mixture of experts of DeepSeek-V2 (softmax), and of DeepSeek-V3 and GLM (sigmoid, a bias that selects)."""
+    softmax = kind == "deepseek_v2"
+    method = read.text("topk_method", default="greedy" if softmax else "noaux_tc")
+    known = ("greedy", "group_limited_greedy") if softmax else ("noaux_tc",)
+    for name, found, allowed in (
+        ("topk_method", method, known),
+        ("scoring_func", read.text("scoring_func", default=""), ("", "softmax" if softmax else "sigmoid")),
+        ("moe_layer_freq", read.integer("moe_layer_freq", default=1), (1,)),
+        ("norm_topk_prob", softmax and read.flag("norm_topk_prob", default=False), (False,)),
+    ):
+        if found not in allowed:
+            raise read.wrong(name, f"{' or '.join(str(a) for a in allowed if a != '')} for {kind}", found)
+    count, ffn = read.integer("n_routed_experts", least=1), read.integer("moe_intermediate_size", least=1)
+    grouped = method != "greedy"
+    return MoEConfig(
+        count=count,
+        active=read.integer("num_experts_per_tok", least=1, most=count),
+        ffn=ffn,
+        shared_ffn=read.integer("n_shared_experts", default=0) * ffn,
+        renormalize=not softmax and read.flag("norm_topk_prob", default=True),
+        layers=_sparse_layers(read, kind, layers),
+        scoring="softmax" if softmax else "sigmoid",
+        selection_bias=not softmax,
+        groups=read.integer("n_group", default=1, least=1) if grouped else 1,
+        active_groups=read.integer("topk_group", default=1, least=1) if grouped else 1,
+        ranked_by=1 if softmax else 2,
+        scale=read.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def _sparse_layers(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
+    types = read.texts("mlp_layer_types") if kind == "glm4_moe_lite" else ()
+    if types:
+        if len(types) != layers or not set(types) <= {"dense", "sparse"}:
+            raise read.wrong("mlp_layer_types", f"{layers} of dense or sparse", list(types))
+        return tuple(i for i, each in enumerate(types) if each == "sparse")
+    dense = 1 if kind == "glm4_moe_lite" else read.integer("first_k_dense_replace", default=0)
+    return tuple(range(dense, layers))
+
+
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+    if kind in _LATENT_KINDS or kind == "glm4_moe":
+        return _deepseek_experts(read, kind, layers)
+    if kind == "granitemoehybrid" and read.integer("num_local_experts", default=8):
+        raise read.wrong("num_local_experts", "0: experts are not supported for this architecture", "experts")
+    if kind not in ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         return None
     count = read.integer("num_local_experts", "num_experts", least=1)
     active = read.integer("num_experts_per_tok", least=1, most=count)
@@ -439,14 +641,14 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
         biased, ffn = kind == "gpt_oss", read.integer("intermediate_size", least=1)
         return MoEConfig(count, active, ffn, layers=tuple(range(layers)), router_bias=biased, bias=biased)
     step, dense = read.integer("decoder_sparse_step", default=1, least=1), read.integers("mlp_only_layers")
-    shared = read.integer("shared_expert_intermediate_size", default=0) if kind == "qwen2_moe" else 0
+    shared = read.integer("shared_expert_intermediate_size", default=0) if kind in _SHARED_EXPERT else 0
     return MoEConfig(
         count=count,
         active=active,
         ffn=read.integer("moe_intermediate_size", least=1),
         shared_ffn=shared,
         shared_gate=shared > 0,
-        renormalize=read.flag("norm_topk_prob", default=False),
+        renormalize=read.flag("norm_topk_prob", default=kind == "qwen3_5_moe_text"),
         layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )
 

@@ -13,16 +13,18 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.activation import Activation, gated
+from foretell.model.activation import gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
-from foretell.model.config import ModelConfig
-from foretell.model.kv_cache import KVCache
+from foretell.model.config import Activation, ModelConfig
+from foretell.model.kv_cache import KVCache, LatentCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
+from foretell.model.state_layers import StateMixer
+from foretell.model.state_store import StateStore, build_cache
 
 
 class RMSNorm(nn.Module):
@@ -60,6 +62,10 @@ def gated_mlp(
     return out
 
 
+def _add(x: torch.Tensor, part: torch.Tensor, scale: float) -> torch.Tensor:
+    return x + part if scale == 1 else x + part * scale
+
+
 class HeadSizes(Protocol):
     """Sizes of the attention heads in the rows of `qkv`."""
 
@@ -82,6 +88,10 @@ class LayerModules(NamedTuple):
     k_norm: nn.Module | None = None
     post_attention_norm: nn.Module | None = None
     post_mlp_norm: nn.Module | None = None
+    mixer: StateMixer | None = None
+    attention_gate: bool = False
+    """The rows of `qkv` end with a gate per query head."""
+    residual_scale: float = 1.0
     sinks: Float[torch.Tensor, " h"] | None = None
     """A number per query head that joins the softmax over its keys (gpt-oss)."""
 
@@ -95,15 +105,21 @@ class DecoderLayer(nn.Module, ABC):
         """Its modules."""
 
     def project(
-        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles
+        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles | None
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         """Rotated queries, rotated keys, and values from the input of the attention."""
+        return self._rotated(self.layer_modules.qkv(x), sizes, angles)
+
+    def _rotated(
+        self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles | None
+    ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         p, h, g = self.layer_modules, sizes.heads, sizes.kv_heads
-        heads = p.qkv(x).unflatten(-1, (h + 2 * g, sizes.head_dim))
+        heads = projected[..., : (h + 2 * g) * sizes.head_dim].unflatten(-1, (h + 2 * g, sizes.head_dim))
         qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
         if p.q_norm is not None and p.k_norm is not None:
             qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
-        qk = apply_rope(qk, angles)
+        if angles is not None:
+            qk = apply_rope(qk, angles)
         return qk[..., :h, :], qk[..., h:, :], v
 
     def add_attention(
@@ -111,15 +127,25 @@ class DecoderLayer(nn.Module, ABC):
         x: Float[torch.Tensor, "*t d"],
         attention_input: Float[torch.Tensor, "*t i"],
         sizes: HeadSizes,
-        angles: RopeAngles,
+        angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
         p = self.layer_modules
-        qkv = self.project(attention_input, sizes, angles)
-        part: torch.Tensor = p.output(attention.attend(layer, *qkv, p.sinks))
-        return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
+        projected = p.qkv(attention_input)
+        if p.mixer is not None:
+            mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
+        else:
+            mixed = self.merge_heads(attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks))
+        if p.attention_gate:
+            mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
+        part: torch.Tensor = p.output(mixed)
+        return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
+
+    def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:
+        """The input of the output projection from the output of the attention."""
+        return out
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
@@ -130,16 +156,19 @@ class DecoderLayer(nn.Module, ABC):
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
-        return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), expert_count
+        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), expert_count
 
 
 class DecoderBlock(DecoderLayer):
-    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
+    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads', then all query
+    heads' gates where attention is gated. A block with a `mixer` has that in place of attention, and `qkv` is its input
+    projection.
+    """
 
     def __init__(
         self,
         attention_norm: RMSNorm,
-        qkv: Linear,
+        qkv: nn.Module,
         output: Linear,
         mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward,
@@ -147,6 +176,9 @@ class DecoderBlock(DecoderLayer):
         k_norm: RMSNorm | None = None,
         post_attention_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
+        mixer: StateMixer | None = None,
+        attention_gate: bool = False,
+        residual_scale: float = 1.0,
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> None:
         super().__init__()
@@ -154,19 +186,23 @@ class DecoderBlock(DecoderLayer):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
+        self.mixer, self.attention_gate, self.residual_scale = mixer, attention_gate, residual_scale
         self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
 
     @property
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
-        return LayerModules(self.qkv, self.output, self.mlp_norm, self.mlp, *norms, self.sinks)
+        return LayerModules(
+            *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
+            *(self.mixer, self.attention_gate, self.residual_scale, self.sinks),
+        )
 
     def forward(
         self,
         x: Float[torch.Tensor, "*t d"],
         sizes: HeadSizes,
-        angles: RopeAngles,
+        angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
@@ -284,9 +320,14 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        c = self.config
-        int8 = c.cache_dtype == "int8"
-        return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device, int8)
+        c, dtype, device = self.config, self.embedding.dtype, self.device
+        if c.latent is not None:
+            return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, dtype, device)
+        return build_cache(
+            c,
+            lambda layers: KVCache(layers, c.kv_heads, c.head_dim, dtype, device, c.cache_dtype == "int8"),
+            lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
+        )
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""
@@ -296,7 +337,7 @@ class Decoder(nn.Module):
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
-        return self.run_padded(x, PaddedLayout.from_layout(layout, x.device), cache, blocks)
+        return run_blocks(x, blocks, self.block, self.block_forward(layout, cache))
 
     def block(self, i: int) -> DecoderBlock:
         """Block `i`."""
@@ -316,10 +357,12 @@ class Decoder(nn.Module):
 
     def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""
-        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache)
+        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache, layout)
 
-    def _block_forward(self, padded: PaddedLayout, cache: Cache) -> BlockForward[DecoderBlock]:
-        c, attention = self.config, CachedAttention(cache, padded, self.config)
+    def _block_forward(
+        self, padded: PaddedLayout, cache: Cache, layout: Layout | None = None
+    ) -> BlockForward[DecoderBlock]:
+        c, attention = self.config, CachedAttention(cache, padded, self.config, layout)
         full = rope_angles(self.rope_tables, padded.position)
         local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
 
@@ -327,7 +370,8 @@ class Decoder(nn.Module):
             block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
         ) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
-                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, attention)
+                angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
+                x = block.add_attention(x, block.attention_norm(x), c, angles, i, attention)
             return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
 
         return forward
@@ -339,5 +383,7 @@ class Decoder(nn.Module):
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Logits of the next token in float32 or wider, from the output of `final_norm`."""
         out = widen(self.head(x))
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out

@@ -29,17 +29,20 @@ class KVCache(Cache):
     itself when it is written, so that it does not matter what else is written in the same pass.
     """
 
+    shared = False
+    """Whether `k` and `v` are one tensor."""
+
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, int8: bool = False
     ) -> None:
         self.dtype = dtype
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=torch.int8 if int8 else dtype, device=device)
-        self.v = torch.empty_like(self.k)
+        self.v = self.k if self.shared else torch.empty_like(self.k)
         self.k_scale: Float[torch.Tensor, "l r h s"] | None = None
         self.v_scale: Float[torch.Tensor, "l r h s"] | None = None
         if int8:
             self.k_scale = torch.empty(layers, 0, kv_heads, 0, device=device)
-            self.v_scale = torch.empty_like(self.k_scale)
+            self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
         self._movable = tuple(map(_movable_view, self._parts()))
 
     @property
@@ -48,7 +51,8 @@ class KVCache(Cache):
         return self.k.shape[3]
 
     def _parts(self) -> list[torch.Tensor]:
-        return [part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None]
+        parts = (self.k, self.k_scale) if self.shared else (self.k, self.v, self.k_scale, self.v_scale)
+        return [part for part in parts if part is not None]
 
     @property
     def rows(self) -> int:
@@ -67,13 +71,15 @@ class KVCache(Cache):
             return
         rows, step = max(rows, old_rows), _SMALL_STEP if slots <= _SMALL_LIMIT else _LARGE_STEP
         slots = max(old_slots, -(-slots // step) * step)
-        for name in ("k", "v", "k_scale", "v_scale"):
+        for name in ("k", "k_scale") if self.shared else ("k", "v", "k_scale", "v_scale"):
             old: torch.Tensor | None = getattr(self, name)
             if old is None:
                 continue
             new = old.new_zeros(layers, rows, heads, slots, *old.shape[4:])
             new[:, :old_rows, :, :old_slots] = old
             setattr(self, name, new)
+        if self.shared:
+            self.v, self.v_scale = self.k, self.k_scale
         self._movable = tuple(map(_movable_view, self._parts()))
 
     def write(
@@ -86,7 +92,8 @@ class KVCache(Cache):
     ) -> None:
         """Store the keys and values of new tokens in their slots."""
         index = row, slice(None), slot
-        for x, part, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+        sides = ((k, self.k, self.k_scale), (v, self.v, self.v_scale))
+        for x, part, scales in sides[:1] if self.shared else sides:
             if scales is None:
                 part[layer][index] = x.to(part.dtype)
                 continue
@@ -120,6 +127,12 @@ class KVCache(Cache):
         source, target = list(source[skip:]), target + skip
         for part in self._movable:
             part[:, row, :, target : target + len(source)] = part[:, row][:, :, source]
+
+
+class LatentCache(KVCache):
+    """What latent attention keeps of a token: one vector that is key and value of all heads."""
+
+    shared = True
 
 
 def rotate_blocks(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:

@@ -12,6 +12,7 @@ from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.decoder import BlockRange
 from foretell.model.kernels import DynamicTrees
+from foretell.model.kernels.dynamic_tree import Noise
 from foretell.model.layout import Layout, index_marked
 from foretell.model.network import DynamicTreeNetwork, Network
 
@@ -56,12 +57,13 @@ class Runner(ABC):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
+        noise: Noise | None = None,
     ) -> DynamicTrees | None:
         """Run the prefixes, and grow a dynamic tree below each in one call, as `shape.DynamicTree` would; None: not
         supported, nothing ran.
 
-        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`. If a tree is a chain, all its
-        nodes but the last have run, in the slots after the prefix.
+        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`; `noise` as in
+        `DynamicTrees`. If a tree is a chain, all its nodes but the last have run, in the slots after the prefix.
         """
         return None
 
@@ -108,6 +110,7 @@ class DecoderRunner(Runner):
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
+        self.cache.begin(rows, self._length[list(rows)].tolist(), tree.prefix_length.tolist(), tree.nodes)
         active = tree.active if active is None else active
         layout, index = Layout.from_tree(tree, rows, self._length[list(rows)], active)
         x = self._embed(tree.token[active], tree.probe_embeddings)
@@ -132,6 +135,7 @@ class DecoderRunner(Runner):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
+        noise: Noise | None = None,
     ) -> DynamicTrees | None:
         """Run prefixes and grow trees below them; see `Runner.grow_dynamic_tree`."""
         if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
@@ -142,7 +146,7 @@ class DecoderRunner(Runner):
         )
         roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
         length = self._length[list(rows)] + prefixes.prefix_length
-        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length)
+        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise)
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 

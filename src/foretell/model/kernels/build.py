@@ -102,7 +102,7 @@ def _without_forbidden() -> tuple[str, ...]:
 
 def build(flags: Sequence[str] = ()) -> BuildResult:
     """Load the kernels built with extra flags from the cache directory; compile them if they are not there."""
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         return BuildResult(
             None,
@@ -135,7 +135,8 @@ def _variants() -> list[_Variant]:
     return [_Variant(torch_runtime, ()), _Variant(own_runtime, ("-fopenmp",)), _Variant(none, none)]
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Path of the C++ compiler; None: there is none."""
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
 

@@ -28,21 +28,32 @@ from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
+from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
+from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import StoredMatrix
 
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock)
+    assert isinstance(block, DecoderBlock) and isinstance(block.qkv, Linear)
     mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
+    qkv, gate, gate_bias = block.qkv.weight.detach(), None, None
+    qkv_bias = None if block.qkv.bias is None else block.qkv.bias.detach()
+    if block.attention_gate:
+        sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
+        qkv, gate = torch.split(qkv, sizes)
+        qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
-        qkv=[block.qkv.weight],
-        qkv_bias=block.qkv.bias,
+        qkv=[qkv],
+        qkv_bias=qkv_bias,
+        attention_gate=gate,
+        attention_gate_bias=gate_bias,
+        mixer=block.mixer,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
         output=block.output.weight,
@@ -150,10 +161,14 @@ class NativeDecoder:
         """Whether the kernels run this architecture."""
         return NativeStack.supports(config)
 
-    def new_cache(self) -> NativeKVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
-        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8")
+        return build_cache(
+            c,
+            lambda layers: NativeKVCache(layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8"),
+            lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
+        )
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
@@ -172,6 +187,8 @@ class NativeDecoder:
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
         out = self.head(x)
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
 
@@ -188,6 +205,11 @@ class NativeDecoder:
         """Bytes of embedding, norm and head."""
         return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that a pass reads: the blocks and the head."""
+        return self.head.nbytes + sum(block.nbytes for block in self.stack.blocks)
+
     def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
         """The decoder of these packed blocks with this embedding, norm and head."""
         return self._sharing(self.config, self.stack.with_blocks(blocks))
@@ -197,7 +219,7 @@ class NativeDecoder:
         stack, tokens, memory = (
             self.stack,
             self.stack.layout_struct(layout.token_count, layout),
-            self.stack.cache_struct(cache),
+            self.stack.cache_struct(cache, layout),
         )
         return lambda block, i, x: stack.run_block(block, i, x, tokens, memory)
 
@@ -207,8 +229,8 @@ class NativeDecoder:
 
     @property
     def grows_dynamic_trees(self) -> bool:
-        """Whether the kernel applies; it does not support a soft cap on logits."""
-        return not self.config.logit_softcap
+        """Whether the kernel applies; it does not support a soft cap on logits, nor a factor, nor recurrent states."""
+        return not self.config.logit_softcap and self.config.logit_scale == 1 and self.config.state is None
 
     def grow_dynamic_trees(
         self,

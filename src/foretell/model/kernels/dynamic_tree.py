@@ -1,9 +1,12 @@
 """Parameters and results of the kernels that grow EAGLE-2's dynamic trees (arXiv 2406.16858) in one call."""
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int, UInt64
 
 from foretell.model.kernels import structures
+
+Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
+"""Key per request and level, factor per request, and number of candidates; see `core.noise.TargetNoise`."""
 
 
 class DynamicTrees:
@@ -11,7 +14,7 @@ class DynamicTrees:
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
-    the root.
+    the root. `noise`: the target's, by which the most probable children of a node are ranked.
     """
 
     def __init__(
@@ -21,6 +24,7 @@ class DynamicTrees:
         bounds: tuple[float, float],
         row: Int[np.ndarray, " b"] | None = None,
         length: Int[np.ndarray, " b"] | None = None,
+        noise: Noise | None = None,
     ) -> None:
         requests, budget = len(max_depth), sizes[2]
         self.token: Int[np.ndarray, "b n"] = np.zeros((requests, budget), np.int64)
@@ -30,8 +34,10 @@ class DynamicTrees:
         """Tokens of every request; entries after them are undefined."""
         # Kept alive here: the kernels read them.
         self._arrays = [None if x is None else np.ascontiguousarray(x, np.int64) for x in (max_depth, row, length)]
+        self._noise = noise
         self.struct = structures.DynamicTree(
-            requests, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._arrays)
+            *(requests, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._arrays)),
+            *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
         )
 
     def check_result(self, invalid: int, slots: int, context: int) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import struct
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +62,9 @@ class PackedWriter:
         places, total, end = [], 0, 0
         for tensor in part.tensors:
             raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-            total += self._write(bytes(-end % _ALIGN)) + self._write(raw)
+            self._write(bytes(-end % _ALIGN))
+            self._write(raw.data)
+            total += _checksum(raw)
             end += -end % _ALIGN
             places.append((end, raw.nbytes))
             end += raw.nbytes
@@ -78,12 +81,10 @@ class PackedWriter:
         )
         self._offset += end
 
-    def _write(self, raw: "bytes | np.ndarray[Any, np.dtype[np.uint8]]") -> int:
-        """Write all bytes; returns their checksum."""
+    def _write(self, raw: bytes | memoryview) -> None:
         view = memoryview(raw)
         while len(view):
             view = view[self._file.write(view) or 0 :]
-        return _checksum(raw) if isinstance(raw, np.ndarray) else 0
 
     def finish(self, description: Mapping[str, object]) -> None:
         """Write the header, with a description of the whole."""
@@ -143,7 +144,9 @@ class PackedReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, path.open("rb")
+        self.path, self._file = path, os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._file)
+        """Closes the file; it is closed with the reader's end, too."""
         try:
             self.header = self._read_header()
             self._parts: list[dict[str, Any]] = self.header["parts"]
@@ -153,12 +156,12 @@ class PackedReader:
             raise PackedFileError(f"{path}: damaged ({error})") from error
 
     def _read_header(self) -> dict[str, Any]:
-        magic, version, _, offset, size, digest = _PREAMBLE.unpack(self._file.read(_PREAMBLE.size))
+        magic, version, _, offset, size, digest = _PREAMBLE.unpack(os.pread(self._file, _PREAMBLE.size, 0))
         if magic != _MAGIC or version != FORMAT_VERSION:
             raise ValueError(f"not packed weights of format {FORMAT_VERSION}")
-        if os.fstat(self._file.fileno()).st_size != offset + size:
+        if os.fstat(self._file).st_size != offset + size:
             raise ValueError("truncated")
-        raw = os.pread(self._file.fileno(), size, offset)
+        raw = os.pread(self._file, size, offset)
         if hashlib.sha256(raw).digest() != digest:
             raise ValueError("the header's checksum differs")
         found: dict[str, Any] = json.loads(raw)
@@ -189,7 +192,7 @@ class PackedReader:
         def read_piece(piece: tuple[int, int, int, int]) -> tuple[int, int]:
             i, at, offset, size = piece
             target = arrays[i][at : at + size]
-            if os.preadv(self._file.fileno(), [memoryview(target)], offset) != size:
+            if os.preadv(self._file, [target.data], offset) != size:
                 raise PackedFileError(f"{self.path}: truncated")
             return i, _checksum(target)
 
@@ -200,10 +203,6 @@ class PackedReader:
         if any(total % 2**64 != part["sum"] for total, part in zip(totals, parts, strict=True)):
             raise PackedFileError(f"{self.path}: damaged (a part's checksum differs)")
         return [_restore(part, m) for part, m in zip(parts, memory, strict=True)]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def __enter__(self) -> "PackedReader":
         """The reader itself."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from foretell.model.cache import Cache
+from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
@@ -22,9 +22,13 @@ from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_ki
 from foretell.model.kernels.linear import PackedLinears, check_tensor
 from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
+from foretell.model.kernels.states import NativeStateStore, pack_mixer, projected_width
+from foretell.model.kernels.states import supports as supports_states
 from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.layout import Layout
+from foretell.model.linear import Linear
 from foretell.model.rope import RopeTables
+from foretell.model.state_layers import StateMixer
 from foretell.model.stored_matrix import Matrix
 
 _LAYER_LINEARS = 4
@@ -56,16 +60,39 @@ class BlockWeights:
     sinks: Tensor | None = None
     """A score per query head that joins the softmax over its keys."""
     experts: ExpertMatrices | None = None
+    attention_gate: Matrix | None = None
+    attention_gate_bias: Tensor | None = None
+    mixer: StateMixer | None = None
+    """What takes the place of attention; `qkv` and `output` are its projections."""
 
 
 def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
     """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
-    feed-forward network gate and up, and its output.
+    feed-forward network gate and up, and its output; then the gate of attention.
     """
-    attention = [plan_rows(block.qkv, precision), plan_rows([block.output], precision)]
-    if block.gate is None or block.up is None or block.down is None:
-        return attention
-    return [*attention, [plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
+    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
+    if gates is not None:
+        inputs = [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
+    layers = [inputs, plan_rows([block.output], precision)]
+    if block.gate is not None and block.up is not None and block.down is not None:
+        layers += [[plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
+    return layers if block.attention_gate is None else [*layers, plan_rows([block.attention_gate], precision)]
+
+
+def _mixer_gates(block: BlockWeights) -> Linear | None:
+    """The gates that a layer's mixer reads beside its projected input."""
+    gates = getattr(block.mixer, "gates", None)
+    return gates if isinstance(gates, Linear) else None
+
+
+def _input_bias(block: BlockWeights) -> Tensor | None:
+    """The bias of all products of a block's normed input."""
+    gates = _mixer_gates(block)
+    if gates is None or (block.qkv_bias is None and gates.bias is None):
+        return block.qkv_bias
+    outputs = sum(part.shape[0] for part in block.qkv)
+    sides = zip((block.qkv_bias, gates.bias), (outputs, gates.weight.shape[0]), strict=True)
+    return torch.cat([torch.zeros(n) if bias is None else bias.detach().float() for bias, n in sides])
 
 
 class PackedBlock(PackedPart):
@@ -112,11 +139,13 @@ class NativeStack:
         self._tensors: list[Tensor] = []
         self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
+        if config.unrotated_layers:
+            self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
             *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
-            *(config.norm_eps, config.scale, config.attention_softcap),
+            *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
         )
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
@@ -136,8 +165,10 @@ class NativeStack:
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
         plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
+            plain = plain and config.residual_scale == 1
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
         shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
         shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
@@ -172,7 +203,7 @@ class NativeStack:
         Raises:
             ValueError: as a call, or `hidden_layers` names a block that does not run.
         """
-        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache)
+        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache, layout)
         check_tensor(x, torch.float32, "x", x.shape[0], self.config.hidden)
         if not 0 <= first <= last <= len(self.layers):
             raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self.layers)}")
@@ -240,9 +271,14 @@ class NativeStack:
             block.post_mlp_norm,
         )
         layers = plan_block(block, self.precision)
-        gate_up_bias = interleave_bias(block.gate_bias, block.up_bias)
-        biases = (block.qkv_bias, block.output_bias, gate_up_bias, block.down_bias)
-        packed = PackedLinears.pack(list(zip(layers, biases, strict=False)), self._kernels)
+        biases = [_input_bias(block), block.output_bias]
+        if block.gate is not None:
+            biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
+        if block.attention_gate is not None:
+            biases.append(block.attention_gate_bias)
+        packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self._kernels)
+        structs = list(packed.structs)
+        gate = structures.Weight() if block.attention_gate is None else structs.pop()
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
         scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
@@ -250,9 +286,15 @@ class NativeStack:
         if block.experts is not None:
             assert self.config.experts is not None
             experts = PackedExperts(self.config.experts, block.experts, self.precision, self._kernels)
-        structs = [*packed.structs, structures.Weight(), structures.Weight()]
+        structs = [*structs, structures.Weight(), structures.Weight()]
+        recurrent = self.config.state_layers
+        mixer, vectors = None, list[Tensor]()
+        if block.mixer is not None:
+            mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
         struct = structures.Layer(
-            *structs[:_LAYER_LINEARS],
+            *(*structs[:_LAYER_LINEARS], gate),
+            None if mixer is None else ctypes.addressof(mixer),
+            sum(j not in recurrent for j in range(i)),
             *(None if scale is None else scale.data_ptr() for scale in scales),
             None if experts is None else ctypes.addressof(experts.structs[0]),
             *(None, None, window, 1, 1),
@@ -262,11 +304,15 @@ class NativeStack:
         if experts is not None:
             memory += experts.tensors
             further += experts.structs
+        if mixer is not None:
+            memory += vectors
+            further.append(mixer)
         return self.attach(i, PackedBlock(further, memory))
 
     def attach(self, i: int, block: PackedBlock) -> PackedBlock:
         """Let a packed block, as block `i`, point to the rotary tables of this stack."""
-        block.struct.cos, block.struct.sin = self._ropes[self.config.window_of(i) > 0]
+        unrotated = i in self.config.unrotated_layers
+        block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
         return block
 
     def run_block(
@@ -309,15 +355,26 @@ class NativeStack:
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         return structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
 
-    def cache_struct(self, cache: Cache) -> structures.Cache:
-        """A cache as an argument of the kernels."""
+    def cache_struct(self, cache: Cache, layout: Layout | None = None) -> structures.Cache:
+        """A cache as an argument of the kernels; `layout`: of the pass, for models with recurrent states."""
+        states, recurrent = None, self.config.state_layers
+        if isinstance(cache, LayeredCache):
+            cache, store = cache.stores
+            assert self.config.state is not None and isinstance(store, NativeStateStore) and layout is not None
+            states = store.native_pass(layout, projected_width(self.config.state))
         if not isinstance(cache, NativeKVCache):
             raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
-        shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
+        least = sum(i not in recurrent for i in range(len(self.layers)))
+        shape = (max(layers, least), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
         if slots % structures.LANES:
             raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
-        return cache.struct
+        if states is None:
+            return cache.struct
+        struct = structures.Cache.from_buffer_copy(cache.struct)
+        struct.states = ctypes.addressof(states.struct)
+        struct.kept = states
+        return struct

@@ -49,6 +49,29 @@ class Experts(ctypes.Structure):
     )
 
 
+class StateLayer(ctypes.Structure):
+    """What takes the place of a layer's attention."""
+
+    _fields_ = (
+        *(("kind", c_int32), ("index", c_int32), ("convolution", c_void_p), ("convolution_bias", c_void_p)),
+        *((name, c_void_p) for name in ("rate", "time_bias", "skip", "norm")),
+        ("eps", c_float),
+    )
+
+
+class States(ctypes.Structure):
+    """Recurrent states, and the order in which the tokens of a pass read and change them."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("channels", "taps", "heads", "groups", "key_dim", "value_dim", "width")),
+        *((name, c_int32) for name in ("cache_rows", "nodes")),
+        *((name, c_void_p) for name in ("inputs", "state", "node_inputs", "node_keys", "node_values", "node_decay")),
+        *((name, c_int32) for name in ("rows", "depth", "recorded_count")),
+        *((name, c_void_p) for name in ("row", "start", "chain_begin", "chain", "walk_begin", "walk_token")),
+        *((name, c_void_p) for name in ("walk_node", "walk_depth", "windows", "tails", "recorded", "node")),
+    )
+
+
 Memory = ctypes.Structure | ctypes.Array[Weight]
 """Structures that another one points to."""
 
@@ -57,7 +80,8 @@ class Layer(ctypes.Structure):
     """One decoder block."""
 
     _fields_ = (
-        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Weight) for name in ("qkv", "output", "gate_up", "down", "attention_gate")),
+        *(("state", c_void_p), ("store", c_int32)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
         *((name, c_void_p) for name in ("experts", "cos", "sin")),
@@ -71,7 +95,7 @@ class Model(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "ffn", "context")),
         *((name, c_int32) for name in ("cache_kind", "activation")),
-        *((name, c_float) for name in ("eps", "scale", "softcap")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "residual_scale")),
     )
 
 
@@ -111,6 +135,7 @@ class DynamicTree(ctypes.Structure):
         *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
+        *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
     )
 
 
@@ -138,6 +163,7 @@ class Cache(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
         *((name, c_int32) for name in ("rows", "slots")),
+        ("states", c_void_p),
     )
 
 
@@ -165,6 +191,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
     ),
+    "foretell_keep_states": (None, (POINTER(States), _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_linear": (None, (POINTER(Weight), _P, _P, _I, _I, _I)),
     "foretell_mlp_speculator_stage": (None, (POINTER(Stage), _P, _P, _P, _P, _I, _I)),
     "foretell_linear_topk_softmax": (None, (POINTER(Weight), _P, _P, _P, _I, _I, _I)),
@@ -174,6 +201,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
     "foretell_widen_rows": (None, (_I, _P, _I, _I, _P)),
+    "foretell_round_rows": (None, (_I, _I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
@@ -194,7 +222,8 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Experts, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
+    of_layers = (Weight, Experts, StateLayer, States, Layer, Model)
+    structures = (*of_layers, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

@@ -55,6 +55,9 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
     if config.architecture == "gpt_oss" and weights.get(f"{prefix}mlp.experts.gate_up_proj_bias") is not None:
         yield from _fused_experts(config, f"{prefix}mlp.experts.", weights)
         return
+    if weights.get(f"{prefix}mlp.experts.gate_up_proj") is not None:
+        yield from _stacked_experts(config, f"{prefix}mlp.experts.", weights)
+        return
     for j in range(experts.count):
         yield read_gated(weights, f"{prefix}{stem}experts.{j}.", experts.ffn, config.hidden, experts.bias, names)
 
@@ -62,7 +65,7 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
 def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices:
     experts = config.experts
     assert experts is not None
-    name = "shared_expert" if config.architecture == "qwen2_moe" else "shared_experts"
+    name = "shared_expert" if experts.shared_gate else "shared_experts"
     return read_gated(weights, f"{prefix}mlp.{name}.", experts.shared_ffn, config.hidden, bias=False)
 
 
@@ -107,6 +110,17 @@ def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterat
             bias[1::2].contiguous(),
             down_bias[j],
         )
+
+
+def _stacked_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
+    """The experts of Qwen3.5 as published: matrices of all experts in one tensor, gate rows before up rows."""
+    experts, hidden = config.experts, config.hidden
+    assert experts is not None
+    gate_up = weights.require(f"{prefix}gate_up_proj", experts.count, 2 * experts.ffn, hidden)
+    down = weights.require(f"{prefix}down_proj", experts.count, hidden, experts.ffn)
+    for both, last in zip(gate_up, down, strict=True):
+        parts = (both[: experts.ffn], both[experts.ffn :], last)
+        yield GatedMatrices(*(StoredMatrix.of(part) for part in parts))
 
 
 def _every_second_row(matrix: StoredMatrix, first: int) -> StoredMatrix:

@@ -5,17 +5,18 @@ tensors are dequantised by `gguf.quants`.
 import mmap
 import struct
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from foretell.model.stored_matrix import BLOCKS, Kind, StoredMatrix
+from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -145,6 +146,14 @@ class GGUF:
         """Return the file's memory pages to the system; they are read again when needed."""
         if sys.platform == "linux":
             self._data.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def storage(self) -> Literal["quantized", "float32", "half"]:
+        """How the matrices of the blocks are stored, most of them."""
+        types = [e.ggml_type for n, e in self.tensors.items() if n.startswith("blk.") and len(e.shape) > 1]
+        kinds = Counter(FLOAT_KINDS.get(_KIND_OF_TYPE.get(t, "Q8_0")) for t in types)
+        most = kinds.most_common(1)[0][0] if kinds else torch.float32
+        return "quantized" if most is None else "float32" if most == torch.float32 else "half"
 
     def stored_matrix(self, name: str, expert: int | None = None) -> StoredMatrix | None:
         """A view of the file's bytes of a matrix, or of one expert's matrix in a tensor of all; None: not a matrix, or

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import decoder_rope_tables
 from foretell.model.kernels import build
-from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.experts import planned_bytes
 from foretell.model.kernels.linear import NativeLinear
@@ -22,7 +23,7 @@ from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock,
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.experts import read_expert_layer, read_gated
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile
-from foretell.model.load.weights import Weights
+from foretell.model.load.weights import BlockNames, Weights, block_names, build_block
 from foretell.model.stored_matrix import StoredMatrix
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def packed_bytes(config: ModelConfig, weights: Weights, precision: Precision) ->
     kernels = build.library()
     blocks = {0, config.layers // 2, config.layers - 1}
     largest = max(_block_bytes(config, read_block(config, i, weights, precision), precision) for i in blocks)
-    head = plan_rows([_head(config, weights)], precision)
+    head = plan_rows([weights.output_matrix(config)], precision)
     return config.layers * largest + sum(panels.nbytes(kernels) for panels in head)
 
 
@@ -118,7 +119,10 @@ def _block_bytes(config: ModelConfig, block: BlockWeights, precision: Precision)
 
 
 def _place_in_cache(config: ModelConfig, weights: Weights, precision: Precision) -> PackedWeightsFile | None:
-    return PackedWeightsFile(weights.files, precision, [repr(config)]) if weights.files else None
+    if not weights.files:
+        return None
+    sizes = replace(config, rope=None, local_rope=None, context=1)
+    return PackedWeightsFile(weights.files, weights.variant or precision, [repr(sizes)])
 
 
 class _Keep:
@@ -185,10 +189,11 @@ def _kept_in(
 
 def _pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
     # Fails early on a configuration with too many layers.
-    weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
-    head = NativeLinear(_head(config, weights), None, precision)
+    names = block_names(config)
+    weights.require(f"model.layers.{config.layers - 1}.{names.attention_norm}.weight", config.hidden)
+    head = NativeLinear(weights.output_matrix(config), None, precision)
     weights.release_pages()
-    norm = weights.require("model.norm.weight", config.hidden).float() + config.norm_offset
+    norm = weights.require(f"{names.final_norm}.weight", config.hidden).float() + config.norm_offset
     return _assemble(config, weights, precision, head, norm)
 
 
@@ -197,11 +202,6 @@ def _restore_outer(
 ) -> NativeDecoder:
     scale = norm.tensors[0].view(torch.float32)
     return _assemble(config, weights, precision, NativeLinear.of_packed(head, precision), scale)
-
-
-def _head(config: ModelConfig, weights: Weights) -> StoredMatrix:
-    own = None if config.tied else weights.head_matrix(config.vocab, config.hidden)
-    return weights.matrix(_EMBEDDING, config.vocab, config.hidden) if own is None else own
 
 
 def _assemble(
@@ -224,6 +224,10 @@ def _assemble(
 def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
     """The weights of block `i`, its matrices as the checkpoint stores them."""
     c, prefix = config, f"model.layers.{i}."
+    if c.state is not None or c.attention_gate or block_names(c) != BlockNames():
+        # The stack adds the offset of the norms.
+        plain = replace(c, norm_offset=0.0)
+        return block_weights(build_block(plain, i, weights, weight_dtype(precision), torch.device("cpu")))
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
     def matrix(name: str, outputs: int, inputs: int) -> StoredMatrix:

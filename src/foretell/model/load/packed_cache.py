@@ -145,7 +145,7 @@ class PackedWeightsFile:
         """A new file for about `size` bytes, for which others leave the cache; None: there is no place for it."""
         folder = self.path.parent
         limit = cache_limit(folder)
-        if not size >= WORTH_CACHING:
+        if size < WORTH_CACHING:
             return None
         if size > limit:
             if limit:

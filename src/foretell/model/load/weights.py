@@ -4,7 +4,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -13,10 +15,13 @@ from safetensors import SafetensorError, safe_open
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.expert_matrices import GatedMatrices
+from foretell.model.latent import LatentBlock
 from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.latent import read_latent_projection
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
+from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
@@ -36,12 +41,24 @@ _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
 
+Storage = Literal["quantized", "float32", "half"]
+"""How a checkpoint stores its matrices: as quantised blocks, in float32, or in a float of 16 bits."""
+
+
 class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
     files: Sequence[Path] = ()
     """Files that the tensors come from; none: they are made up."""
+
+    variant = ""
+    """What distinguishes the weights from others of the same files."""
+
+    @property
+    def storage(self) -> Storage:
+        """How the matrices of the blocks are stored, most of them."""
+        return "float32"
 
     def maps(self, name: str) -> bool:
         """Whether `matrix` gives this one as a view of a mapped file, so that keeping it takes no memory."""
@@ -91,6 +108,11 @@ class Weights(ABC):
         """As `head`, but as the file stores it."""
         found = self.head(vocab, hidden)
         return None if found is None else StoredMatrix.of(found)
+
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The output matrix as the file stores it; the embedding where the two are tied."""
+        own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
+        return self.matrix("model.embed_tokens.weight", config.vocab, config.hidden) if own is None else own
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
@@ -167,6 +189,12 @@ class SafetensorsWeights(Weights):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
+
+    @property
+    def storage(self) -> Storage:
+        """By the embedding, which is there in every checkpoint."""
+        table = self.get("model.embed_tokens.weight")
+        return "float32" if table is not None and table.dtype == torch.float32 else "half"
 
     def maps(self, name: str) -> bool:
         """True: all tensors are views."""
@@ -249,14 +277,30 @@ def gguf_config(file: GGUF) -> ModelConfig:
     return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
+def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
+    """The name in GGUF of the tensor that holds this tensor of Hugging Face, and the index of the expert whose part it
+    is; None: all of it.
+    """
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name], None
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    stem, _, kind = rest.rpartition(".")
+    if rest == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight", None
+    part = _GGUF_EXPERT.fullmatch(stem)
+    if part is not None:
+        return f"blk.{layer}.{_GGUF_EXPERTS.get(part[2])}.{kind}", int(part[1])
+    norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
+    block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
+    return f"blk.{layer}.{block.get(stem)}.{kind}", None
+
+
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files = [file.path]
-        norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
-        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
@@ -288,6 +332,11 @@ class GGUFWeights(Weights):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
 
+    @property
+    def storage(self) -> Storage:
+        """By the types of the tensors in the blocks."""
+        return self._file.storage
+
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""
         place = self._place_in_file(name)
@@ -299,16 +348,7 @@ class GGUFWeights(Weights):
 
     def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
         """The tensor that holds this one, and the index of the expert whose part it is."""
-        found, expert = _GGUF_NAMES.get(name), None
-        if found is None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            stem, _, kind = rest.rpartition(".")
-            part = _GGUF_EXPERT.fullmatch(stem)
-            if part is not None:
-                expert, stem = int(part[1]), _GGUF_EXPERTS.get(part[2], "")
-            else:
-                stem = "attn_sinks" if rest == "self_attn.sinks" else self._block.get(stem, "")
-            found = f"blk.{layer}.{stem}.{'weight' if stem == 'attn_sinks' else kind}"
+        found, expert = gguf_place(name, self._config)
         return (found, expert) if found in self._file.tensors else None
 
     def _is_interleaved(self, name: str) -> bool:
@@ -323,6 +363,45 @@ class GGUFWeights(Weights):
         self._file.release_pages()
 
 
+@dataclass(frozen=True)
+class BlockNames:
+    """Names of the modules of a block in its checkpoint."""
+
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    """The same as `gate`: one matrix holds the rows of both."""
+    down: str = "mlp.down_proj"
+    final_norm: str = "model.norm"
+
+
+_LFM2 = BlockNames(
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    output="self_attn.out_proj",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    final_norm="model.embedding_norm",
+)
+_GRANITE_HYBRID = BlockNames(
+    gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
+)
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID}
+"""By architecture, where they are not those of Llama."""
+
+
+def block_names(config: ModelConfig) -> BlockNames:
+    """Names of the modules of a block in a checkpoint of this architecture."""
+    return _NAMES.get(config.architecture, BlockNames())
+
+
 def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build the decoder of a configuration from a checkpoint, in `dtype` on `device`.
 
@@ -330,7 +409,8 @@ def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, dev
         ValueError: a tensor is missing or has another shape.
     """
     # Fails early on a configuration with too many layers.
-    weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
+    last = f"model.layers.{config.layers - 1}.{block_names(config).attention_norm}.weight"
+    weights.require(last, config.hidden)
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         outer = pool.submit(lambda: build_without_blocks(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
@@ -340,7 +420,7 @@ def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, dev
 def build_without_blocks(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build a decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.require("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
-    norm = _norm(config, weights, "model.norm", config.hidden, device)
+    norm = _norm(config, weights, block_names(config).final_norm, config.hidden, device)
     head = None if config.tied else weights.head(config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
 
@@ -366,28 +446,68 @@ def build_block(
     def norm(name: str, width: int) -> RMSNorm:
         return _norm(c, weights, prefix + name, width, device)
 
-    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    names = block_names(c)
     mlp: FeedForward | ExpertFeedForward
     if c.experts is not None and i in c.experts.layers:
         mlp = _experts(c, prefix, weights, place)
     else:
+        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up else c.ffn)
         mlp = FeedForward(
-            stack(*(matrix(f"mlp.{n}", c.ffn, c.hidden, c.mlp_bias) for n in ("gate_proj", "up_proj"))),
-            stack(matrix("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)),
+            stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
+            stack(matrix(names.down, c.hidden, c.ffn, c.mlp_bias)),
             c.activation,
         )
+    if i in c.state_layers:
+        parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place)
+        return DecoderBlock(
+            attention_norm=norm(names.attention_norm, c.hidden),
+            qkv=parts.input,
+            output=parts.output,
+            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp=mlp,
+            mixer=parts.mixer,
+            residual_scale=c.residual_scale,
+        )
+    if c.latent is not None:
+        return LatentBlock(
+            attention_norm=norm(names.attention_norm, c.hidden),
+            qkv=read_latent_projection(c, prefix, weights, place),
+            output=stack(matrix(names.output, c.hidden, c.heads * c.latent.value_dim, False)),
+            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp=mlp,
+        )
+    attention = [matrix(f"self_attn.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
+    queries = matrix("self_attn.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
+    if c.attention_gate:
+        queries, gate = _split_gate(queries, c.head_dim)
+        attention.append(gate)
     return DecoderBlock(
-        attention_norm=norm("input_layernorm", c.hidden),
-        qkv=stack(*(matrix(f"self_attn.{n}", width, c.hidden, c.qkv_bias) for n, width in attention.items())),
-        output=stack(matrix("self_attn.o_proj", c.hidden, q, c.output_bias)),
-        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
+        attention_norm=norm(names.attention_norm, c.hidden),
+        qkv=stack(queries, *attention),
+        output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
+        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else names.mlp_norm, c.hidden),
         mlp=mlp,
-        q_norm=norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        q_norm=norm(names.q_norm, c.head_dim) if c.qk_norm else None,
+        k_norm=norm(names.k_norm, c.head_dim) if c.qk_norm else None,
         post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
+        attention_gate=c.attention_gate,
+        residual_scale=c.residual_scale,
         sinks=weights.require(f"{prefix}self_attn.sinks", c.heads).float().to(device) if c.sinks else None,
     )
+
+
+def _split_gate(
+    queries: tuple[Tensor, Tensor | None], head_dim: int
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """A query projection whose heads are [query; gate] as two projections."""
+
+    def half(part: Tensor, which: int) -> Tensor:
+        return part.view(-1, 2, head_dim, *part.shape[1:])[:, which].flatten(0, 1)
+
+    weight, bias = queries
+    first, second = ((half(weight, i), None if bias is None else half(bias, i)) for i in range(2))
+    return first, second
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> RMSNorm:

@@ -37,13 +37,15 @@ def probe_forward(
     y = inputs.to(x.dtype).repeat(g, 1).expand(b, n, -1)
     for i, block in enumerate(decoder.blocks):
         assert isinstance(block, DecoderBlock)
-        local = c.window_of(i) > 0
+        rotation, probe_rotation = (
+            None if i in c.unrotated_layers else each[c.window_of(i) > 0] for each in (angles, probe_angles)
+        )
         with torch.no_grad():
             if i + 1 < len(decoder.blocks):
-                x = block(x, c, angles[local], i, sequence)
+                x = block(x, c, rotation, i, sequence)
             else:
-                sequence.store(*block.project(block.attention_norm(x), c, angles[local])[1:])
-        y = block(y, c, probe_angles[local], i, probes)
+                sequence.store(*block.project(block.attention_norm(x), c, rotation)[1:])
+        y = block(y, c, probe_rotation, i, probes)
     return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
 
@@ -81,7 +83,7 @@ class _SequenceAttention(AttentionBackend):
         keys, values = self._k, self._v
         if earlier is not None:
             keys, values = torch.cat((earlier._k, keys), 2), torch.cat((earlier._v, values), 2)
-        keys, values = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (keys, values))
+        keys, values = (part.repeat_interleave(q.shape[2] // part.shape[1], 1) for part in (keys, values))
         mask = self._window_mask if c.window_of(layer) else self._mask
         sinks = None if sinks is None else sinks[:, None].expand(-1, q.shape[1])
         out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap, sinks)

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "recurrent.h"
 
 namespace {
 
@@ -26,14 +27,18 @@ class ForwardPass {
         visibility_(layout),
         attention_(model, visibility_, cache, team),
         experts_of_(first_experts(layers, first, last)),
+        state_width_(cache.states ? cache.states->width : 0),
+        inner_width_(std::max({ffn_, model.heads * model.head_dim,
+                               cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
-                  std::max({layers[first].qkv.in, model.hidden, model.heads * model.head_dim, ffn_,
+                  std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
                             experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0}),
                   team),
-        qkv_(buffer<float>((size_t)layout.count * qkv_width_)),
-        inner_(buffer<float>((size_t)layout.count * std::max(ffn_, model.heads * model.head_dim))),
+        qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
+        inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)) {
     if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
+    if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
 
   // Every thread of the team runs this. expert_counts [last - first]: receives the number of experts that each layer
@@ -42,7 +47,7 @@ class ForwardPass {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
-      if (layers_[i].attention) attend(i, team);
+      if (layers_[i].attention) layers_[i].state ? mix(i, team) : attend(i, team);
       const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
       if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
     }
@@ -61,12 +66,43 @@ class ForwardPass {
     operands_.multiply(layer.qkv, given ? attention_input_ : x_, layer.qkv.in, given ? nullptr : layer.attention_norm,
                        m_.eps, {qkv_.get(), qkv_width_, qkv_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
-    attention_.rotate_and_store(layer, i, qkv_.get(), team);
+    attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
-    attention_.attend(layer, i, inner_.get(), team);
+    const bool gated = layer.attention_gate.words;
+    if (gated)
+      attend_gated(layer, team);
+    else
+      attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
     add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm,
-                    layer.experts ? &layer.experts->router : &layer.gate_up, team);
+                    layer.experts ? &layer.experts->router : &layer.gate_up, team, !gated);
+  }
+
+  // Attention, multiplied by the sigmoid of its gates.
+  void attend_gated(const Layer& layer, const Team& team) const {
+    const int width = m_.heads * m_.head_dim;
+    Layer plain = layer;
+    plain.output.operand = kFloat32Operand;
+    attention_.attend(plain, layer.store, inner_.get(), team);
+    team.barrier();
+    operands_.multiply(layer.attention_gate, x_, m_.hidden, layer.attention_norm, m_.eps,
+                       {qkv_.get(), width, width, Epilogue::kStore, 0, 0}, &layer.output, team);
+    team.barrier();
+    const auto [from, to] = team.share(tokens_ * m_.heads);
+    for (int i = from; i < to; ++i)
+      for (int j = i * m_.head_dim; j < (i + 1) * m_.head_dim; j += kLanes)
+        store(inner_.get() + j, load<Float>(inner_.get() + j) * sigmoid(load<Float>(qkv_.get() + j)));
+  }
+
+  // The recurrent state in place of attention.
+  void mix(int i, const Team& team) const {
+    const Layer& layer = layers_[i];
+    operands_.multiply(layer.qkv, x_, m_.hidden, layer.attention_norm, m_.eps,
+                       {qkv_.get(), state_width_, state_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
+    team.barrier();
+    states_->run(*layer.state, qkv_.get(), inner_.get(), layer.output.in, team);
+    add_to_residual(layer.output.in, layer.output, layer.post_attention_norm,
+                    layer.experts ? &layer.experts->router : &layer.gate_up, team, false);
   }
 
   static const Experts* first_experts(const Layer* layers, int first, int last) {
@@ -88,24 +124,27 @@ class ForwardPass {
     return 0;
   }
 
-  // The output of attention or of the gate as operands, in rows of `stride` numbers.
-  Rows inner_operands(int stride, const Weight& w, const Team& team) const {
-    if (!rounds_each_number(w.operand)) return operands_.prepare(w.operand, inner_.get(), w.in, stride, nullptr, 0, team);
+  // The output of attention or of the gate as operands, in rows of `stride` numbers. `rounded`: operands that round
+  // each number by itself were written as such.
+  Rows inner_operands(int stride, const Weight& w, bool rounded, const Team& team) const {
+    if (!rounded || !rounds_each_number(w.operand)) return operands_.prepare(w.operand, inner_.get(), w.in, stride, nullptr, 0, team);
     return {(const uint32_t*)inner_.get(), (size_t)stride};
   }
 
   // Adds the product of the inner operands with w, normed where the architecture asks for it, to the residual stream.
-  void add_to_residual(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team) const {
-    float* y = norm ? product_.get() : x_;
-    multiply(w, inner_operands(stride, w, team), tokens_,
-             {y, m_.hidden, m_.hidden, norm ? Epilogue::kStore : Epilogue::kAdd, 0, 0}, next, team);
+  void add_to_residual(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team,
+                       bool rounded = true) const {
+    const bool adds = !norm && m_.residual_scale == 1;
+    float* y = adds ? x_ : product_.get();
+    multiply(w, inner_operands(stride, w, rounded, team), tokens_,
+             {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0}, next, team);
     team.barrier();
-    if (!norm) return;
+    if (adds) return;
     const auto [from, to] = team.share(tokens_);
     for (int t = from; t < to; ++t) {
       float *row = y + (size_t)t * m_.hidden, *residual = x_ + (size_t)t * m_.hidden;
-      normalize(row, m_.hidden, norm, m_.eps, row);
-      for (int i = 0; i < m_.hidden; ++i) residual[i] += row[i];
+      if (norm) normalize(row, m_.hidden, norm, m_.eps, row);
+      for (int i = 0; i < m_.hidden; ++i) residual[i] += m_.residual_scale * row[i];
     }
     team.barrier();
   }
@@ -119,8 +158,10 @@ class ForwardPass {
   const Visibility visibility_;
   const Attention<C> attention_;
   const Experts* const experts_of_;  // of the first layer that has some; all have the same sizes
+  const int state_width_, inner_width_;
   const Operands operands_;
   std::optional<ExpertPass> experts_;
+  std::optional<StatePass> states_;
   const Buffer<float> qkv_, inner_, product_;
 };
 

@@ -50,7 +50,7 @@ class Router {
     for (int i = 0; i < e.count; i += kLanes) {
       const Float x = load_part<Float>(logits + i, e.count - i);
       const Float y = e.scoring == kSigmoid ? sigmoid(x) : exponential(x - splat(most));
-      total += kIota < splat((int32_t)(e.count - i)) ? y : Float{};
+      total += select(kIota < splat((int32_t)(e.count - i)), y, Float{});
       store(score + i, y);
     }
     if (e.scoring == kSigmoid) return;

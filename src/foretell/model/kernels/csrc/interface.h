@@ -53,8 +53,41 @@ struct Experts {  // the mixture of experts of a layer
   float scale;
 };
 
+// What a layer with a recurrent state is; see state_layers.py.
+enum StateKind : int32_t { kDeltaNet = 0, kShortConvolution = 1, kMamba2 = 2 };
+constexpr int kMaxTaps = 8;
+
+struct StateLayer {  // what takes the place of a layer's attention
+  int32_t kind, index;  // index: the layer's among those with a state
+  const float* convolution;                        // [taps, channels]
+  const float* convolution_bias;                   // [channels]; or null
+  const float *rate, *time_bias, *skip, *norm;     // [heads]; [heads]; [heads], Mamba-2 only; one per number of the norm
+  float eps;
+};
+
+// Recurrent states and records of drafted nodes (see state_store.py), and the order in which the tokens of a pass read
+// and change them. Rows of the pass are numbered; records are numbered by cache row * nodes + node.
+struct States {
+  int32_t channels, taps, heads, groups, key_dim, value_dim;
+  int32_t width;              // of a layer's projected input
+  int32_t cache_rows, nodes;  // room in the store
+  float *inputs, *state;      // [layers, cache_rows, 2, taps - 1, channels], [..., 2, heads, key_dim, value_dim]
+  float *node_inputs, *node_keys, *node_values, *node_decay;  // [layers, cache_rows, nodes, ...]
+  int32_t rows, depth, recorded_count;  // rows of the pass; deepest level of their trees below the root
+  const int32_t *row, *start;           // [rows]: cache row, and which of its two states the pass starts from
+  const int32_t *chain_begin, *chain;   // tokens of the rows' prefixes
+  const int32_t *walk_begin, *walk_token, *walk_node, *walk_depth;  // drafted nodes, depth first; token -1: recorded
+  const int32_t* windows;   // [tokens, taps]: inputs of the convolution: [rows, taps - 1], then recorded, then tokens
+  const int32_t* tails;     // [rows, taps - 1]: the last inputs of the rows' prefixes
+  const int32_t* recorded;  // records that windows read
+  const int32_t* node;      // [tokens]: record of a drafted node; -1: in the prefix
+};
+
 struct Layer {
   Weight qkv, output, gate_up, down;
+  Weight attention_gate;        // words null: attention is not gated
+  const StateLayer* state;      // null: the layer has attention
+  int32_t store;                // index of the layer in the cache of keys and values
   const float *attention_norm, *mlp_norm;
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
   const float* sinks;  // [heads], scores that join the softmax over the keys; or null
@@ -67,7 +100,7 @@ struct Layer {
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
   int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
-  float eps, scale, softcap;
+  float eps, scale, softcap, residual_scale;
 };
 
 struct Stage {  // one stage of a multi-stage MLP speculator
@@ -101,6 +134,11 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
+  // most probable `candidates` children of a node are ranked with it.
+  const uint64_t* noise;
+  const double* noise_scale;
+  int32_t candidates;
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
@@ -126,5 +164,6 @@ struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots i
   void *k, *v;
   float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
   int32_t rows, slots;
+  const States* states;  // of the layers with a recurrent state; or null
 };
 }

@@ -31,6 +31,12 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
                threads, expert_counts);
 }
 
+// Advances the recurrent states of a row, those of this side, in all layers along recorded nodes.
+void foretell_keep_states(const States* s, int32_t layers, int32_t row, int32_t side, const int32_t* nodes,
+                          int32_t count, int32_t threads) {
+  keep_states(*s, layers, row, side, nodes, count, threads);
+}
+
 // y [tokens, width] = x [tokens, in] W^T + bias.
 void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
   linear(*w, x, y, tokens, width, threads);
@@ -59,7 +65,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = std::min(b->width, width);
+            k = candidate_count(*b, width);
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -179,6 +185,11 @@ void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count
   widen_blocks(kind, rows, count, in, out);
 }
 
+// Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.
+void foretell_round_rows(int32_t kind, int32_t type, const void* const* rows, int32_t count, int32_t in, uint8_t* out) {
+  round_rows(kind, type, rows, count, in, out);
+}
+
 // Words of a panel.
 int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
@@ -226,12 +237,22 @@ const char* foretell_abi() {
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
       F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
-    S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
+    S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
+      F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
+      F(StateLayer, norm), F(StateLayer, eps));
+    S(States, F(States, channels), F(States, taps), F(States, heads), F(States, groups), F(States, key_dim),
+      F(States, value_dim), F(States, width), F(States, cache_rows), F(States, nodes), F(States, inputs),
+      F(States, state), F(States, node_inputs), F(States, node_keys), F(States, node_values), F(States, node_decay),
+      F(States, rows), F(States, depth), F(States, recorded_count), F(States, row), F(States, start),
+      F(States, chain_begin), F(States, chain), F(States, walk_begin), F(States, walk_token), F(States, walk_node),
+      F(States, walk_depth), F(States, windows), F(States, tails), F(States, recorded), F(States, node));
+    S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
+      F(Layer, state), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
-      F(Model, softcap));
+      F(Model, softcap), F(Model, residual_scale));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
@@ -239,12 +260,13 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length));
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots),
+      F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -254,6 +276,7 @@ const char* foretell_abi() {
     S(foretell_eagle_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
+    S(foretell_keep_states);
     S(foretell_linear);
     S(foretell_mlp_speculator_stage);
     S(foretell_linear_topk_softmax);
@@ -263,6 +286,7 @@ const char* foretell_abi() {
     S(foretell_topk_softmax);
     S(foretell_pack_rows);
     S(foretell_widen_rows);
+    S(foretell_round_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "interface.h"
 #include "precisions.h"
 #include "quantized.h"
@@ -203,9 +204,49 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
     }
 }
 
+inline bool uses_tiles(const Weight& w, int tokens) {
+  if (!kHasTiles || w.operand == kFloat32Operand) return false;
+  return w.operand == kBfloat16Operand || tokens >= kTileTokens;
+}
+
+// y = x W^T for this thread's panels, with AMX's tiles.
+inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  const size_t size = panel_words(w);
+  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
+  const TileRows tiles(tokens);
+  const TileScope scope(tiles.rows, w.operand == kInt8BlocksOperand ? kGroupWords : kTileWords);
+  alignas(64) float sums[kTilesAtOnce * kTileSums];
+  alignas(64) uint32_t widened[kTileChunkWords * kPanel];
+  for (int p = from; p < to; ++p) {
+    const uint32_t* panel = w.words + p * size;
+    const auto finish = [&](int token, const Float* out) { apply_epilogue(output, w, out, p, token); };
+    if (w.operand == kInt8Operand) {
+      multiply_panel_int8(panel, w.in, x.words, x.stride, tiles, sums, finish);
+    } else if (!has_blocks(w)) {
+      const auto words = [&](int first, int) { return panel + kPanel * first; };
+      multiply_panel_bfloat16(w.in, x.words, x.stride, tiles, sums, words, finish);
+    } else {
+      with_blocks(w.kind, [&](auto k) {
+        using K = typename decltype(k)::Type;
+        if (w.operand == kInt8BlocksOperand)
+          return multiply_panel_quantized<K>(panel, w.in, x.words, x.stride, tiles, sums, finish);
+        constexpr int kWords = kGroupInputs / Bfloat16::kDepth, kGroups = K::kInputs / kGroupInputs;
+        const auto words = [&](int first, int count) {
+          for (int group = first / kWords; group < (first + count) / kWords; ++group)
+            widen_group<Bfloat16, K>(panel + group / kGroups * K::kWords, group % kGroups,
+                                     widened + (group * kWords - first) * kPanel);
+          return (const uint32_t*)widened;
+        };
+        multiply_panel_bfloat16(w.in, x.words, x.stride, tiles, sums, words, finish);
+      });
+    }
+  }
+}
+
 // y = x W^T for this thread's panels of one weight; its `next` is not read.
 inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
                      const Team& team) {
+  if (uses_tiles(w, tokens)) return multiply_in_tiles(w, x, tokens, output, team);
   if (!has_blocks(w))
     return with_operand(w.operand, [&](auto o) {
       using P = typename decltype(o)::Type;

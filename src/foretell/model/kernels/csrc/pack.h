@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -102,11 +103,52 @@ inline void pack_blocks(int32_t kind, const uint8_t* const* rows, int panels, in
     using K = typename decltype(k)::Type;
     const size_t size = quantized_panel_words<K>(in);
     std::memset(words, 0, 4 * size * (size_t)panels);
-    for (int i = 0; i < panels * kPanel; ++i)
-      if (rows[i])
-        for (int b = 0; b < in / K::kInputs; ++b)
-          K::pack(rows[i] + b * K::kBytes, words + i / kPanel * size + b * K::kWords, i % kPanel);
+    for (int p = 0; p < panels; ++p)
+      for (int b = 0; b < in / K::kInputs; ++b)
+        for (int i = 0; i < kPanel; ++i)
+          if (const uint8_t* row = rows[p * kPanel + i])
+            K::pack(row + b * K::kBytes, words + p * size + b * K::kWords, i);
   });
+}
+
+inline uint16_t float_to_half(float x) {  // to nearest, ties to even; finite
+  x = std::min(std::max(x, -65504.0f), 65504.0f);
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+  if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(x) * 0x1p24f));
+  return (uint16_t)(sign | (size + 0xFFF + (size >> 13 & 1) - 0x38000000) >> 13);
+}
+
+// A block of 32 numbers as a block of Q4_1 or Q8_0: scale and minimum as half-precision numbers, then every number
+// rounded to the nearest level.
+inline void round_block(int32_t kind, const float* x, uint8_t* block) {
+  const float least = *std::min_element(x, x + 32), most = *std::max_element(x, x + 32);
+  const bool four = kind == kQ4_1;
+  const uint16_t half = float_to_half(four ? (most - least) / 15 : std::max(most, -least) / 127);
+  const uint16_t offset_half = four ? float_to_half(least) : (uint16_t)0;
+  const float scale = half_to_float(half), inverse = scale == 0 ? 0 : 1 / scale, offset = half_to_float(offset_half);
+  std::memcpy(block, &half, 2);
+  if (four) std::memcpy(block + 2, &offset_half, 2);
+  for (int i = 0; i < 32; ++i) {
+    const float limit = four ? 15.0f : 127.0f, level = std::nearbyint((x[i] - offset) * inverse);
+    const int q = (int)std::min(std::max(level, four ? 0.0f : -limit), limit);
+    if (!four)
+      block[2 + i] = (uint8_t)q;
+    else if (i < 16)
+      block[4 + i] = (uint8_t)q;
+    else
+      block[4 + i - 16] = (uint8_t)(block[4 + i - 16] | q << 4);
+  }
+}
+
+inline void round_rows(int32_t kind, int32_t type, const void* const* rows, int count, int in, uint8_t* out) {
+  const Buffer<float> wide = buffer<float>((size_t)in);
+  const size_t size = kind == kQ4_1 ? 20 : 34;
+  for (int r = 0; r < count; ++r) {
+    widen_row(type, rows[r], in, wide.get());
+    for (int i = 0; i < in; i += 32, out += size) round_block(kind, wide.get() + i, out);
+  }
 }
 
 // Rows of GGUF blocks as float32, [count, in]: the numbers that exact products multiply with.

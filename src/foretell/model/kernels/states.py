@@ -1,0 +1,114 @@
+"""Layers with a recurrent state on the CPU kernels."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from foretell.model.kernels import build, structures
+from foretell.model.layout import Layout
+from foretell.model.state_config import DeltaNetConfig, Mamba2Config, StateConfig
+from foretell.model.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
+from foretell.model.state_plan import PassPlan
+from foretell.model.state_store import StateStore
+
+_MIXERS: tuple[type[StateMixer], ...] = (GatedDeltaNet, ShortConvolution, Mamba2)
+"""In the order of `StateKind` in csrc/interface.h."""
+_MAX_TAPS = 8
+_RECORDS = ("node_inputs", "node_keys", "node_values", "node_decay")
+
+
+def supports(config: StateConfig) -> bool:
+    """Whether the kernels run these layers."""
+    return config.shape.taps <= _MAX_TAPS
+
+
+def projected_width(config: StateConfig) -> int:
+    """Outputs of the input projection and the gates: inputs of the convolution, z, and the gates of the heads."""
+    s = config.shape
+    if isinstance(config, DeltaNetConfig):
+        return s.channels + s.heads * s.value_dim + 2 * s.heads
+    return s.channels + s.heads * s.value_dim + s.heads if isinstance(config, Mamba2Config) else 3 * s.channels
+
+
+def pack_mixer(mixer: StateMixer, index: int) -> tuple[structures.StateLayer, list[Tensor]]:
+    """What takes the place of a layer's attention, as an argument of the kernels, and the tensors that this points
+    into; `index`: the layer's among those with a state.
+    """
+    struct = structures.StateLayer(kind=_MIXERS.index(type(mixer)), index=index, eps=getattr(mixer, "eps", 0.0))
+    parts: dict[str, Tensor | None] = {"convolution": mixer.get_parameter("convolution").T}
+    if isinstance(mixer, (GatedDeltaNet, Mamba2)):
+        parts |= {"rate": mixer.log_decay.exp(), "time_bias": mixer.time_bias, "norm": mixer.norm}
+    if isinstance(mixer, Mamba2):
+        parts |= {"skip": mixer.skip, "convolution_bias": mixer.convolution_bias}
+    if isinstance(mixer, ShortConvolution):
+        parts["convolution_bias"] = mixer.bias
+    tensors = {name: part.detach().float().contiguous() for name, part in parts.items() if part is not None}
+    for name, tensor in tensors.items():
+        setattr(struct, name, tensor.data_ptr())
+    return struct, list(tensors.values())
+
+
+@dataclass(frozen=True)
+class NativePass:
+    """A store and the plan of a pass as an argument of the kernels, and the tensors that this points into."""
+
+    struct: structures.States
+    tensors: tuple[Tensor, ...]
+
+
+class NativeStateStore(StateStore):
+    """A store whose states the kernels read and change."""
+
+    def native_pass(self, layout: Layout, width: int) -> NativePass:
+        """The argument of the kernels for a pass that `begin` announced; `width`: of a layer's projected input."""
+        rows, s = self._rows, self.shape
+        plan = PassPlan(layout, s.taps, lambda row: rows[row].length + rows[row].prefix, lambda row: rows[row].prefix)
+        walks, nodes, drafted = plan.depth_first(), self.node_inputs.shape[2], [-1] * layout.token_count
+        for node in plan.drafted:
+            if node.token >= 0:
+                drafted[node.token] = plan.rows[node.place] * nodes + node.node
+        walk = [node for part in walks for node in part]
+        arrays = {
+            "row": plan.rows,
+            "start": [
+                rows[row].side if chain else 1 - rows[row].side
+                for row, chain in zip(plan.rows, plan.chains, strict=True)
+            ],
+            "chain_begin": [0, *accumulate(map(len, plan.chains))],
+            "chain": [token for chain in plan.chains for token in chain],
+            "walk_begin": [0, *accumulate(map(len, walks))],
+            "walk_token": [node.token for node in walk],
+            "walk_node": [plan.rows[node.place] * nodes + node.node for node in walk],
+            "walk_depth": [node.level for node in walk],
+            "windows": [i for window in plan.windows for i in window],
+            "tails": [i for tail in plan.tails for i in tail],
+            "recorded": [row * nodes + node for row, node in plan.recorded],
+            "node": drafted,
+        }
+        struct = self._struct(width)
+        struct.rows, struct.recorded_count = len(plan.rows), len(plan.recorded)
+        struct.depth = max((node.level + 1 for node in walk), default=0)
+        tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in arrays.items()}
+        for name, tensor in tensors.items():
+            setattr(struct, name, tensor.data_ptr())
+        return NativePass(struct, tuple(tensors.values()))
+
+    def _struct(self, width: int) -> structures.States:
+        s = self.shape
+        struct = structures.States(
+            *(s.channels, s.taps, s.heads, s.groups, s.key_dim, s.value_dim, width, self.rows),
+            self.node_inputs.shape[2],
+        )
+        for name in ("inputs", "state", *_RECORDS):
+            setattr(struct, name, getattr(self, name).data_ptr())
+        return struct
+
+    def _advance(self, row: int, side: int, nodes: Sequence[int]) -> None:
+        build.library().foretell_keep_states(
+            *(self._struct(0), self.state.shape[0], row, side),
+            *((ctypes.c_int32 * len(nodes))(*nodes), len(nodes), torch.get_num_threads()),
+        )
