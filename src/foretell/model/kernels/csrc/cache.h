@@ -48,8 +48,8 @@ class CacheLayout {
     return (const char*)at.values + (size_t)slot * dim_ * number_bytes_;
   }
 
-  // Where numbers are int8, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions, which
-  // is its own inverse and spreads outliers (QuaRot, arXiv 2404.00456).
+  // Where numbers are int8, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,
+  // which is its own inverse and spreads outliers (QuaRot, arXiv 2404.00456).
   void rotate(float* x) const {
     if (!is_int8_) return;
     if (dim_ % Int8::kBlock == 0) {
