@@ -1,11 +1,17 @@
 """The decoder on the CPU kernels."""
 
+from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import replace
+from functools import cache as memoize
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import nn
 
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import (
@@ -18,7 +24,7 @@ from foretell.model.decoder import (
     RMSNorm,
     SkipSet,
 )
-from foretell.model.kernels import build
+from foretell.model.kernels import build, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.row_ops import rms_norm
@@ -119,6 +125,54 @@ class NativeDecoder:
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
 
+    def forward_tree(
+        self,
+        tree: TokenTree,
+        rows: Sequence[int],
+        length: Sequence[int],
+        cache: KVCache,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"],
+        hidden_layers: tuple[int, ...],
+    ) -> ModelOutput:
+        """Run the active nodes of a tree from tokens to logits in one call; see `Runner.forward`.
+
+        Raises:
+            ValueError: a token is outside the vocabulary, or a node outside the cache or the context.
+        """
+        stack, width, layers = self._stack, self._head.outputs, self.config.layers
+        (b, n), size = tree.token.shape, tree.token.size
+        work = np.empty(6 * size + 3 * b, np.int64)
+        nodes = work[: 6 * size].reshape(6, b, n)
+        nodes[0], nodes[1], nodes[2], nodes[3] = tree.token, tree.parent, active, scored
+        requests = work[6 * size :].reshape(3, b)
+        requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
+        at, per_request = work.ctypes.data, work.ctypes.data + 48 * size
+        inputs = (*(at + 8 * size * i for i in range(4)), *(per_request + 8 * b * i for i in range(3)))
+        pass_struct = structures.TreePass(b, n, *inputs, at + 32 * size, at + 40 * size)
+        recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
+        tokens = int(np.count_nonzero(active))
+        count = tokens if scored is active else int(np.count_nonzero(scored & active))
+        norm_all = layers + 1 in hidden_layers
+        states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
+        normed = states[-1] if norm_all else torch.empty(count, self.config.hidden)
+        logits = torch.empty(count, width)
+        invalid = build.library().foretell_tree_pass(
+            *(stack.model, stack.layers, len(stack.layers), self._embedding_struct, self._head.struct, width),
+            *(self._norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
+            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), torch.get_num_threads()),
+        )
+        if invalid != -1:
+            raise ValueError(
+                f"a token of the pass is not among {self._embedding_struct.vocab} tokens, or lies outside the cache of "
+                f"{cache.k.shape[1]} rows of {cache.k.shape[3]} slots and {stack.model.context} positions: token "
+                f"{tree.token[active].tolist()}"
+            )
+        cap = self.config.logit_softcap
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        hidden = tuple(states[i] for i in place)
+        return ModelOutput(logits, nodes[5], hidden, nodes[4])
+
     @property
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
@@ -197,3 +251,13 @@ class NativeDecoder:
         other.__dict__.update(self.__dict__)
         other.config, other._stack = config, stack
         return other
+
+
+@memoize
+def _recorded_layers(hidden_layers: tuple[int, ...], layers: int) -> tuple[object, int, tuple[int, ...]]:
+    """For the layers whose hidden states are wanted: those to record before a block, as an argument of the kernels, and
+    their number; and the place of every wanted state among these, the last block's output, and its norm.
+    """
+    before = [i for i in sorted(set(hidden_layers)) if i < layers]
+    order = [*before, layers, layers + 1]
+    return (c_int32 * len(before))(*before), len(before), tuple(order.index(i) for i in hidden_layers)

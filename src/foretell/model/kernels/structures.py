@@ -93,6 +93,16 @@ class DynamicTree(ctypes.Structure):
     )
 
 
+class TreePass(ctypes.Structure):
+    """A pass over token trees."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("requests", "nodes")),
+        *((name, c_void_p) for name in ("token", "parent", "active", "scored", "prefix_length", "row", "length")),
+        *((name, c_void_p) for name in ("hidden_index", "logit_index")),
+    )
+
+
 class Layout(ctypes.Structure):
     """Rows, slots, positions and visible slots of the new tokens; see `model.layout.Layout`."""
 
@@ -132,6 +142,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
     ),
+    "foretell_tree_pass": (
+        _I,
+        (
+            *(*_STACK, POINTER(Embedding), POINTER(Weight), _I, _P, POINTER(TreePass), POINTER(Cache)),
+            *(_P, _I, _P, _P, _I, _P, _I),
+        ),
+    ),
     "foretell_linear": (None, (POINTER(Weight), _P, _P, _I, _I, _I)),
     "foretell_mlp_speculator_stage": (None, (POINTER(Stage), _P, _P, _P, _P, _I, _I)),
     "foretell_linear_topk_softmax": (None, (POINTER(Weight), _P, _P, _P, _I, _I, _I)),
@@ -156,7 +173,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, Layout, Cache)
+    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, TreePass, Layout, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

@@ -91,6 +91,14 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   const int32_t* extra_slots;  // [count, max_extra_slots], -1 past the end of a token's list
 };
 
+struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
+  int32_t requests, nodes;
+  const int64_t *token, *parent;                // [requests, nodes]
+  const int64_t *active, *scored;               // 1: the node is read; its logits are wanted
+  const int64_t *prefix_length, *row, *length;  // per request; `length`: cached tokens
+  int64_t *hidden_index, *logit_index;          // receive the number of every node among those read and scored, or -1
+};
+
 struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,
                        // hidden]
   const int32_t* layer;

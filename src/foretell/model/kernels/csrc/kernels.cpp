@@ -13,6 +13,7 @@
 
 #include "abi.h"
 #include "speculators.h"
+#include "tree_pass.h"
 
 extern "C" {
 
@@ -25,6 +26,56 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
                        const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t threads) {
   return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
                threads);
+}
+
+// A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
+// layers that `hidden_layers` names, ascending, and last the output of the last layer. normed: receives the final norm
+// of that output, [tokens, hidden], or, where `norm_scored_only` is set, [scored, hidden]. logits [scored, outputs of
+// the head]. Returns as foretell_stack, or -2: a token does not exist.
+int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Embedding* e,
+                           const Weight* head, int32_t width, const float* norm, const TreePass* pass,
+                           const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
+                           float* normed, int32_t norm_scored_only, float* logits, int32_t threads) {
+  const int nodes = pass->requests * pass->nodes;
+  number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
+  number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
+  const TreeLayout trees(*pass);
+  const size_t d = (size_t)m->hidden;
+  const int tokens = trees.layout().count;
+  float* x = hidden_states + (size_t)count * (size_t)tokens * d;
+  for (int i = 0; i < nodes; ++i) {
+    if (pass->hidden_index[i] < 0) continue;
+    if (pass->token[i] < 0 || pass->token[i] >= e->vocab) return -2;
+    embed(*e, pass->token[i], m->hidden, x + (size_t)pass->hidden_index[i] * d);
+  }
+  const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
+                                {hidden_layers, count, hidden_states}, threads);
+  if (invalid >= 0) return invalid;
+  int scored = 0;
+  for (int i = 0; i < nodes; ++i)
+    if (pass->logit_index[i] >= 0) ++scored;
+  Buffer<float> gathered;
+  const float* head_input = normed;
+  if (norm_scored_only) {
+    float* to = normed;
+    for (int i = 0; i < nodes; ++i)
+      if (pass->logit_index[i] >= 0) {
+        normalize(x + (size_t)pass->hidden_index[i] * d, m->hidden, norm, m->eps, to);
+        to += d;
+      }
+  } else {
+    norm_rows(x, norm, m->eps, normed, tokens, m->hidden, threads);
+    if (scored < tokens) {
+      gathered = buffer<float>((size_t)scored * d);
+      for (int i = 0; i < nodes; ++i)
+        if (pass->logit_index[i] >= 0)
+          std::memcpy(gathered.get() + (size_t)pass->logit_index[i] * d, normed + (size_t)pass->hidden_index[i] * d,
+                      4 * d);
+      head_input = gathered.get();
+    }
+  }
+  if (scored) linear(*head, head_input, logits, scored, width, threads);
+  return -1;
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
@@ -234,6 +285,9 @@ const char* foretell_abi() {
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
       F(DynamicTree, length));
+    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, token), F(TreePass, parent), F(TreePass, active),
+      F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
+      F(TreePass, logit_index));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
@@ -246,6 +300,7 @@ const char* foretell_abi() {
     S(foretell_eagle_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
+    S(foretell_tree_pass);
     S(foretell_linear);
     S(foretell_mlp_speculator_stage);
     S(foretell_linear_topk_softmax);
