@@ -22,6 +22,7 @@ ORDER = [
         "model.load.gguf",
         "model.moe",
         "model.rope",
+        "model.rope_config",
         "model.stored_matrix",
         "model.training.chunked_attention",
     ),

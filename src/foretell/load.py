@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +12,15 @@ import torch
 from foretell.api import Model
 from foretell.model import kernels as native
 from foretell.model.compress import DecoderTransform, identity
-from foretell.model.config import ModelConfig, eos_token_ids, from_hf, is_decoder_family, quantization_method
+from foretell.model.config import (
+    ModelConfig,
+    eos_token_ids,
+    from_hf,
+    is_decoder_family,
+    quantization_method,
+    with_context,
+    with_rope_scaling,
+)
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import DecoderBlock
 from foretell.model.kernels.decoder import NativeDecoder
@@ -45,7 +54,12 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def load(
-    reference: str = DEFAULT_MODEL, dtype: str = "bfloat16", device: str = "cpu", memory_limit: int | None = None
+    reference: str = DEFAULT_MODEL,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    memory_limit: int | None = None,
+    max_model_len: int | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a model.
 
@@ -53,8 +67,11 @@ def load(
     (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16 or int8, whose arithmetic
     `foretell.model.backend` states; int8 quantises weights and activations, so it changes the target's distribution.
     `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
-    beyond it are read from the file in every pass, which makes a pass slow. Architectures that the own decoder does not
-    support run through transformers, more slowly (extra `hf`).
+    beyond it are read from the file in every pass, which makes a pass slow. `max_model_len`: tokens of prompt and
+    answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
+    `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
+    of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
+    Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
         ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, or the limit is
@@ -65,8 +82,14 @@ def load(
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     if path.is_dir() and not is_decoder_family(_read_config(path)):
+        if rope_scaling is not None or max_model_len is not None:
+            raise ValueError(
+                f"{reference}: rope_scaling and max_model_len are for architectures of the own decoder; change the "
+                "model's config.json instead"
+            )
         return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
+    config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
     precision: Precision = dtype  # type: ignore[assignment]
 
     network = (

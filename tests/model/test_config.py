@@ -10,7 +10,15 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foretell.model.config import ARCHITECTURES, ModelConfig, from_gguf, from_hf, quantization_method
+from foretell.model.config import (
+    ARCHITECTURES,
+    ModelConfig,
+    from_gguf,
+    from_hf,
+    quantization_method,
+    with_context,
+    with_rope_scaling,
+)
 from foretell.model.rope import rope_tables
 
 SIZES: Mapping[str, Any] = {
@@ -101,6 +109,10 @@ def test_gemma_3_27b_has_its_own_attention_scale() -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + i / 100 for i in range(32)], "long_factor": [1.0 + i for i in range(32)],
+}  # fmt: skip
 ROPES: Mapping[str, Mapping[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -119,31 +131,81 @@ ROPES: Mapping[str, Mapping[str, Any]] = {
     "yarn empty range": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
     "yarn without a factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
     "yarn of this context": {"rope_type": "yarn", "factor": 2.0},
+    "half of a head": {**YARN, "partial_rotary_factor": 0.5},
+    "linear quarter of a head": {"rope_type": "linear", "factor": 2.5, "partial_rotary_factor": 0.25},
+    "llama3 half of a head": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5,
+    },
+    "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.25},
+    "proportional whole": {"rope_type": "proportional"},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "dynamic half of a head": {"rope_type": "dynamic", "factor": 3.0, "partial_rotary_factor": 0.5},
+    "longrope": LONGROPE,
+    "longrope attention": {**LONGROPE, "attention_factor": 0.9},
+    "longrope factor": {**LONGROPE, "factor": 3.0},
+    "longrope half of a head": {
+        **LONGROPE, "partial_rotary_factor": 0.5, "short_factor": [1.5] * 16, "long_factor": [9.0] * 16,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_rotary_tables_are_those_of_transformers(name: str, key: str) -> None:
-    raw = {
-        "model_type": "llama",
-        **SIZES,
-        "head_dim": 64,
-        "rope_theta": 5e4,
-        "max_position_embeddings": 256,
-        key: ROPES[name],
-    }
+@pytest.mark.parametrize("context", [None, 33, 512])
+def test_rotary_tables_are_those_of_transformers(name: str, key: str, context: int | None) -> None:
+    """Of the context that the model is opened with; 512 is twice what it was trained for."""
+    sizes = {"head_dim": 64, "rope_theta": 5e4, "max_position_embeddings": 256}
+    raw = {"model_type": "llama", **SIZES, **sizes, key: ROPES[name]}
+    config = from_hf(raw)
+    if context is not None and context > (config.longest_context or 256):
+        with pytest.raises(ValueError, match=r"512 tokens was asked for, but .* made for 1 to 256; scale them"):
+            with_context(config, context)
+        return
+    config = with_context(config, context)
+    assert config.rope is not None
     theirs = oracle_of(raw)
     kind = theirs.rope_parameters["rope_type"]
     frequency, factor = 5e4 ** -(torch.arange(0, 64, 2).double() / 64), 1.0
     if kind != "default":
-        frequency, factor = ROPE_INIT_FUNCTIONS[kind](theirs)
-    rope = from_hf(raw).rope
-    assert rope is not None
-    angle = torch.arange(40).double()[:, None] * frequency.double()
-    cos, sin = rope_tables(rope, 64, 40)
-    torch.testing.assert_close(cos, (angle.cos() * factor).float(), rtol=0, atol=2e-5)
-    torch.testing.assert_close(sin, (angle.sin() * factor).float(), rtol=0, atol=2e-5)
+        longer = {"seq_len": config.context} if kind in ("dynamic", "longrope") else {}
+        frequency, factor = ROPE_INIT_FUNCTIONS[kind](theirs, **longer)
+    angle = torch.arange(config.context).double()[:40, None] * frequency.double()
+    cos, sin = rope_tables(config.rope, 64, config.context)
+    torch.testing.assert_close(cos[:40], (angle.cos() * factor).float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(sin[:40], (angle.sin() * factor).float(), rtol=0, atol=2e-5)
+
+
+def test_longrope_opens_with_the_context_before_scaling() -> None:
+    config = from_hf({"model_type": "llama", **SIZES, "head_dim": 64, "rope_scaling": LONGROPE})
+    assert (config.context, config.longest_context) == (32, 2048)
+
+
+def test_other_rotary_scaling_replaces_that_of_the_file() -> None:
+    raw = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "head_dim": 64}
+    plain = from_hf({**raw, "rope_theta": 5e4})
+    for parameters in (YARN, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}):
+        original = parameters.get("original_max_position_embeddings", 64)
+        longer = with_rope_scaling(plain, parameters)
+        assert longer.rope == from_hf({**raw, "rope_theta": 5e4, "rope_scaling": parameters}).rope
+        assert longer.context == max(64, original * int(parameters["factor"]))
+        assert with_rope_scaling(longer, {"rope_type": "linear", "factor": 4.0}).context == 4 * original
+    assert with_rope_scaling(plain, None) is plain
+    with pytest.raises(ValueError, match="rope_scaling: rotary scaling 'ntk' is not supported; known: default, linear"):
+        with_rope_scaling(plain, {"rope_type": "ntk", "factor": 2.0})
+    with pytest.raises(ValueError, match="rope_scaling: factr should be left out: the yarn rotary embedding has no"):
+        with_rope_scaling(plain, {"rope_type": "yarn", "factr": 2.0})
+
+
+def test_every_type_of_layer_has_its_own_rotary_embedding() -> None:
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = from_hf({"model_type": "gemma3_text", **SIZES, "head_dim": 64, "rope_parameters": ropes})
+    assert config.rope is not None and config.local_rope is not None
+    assert (config.rope.kind, config.rope.theta, config.rope.fraction) == ("proportional", 1e6, 0.25)
+    assert (config.local_rope.kind, config.local_rope.theta, config.local_rope.fraction) == ("default", 1e4, 1.0)
 
 
 def test_an_original_context_beside_the_scaling_goes_first() -> None:
@@ -157,19 +219,22 @@ def test_an_original_context_beside_the_scaling_goes_first() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+        {"rope_scaling": {**LONGROPE, "long_factor": [1.0]}},
+        {"rope_scaling": {**LONGROPE, "short_mscale": 1.2}},
+        {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
         {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
         {"rope_scaling": {"rope_type": "linear"}},
-        {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
-        {"partial_rotary_factor": 0.5},
+        {"rope_scaling": {**YARN, "partial_rotary_factor": 1.5}},
+        {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}},
+        {"partial_rotary_factor": 0.3, "head_dim": 10},
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
     ],
     ids=str,
 )
 def test_rotary_embeddings_that_are_not_computed_are_refused_by_name(values: Mapping[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"dynamic|longrope|proportional|mrope|factor|full_attention") as error:
+    with pytest.raises(ValueError, match=r"'ntk'|longrope|mrope|factor|full_attention|short_mscale|_beta") as error:
         from_hf({"model_type": "llama", **SIZES, **values})
     assert "\n" not in str(error.value)
 
@@ -322,3 +387,21 @@ def test_quantisations_are_known_by_name() -> None:
     assert quantization_method({"quantization": {"bits": 4}}) == "quantization"
     assert quantization_method({"quantization_config": None}) is None
     assert quantization_method({}) is None
+
+
+def test_gguf_rotary_keys_are_read_as_llama_cpp_reads_them() -> None:
+    at = "qwen2.rope."
+    meta = gguf_meta({at + "dimension_count": 16, at + "scaling.type": "yarn", at + "scaling.factor": 4.0,
+                      at + "scaling.original_context_length": 32, at + "scaling.attn_factor": 0.5,
+                      at + "scaling.yarn_beta_fast": 16.0}, "qwen2")  # fmt: skip
+    rope = from_gguf(meta).rope
+    assert rope is not None and rope.rotary_dim(32) == 16 and rope.beta_fast == 16
+    assert rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
+    long = {at + "scaling.original_context_length": 32, at + "scaling.attn_factor": 1.1}
+    factors = {"rope_factors_short": [1.0] * 16, "rope_factors_long": [4.0] * 16}
+    config = from_gguf(gguf_meta(long, "qwen2"), rope_factors=factors)
+    assert config.rope is not None and (config.context, config.longest_context) == (32, 64)
+    assert (config.rope.kind, config.rope.attention_factor) == ("longrope", 1.1)
+    for rest, said in (({at + "scaling.yarn_log_multiplier": 0.1}, "0: no other value"), ({at + "scaling.x": 1}, "x")):
+        with pytest.raises(ValueError, match=said):
+            from_gguf(gguf_meta(rest, "qwen2"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretell.model.config import ModelConfig, MoEConfig
+from foretell.model.config import ModelConfig, MoEConfig, RopeConfig
 from foretell.model.kernels import (
     NativeLinear,
     NativeStack,
@@ -42,6 +42,7 @@ SHAPES = {
     "head_dim 80, bias": replace(SMALL, hidden=45, head_dim=80, qkv_bias=True, output_bias=True),
     "head_dim 128, one head per key": replace(SMALL, heads=2, head_dim=128, ffn=33),
     "query and key norms, window": replace(SMALL, qk_norm=True, window=5, window_layers=(1,)),
+    "half of a head is rotated": replace(SMALL, head_dim=32, rope=RopeConfig(fraction=0.5)),
     "gemma": replace(
         SMALL,
         post_norms=True,
@@ -91,7 +92,9 @@ def blocks_of(config: ModelConfig) -> list[BlockWeights]:
 
 
 def tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    frequency = 10000.0 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    assert config.rope is not None
+    dim = config.rope.rotary_dim(config.head_dim)
+    frequency = 10000.0 ** -(torch.arange(0, dim, 2) / dim)
     angle = torch.outer(torch.arange(config.context).float(), frequency)
     return angle.cos(), angle.sin()
 
@@ -147,8 +150,9 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
 
 def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
     """A causal forward pass over a whole sequence in float32, as in the papers."""
-    count, half = len(x), config.head_dim // 2
+    count = len(x)
     cos, sin = (table[:count, None] for table in tables(config))
+    half = cos.shape[-1]
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -156,8 +160,8 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         return F.rms_norm(x, x.shape[-1:], weight + config.norm_offset, config.norm_eps)
 
     def rotate(x: Tensor) -> Tensor:
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
         heads = F.linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)

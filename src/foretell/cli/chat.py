@@ -48,6 +48,8 @@ def chat(
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
+    max_model_len: options.MaxModelLen = None,
+    rope_scaling: options.RopeScaling = None,
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
     """Chat with a model. The text of accepted draft tokens is green.
@@ -55,7 +57,7 @@ def chat(
     Lines that start with / are commands; /help lists them.
     """
     from foretell.cli.prompts import PromptDefaults
-    from foretell.cli.setup import load_models, parse_method
+    from foretell.cli.setup import LongTextOptions, load_models, parse_method
     from foretell.core.sampling import SamplingParams
 
     sampling = SamplingParams(
@@ -64,7 +66,8 @@ def chat(
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
     selection = parse_method(method, speculative_config, draft_model)
-    setup = load_models(model, dtype, device, selection, reference)
+    long_text = LongTextOptions(max_model_len, rope_scaling)
+    setup = load_models(model, dtype, device, selection, reference, long_text=long_text)
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")
     defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)

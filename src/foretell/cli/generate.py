@@ -59,6 +59,8 @@ def generate(
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
+    max_model_len: options.MaxModelLen = None,
+    rope_scaling: options.RopeScaling = None,
     target_memory_limit: options.MemoryLimit = None,
     speculative_config: options.SpeculativeJson = None,
     prompts: Annotated[
@@ -85,7 +87,7 @@ def generate(
         foretell generate --prompts prompts.jsonl --temperature 0.7 --json > answers.jsonl
     """
     from foretell.cli.prompts import PromptDefaults
-    from foretell.cli.setup import load_models, parse_method
+    from foretell.cli.setup import LongTextOptions, load_models, parse_method
     from foretell.core.sampling import SamplingParams
 
     sampling = SamplingParams(
@@ -96,7 +98,8 @@ def generate(
     selection = parse_method(method, speculative_config, draft_model)
     defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    setup = load_models(model, dtype, device, selection, reference, target_memory_limit)
+    long_text = LongTextOptions(max_model_len, rope_scaling)
+    setup = load_models(model, dtype, device, selection, reference, target_memory_limit, long_text)
     output = OutputFormat(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
     status = run(setup, selection.name, specs, rows, output)
     if status or bad:

@@ -59,3 +59,20 @@ MemoryLimit = Annotated[
         help="Most memory for the target's weights; the rest is read from the file in every pass (see method llmcad).",
     ),
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="N",
+        min=1,
+        help="Tokens of prompt and answer that the model is opened for. Default: its trained context.",
+    ),
+]
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        "--rope-scaling",
+        metavar="JSON",
+        help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
+    ),
+]

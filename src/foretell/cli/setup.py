@@ -15,6 +15,7 @@ from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.engine.method import AnyMethod
 from foretell.load import load, load_draft
+from foretell.utils.validation import parse_object
 
 
 def set_threads(threads: int | None) -> int:
@@ -95,6 +96,20 @@ def parse_method(
     return MethodSelection(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
 
 
+@dataclass(frozen=True)
+class LongTextOptions:
+    """Options of the target for long texts, from `--max-model-len` and `--rope-scaling`."""
+
+    max_model_len: int | None = None
+    rope_scaling: str | None = None
+    """A JSON object."""
+
+    def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
+        """Load a target with these options; see `foretell.load`."""
+        scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
+        return load(model, dtype, device, memory_limit, self.max_model_len, scaling)
+
+
 def load_models(
     model: str,
     dtype: str,
@@ -102,6 +117,7 @@ def load_models(
     wish: MethodSelection,
     references: Sequence[Path] | None,
     memory_limit: int | None = None,
+    long_text: LongTextOptions = LongTextOptions(),
 ) -> ModelSetup:
     """Load the target, the draft models and the reference documents.
 
@@ -113,7 +129,7 @@ def load_models(
     """
     texts = tuple(read_text(path) for path in references or ())
     with spinner(f"loading {model}"):
-        target = load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
+        target = long_text.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         drafts = tuple(load_draft(d, dtype, device) for d in wish.drafts)
     return ModelSetup(target, wish.config, drafts, texts)
 

@@ -27,6 +27,8 @@ def verify(
     model: options.Model = options.DEFAULT_MODEL,
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
+    max_model_len: options.MaxModelLen = None,
+    rope_scaling: options.RopeScaling = None,
     speculative_config: options.SpeculativeJson = None,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
@@ -56,7 +58,7 @@ def verify(
 
         foretell verify draft_model --model big/ --draft-model small/ --samples 20000
     """
-    from foretell.cli.setup import load_models, parse_method, spinner
+    from foretell.cli.setup import LongTextOptions, load_models, parse_method, spinner
     from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 
@@ -64,7 +66,8 @@ def verify(
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else _read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
-    ready = load_models(model, dtype, device, wish, reference)
+    long_text = LongTextOptions(max_model_len, rope_scaling)
+    ready = load_models(model, dtype, device, wish, reference, long_text=long_text)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     names = [ready.method(n).name for n in chosen] or buildable_methods(ready.model, ready.drafts, ready.references)
     for i, name in enumerate(names):

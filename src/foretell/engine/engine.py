@@ -491,7 +491,8 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError("the prompt is empty: give at least one token")
     if len(request.prompt) >= context:
         raise ValueError(
-            f"the prompt has {len(request.prompt)} tokens; the model reads at most {context - 1} and writes one"
+            f"the prompt has {len(request.prompt)} tokens; the model reads at most {context - 1} and writes one; "
+            "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
         )
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")

@@ -6,32 +6,13 @@ only in its values. The decoder and the roofline analyzer use it and read no Hug
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import log
 from typing import Any, Literal
 
+from foretell.model.rope_config import RopeConfig as RopeConfig
+from foretell.model.rope_config import read_gguf_rope, read_rope
 from foretell.utils.validation import Fields
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling for long contexts."""
-
-    theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    original_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-    """YaRN: whether the bounds of the interpolated dimensions are rounded to integers."""
-    fraction: float = 1.0
-    divisors: tuple[float, ...] = ()
-    """Divisors of the frequencies, in addition to the scaling (GGUF files store Llama 3's scaling this way)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +56,9 @@ class ModelConfig:
     head_dim: int
     ffn: int
     context: int
+    """Tokens that the model is opened for; see `with_context`."""
+    longest_context: int = 0
+    """Tokens that its positions are made for; 0: `context`."""
     norm_eps: float = 1e-5
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     local_rope: RopeConfig | None = None
@@ -184,6 +168,7 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers of Gemma's 27B models, by which llama.cpp recognises them; only their attention scale is
 (hidden / heads) ** -0.5.
 """
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
 _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a chat turn; llama.cpp uses these names where a file has no `eot_token_id`."""
@@ -228,7 +213,8 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
     context = read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)
     window, window_layers = _windows(read, kind, layers)
-    rope, local_rope = _ropes(read, kind, context)
+    head_dim = _head_dim(read, ("head_dim",), hidden // heads)
+    rope, local_rope = _ropes(read, kind, context, head_dim)
     activation = read.text(*(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]), default="")
     if activation:
         if activation not in _ACTIVATIONS:
@@ -250,9 +236,9 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         layers=layers,
         heads=heads,
         kv_heads=read.integer("num_key_value_heads", default=heads, least=1),
-        head_dim=_head_dim(read, ("head_dim",), hidden // heads),
+        head_dim=head_dim,
         ffn=read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1),
-        context=context,
+        **_contexts(rope, context),
         norm_eps=read.number("rms_norm_eps", default=1e-6, least=0),
         rope=rope,
         local_rope=local_rope,
@@ -269,6 +255,49 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         eos=eos_token_ids(read),
         **fixed,
     )
+
+
+def _contexts(rope: RopeConfig, trained: int) -> dict[str, int]:
+    """The context and the longest context of a model that was trained for so many positions."""
+    context, longest = rope.default_context(trained), rope.longest_context(trained)
+    return {"context": context, "longest_context": longest if longest != context else 0}
+
+
+def with_context(config: ModelConfig, context: int | None) -> ModelConfig:
+    """The configuration of a model that is opened for texts of `context` tokens; None: as it is.
+
+    Raises:
+        ValueError: its positions do not reach so far.
+    """
+    if context is None:
+        return config
+    longest = config.longest_context or config.context
+    if not 1 <= context <= longest:
+        raise ValueError(
+            f"a context of {context} tokens was asked for, but the positions of this model are made for 1 to {longest}"
+            + "; scale them for longer texts (rope_scaling; on the command line, for example, --rope-scaling "
+            '\'{"rope_type": "yarn", "factor": 4.0}\')' * (context > longest)
+        )
+    return replace(config, context=context, longest_context=longest)
+
+
+def with_rope_scaling(config: ModelConfig, parameters: Mapping[str, Any] | None) -> ModelConfig:
+    """The configuration with other rotary scaling in its full-attention layers, given as `rope_parameters` of a
+    Hugging Face configuration; None: as it is. The context grows by the factor.
+
+    Raises:
+        ValueError: the model has no rotary positions, or the parameters are invalid.
+    """
+    if parameters is None:
+        return config
+    old = config.rope
+    if old is None:
+        raise ValueError("rope_scaling was given, but this model has no rotary positions")
+    trained = (config.longest_context or config.context) if old.kind == "default" else old.original_context
+    read = Fields(parameters, "rope_scaling")
+    rope = read_rope(read, old.theta, trained, config.head_dim, fraction=old.fraction)
+    longest = max(trained, int(rope.factor * rope.original_context))
+    return replace(config, rope=rope, context=longest, longest_context=0)
 
 
 def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
@@ -310,7 +339,7 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
         return 0, ()
     types = () if kind in ("mistral", "mixtral", "qwen3_moe") else read.texts("layer_types")
     if types:
-        if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        if len(types) != layers or not set(types) <= set(_LAYER_TYPES):
             raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
         return window, tuple(i for i, t in enumerate(types) if t == "sliding_attention")
     if kind == "gemma2":
@@ -324,69 +353,29 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
     return window, tuple(range(full if kind in ("qwen2", "qwen3") else 0, layers))
 
 
-def _ropes(read: Fields, kind: str, context: int) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of all layers, and of the sliding-window layers where it differs."""
     scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
     theta = read.positive("rope_theta", default=10000.0)
-    _refuse_partial_rotary(read)
+    fraction = read.positive("partial_rotary_factor", default=1.0)
     nested = [name for name, value in parameters.raw.items() if isinstance(value, Mapping)]
-    if kind != "gemma3_text":
-        if nested:
-            raise parameters.wrong(nested[0], "a number or a name", parameters.raw[nested[0]])
-        return _rope(scaling if scaling.raw else parameters, theta, context, read), None
+    if nested and kind != "gemma3_text" and not read.has("layer_types"):
+        raise parameters.wrong(
+            nested[0], "a number or a name where no layer_types are given", parameters.raw[nested[0]]
+        )
+    if not nested and kind != "gemma3_text":
+        chosen = scaling if scaling.raw else parameters
+        return read_rope(chosen, theta, context, head_dim, read, fraction), None
     if parameters.raw and not nested:
         raise read.wrong("rope_parameters", "one object per type of layer", dict(parameters.raw))
-    full, sliding = (parameters.fields(name) for name in ("full_attention", "sliding_attention"))
+    if not set(nested) <= set(_LAYER_TYPES):
+        raise read.wrong("rope_parameters", f"objects of {' and '.join(_LAYER_TYPES)}", dict(parameters.raw))
+    full, sliding = (parameters.fields(name) for name in _LAYER_TYPES)
     full = Fields({**full.raw, **scaling.raw}, read.source, "rope_parameters.full_attention.")
-    local_theta = read.positive("rope_local_base_freq", default=10000.0)
-    return _rope(full, theta, context), _rope(sliding, local_theta, context)
-
-
-def _refuse_partial_rotary(read: Fields) -> None:
-    share = read.number("partial_rotary_factor", default=1.0)
-    if share != 1:
-        raise read.wrong("partial_rotary_factor", "1 for this architecture", share)
-
-
-def _rope(read: Fields, theta: float, context: int, whole: Fields | None = None) -> RopeConfig:
-    """The rotary embedding described by an object; an original context in `whole`, the configuration, comes first."""
-    kind = read.text("rope_type", "type", default="default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(
-            f"{read.source}: rotary scaling {kind!r} is not supported; known: default, linear, llama3, yarn"
-        )
-    _refuse_partial_rotary(read)
-    theta = read.positive("rope_theta", default=theta)
-    if kind == "default":
-        return RopeConfig(theta=theta, original_context=context)
-    key = "original_max_position_embeddings"
-    holder = whole if whole is not None and whole.has(key) else read
-    original = holder.integer(key, default=context, least=1)
-    factor = read.positive("factor", default=context / original if kind == "yarn" else None)
-    rope = RopeConfig(theta=theta, kind=kind, factor=factor, original_context=original)  # type: ignore[arg-type]
-    if kind == "llama3":
-        low, high = read.positive("low_freq_factor", default=1.0), read.positive("high_freq_factor", default=4.0)
-        if high <= low:
-            raise read.wrong("high_freq_factor", f"above low_freq_factor {low}", high)
-        return replace(rope, low_freq_factor=low, high_freq_factor=high)
-    return _yarn(read, rope) if kind == "yarn" else rope
-
-
-def _yarn(read: Fields, rope: RopeConfig) -> RopeConfig:
-    """YaRN's own keys; its attention factor may also be given by `mscale` and `mscale_all_dim` (DeepSeek)."""
-    if rope.theta <= 1:
-        raise read.wrong("rope_theta", "above 1 for yarn", rope.theta)
-    attention = read.number("attention_factor", least=0) if read.has("attention_factor") else None
-    scales = [read.number(name, default=0.0, least=0) for name in ("mscale", "mscale_all_dim")]
-    if attention is None and all(scales):
-        above, below = (0.1 * scale * log(max(rope.factor, 1)) + 1 for scale in scales)
-        attention = above / below
-    return replace(
-        rope,
-        beta_fast=read.number("beta_fast", default=32.0, least=0) or 32.0,
-        beta_slow=read.number("beta_slow", default=1.0, least=0) or 1.0,
-        attention_factor=attention,
-        truncate=read.flag("truncate", default=True),
+    local_theta = read.positive("rope_local_base_freq", default=10000.0 if kind == "gemma3_text" else theta)
+    return (
+        read_rope(full, theta, context, head_dim, fraction=fraction),
+        read_rope(sliding, local_theta, context, head_dim, fraction=fraction),
     )
 
 
@@ -411,11 +400,15 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
 
 
 def from_gguf(
-    meta: Mapping[str, Any], source: str = "GGUF file", divisors: Sequence[float] = (), tied: bool = False
+    meta: Mapping[str, Any],
+    source: str = "GGUF file",
+    rope_factors: Mapping[str, Sequence[float]] | None = None,
+    tied: bool = False,
 ) -> ModelConfig:
     """Read the metadata of a GGUF file (keys of the format's specification, values as Python objects).
 
-    `divisors`: the file's `rope_freqs.weight`, where it has one. `tied`: the file has no `output.weight`.
+    `rope_factors`: the file's tensors `rope_freqs`, `rope_factors_short` and `rope_factors_long`, those that it has.
+    `tied`: the file has no `output.weight`.
 
     Raises:
         ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
@@ -434,9 +427,10 @@ def from_gguf(
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
     layers = read.integer("block_count", least=1, most=_MAX_LAYERS)
     context = read.integer("context_length", least=1, most=_MAX_CONTEXT)
-    head_dim = _head_dim(read, ("attention.key_length", "rope.dimension_count"), hidden // heads)
-    if read.integer("rope.dimension_count", default=head_dim) != head_dim:
+    head_dim = _head_dim(read, ("attention.key_length",), hidden // heads)
+    if kind == "llama" and read.integer("rope.dimension_count", default=head_dim) != head_dim:
         raise read.wrong("rope.dimension_count", f"{head_dim}, all of a head", read.raw["rope.dimension_count"])
+    rope = read_gguf_rope(read, context, head_dim, rope_factors or {})
     window = read.integer("attention.sliding_window", default=4096 if kind == "gemma2" else 0)
     pattern = {"gemma2": 2, "gemma3_text": 6}.get(kind, 1)
     if gemma:
@@ -453,9 +447,9 @@ def from_gguf(
         kv_heads=read.integer("attention.head_count_kv", default=heads, least=1),
         head_dim=head_dim,
         ffn=read.integer("feed_forward_length", least=1),
-        context=context,
+        **_contexts(rope, context),
         norm_eps=read.number("attention.layer_norm_rms_epsilon", default=1e-6, least=0),
-        rope=_gguf_rope(read, context, divisors),
+        rope=rope,
         local_rope=RopeConfig(theta=read.positive("rope.freq_base_swa", default=10000.0))
         if kind == "gemma3_text"
         else None,
@@ -488,19 +482,3 @@ def _gguf_eos(read: Fields) -> tuple[int, ...]:
     pairs = enumerate(zip(tokens, types, strict=False))
     end_of_turn = (i for i, (t, kind) in pairs if kind == _CONTROL_TOKEN and t in _END_OF_TURN_TOKENS)
     return tuple(dict.fromkeys((*eos, *end_of_turn)))
-
-
-def _gguf_rope(read: Fields, context: int, divisors: Sequence[float]) -> RopeConfig:
-    kind = read.text("rope.scaling.type", default="none")
-    for key, default in (("rope.scaling.attn_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)):
-        if read.number(key, default=default) != default:
-            raise read.wrong(key, f"{default:g}: no other value is supported", read.raw[key])
-    values = {
-        "rope_type": "default" if kind == "none" else kind,
-        "factor": read.raw.get("rope.scaling.factor", 1.0),
-        "original_max_position_embeddings": read.raw.get("rope.scaling.original_context_length"),
-    }
-    rope = _rope(
-        Fields(values, read.source, "rope scaling: "), read.positive("rope.freq_base", default=10000.0), context
-    )
-    return replace(rope, divisors=tuple(divisors))

@@ -61,7 +61,7 @@ class NativeStack:
     """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
 
     Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
-    [context, head_dim / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
+    [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
 
     Raises:
         RuntimeError: the kernels are not available here.
@@ -83,9 +83,10 @@ class NativeStack:
         self.precision: Precision = precision
         self.config, self._kernels = config, build.library()
         self._tensors: list[Tensor] = []
+        self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
         self.model = structures.Model(
-            *(config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn),
+            *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
             *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
@@ -100,9 +101,9 @@ class NativeStack:
         plain = not (
             config.experts or config.latent or config.learned_positions or config.parallel_blocks or config.mlp_bias
         )
-        rotary = config.rope is not None and config.rope.fraction == 1.0
+        ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
         shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
-        return plain and rotary and shaped and config.gated and config.activation in ACTIVATIONS
+        return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
         self, x: Tensor, layout: Layout, cache: KVCache, first: int, last: int, attention_input: Tensor | None = None
@@ -242,7 +243,7 @@ class NativeStack:
 
     def _keep_rope(self, tables: RopeTables) -> tuple[int, int]:
         for table in tables:
-            check_tensor(table, torch.float32, "a rotary table", table.shape[0], self.config.head_dim // 2)
+            check_tensor(table, torch.float32, "a rotary table", table.shape[0], self._rotary_dim // 2)
         return self._keep(tables[0]), self._keep(tables[1])
 
     def layout_struct(self, t: int, layout: Layout) -> structures.Layout:

@@ -48,7 +48,7 @@ class Model(ctypes.Structure):
     """Sizes and constants that all blocks share."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "context")),
+        *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "ffn", "context")),
         *((name, c_int32) for name in ("cache_kind", "activation")),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
     )

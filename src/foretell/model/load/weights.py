@@ -200,8 +200,9 @@ def gguf_config(file: GGUF) -> ModelConfig:
     Raises:
         ValueError: see `codec_from_gguf`.
     """
-    divisors = file.load_tensor("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else ()
-    return from_gguf(file.metadata, str(file.path), divisors, tied="output.weight" not in file.tensors)
+    names = [n for n in ("rope_freqs", "rope_factors_short", "rope_factors_long") if f"{n}.weight" in file.tensors]
+    factors = {n: file.load_tensor(f"{n}.weight").flatten().tolist() for n in names}
+    return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
 class GGUFWeights(Weights):

@@ -108,7 +108,11 @@ def rope_config(rope: RopeConfig) -> dict[str, Any]:
     if rope.divisors or rope.fraction != 1:
         what = "divisors of the rotary frequencies" if rope.divisors else "rotary embedding of a part of the head"
         raise ValueError(f"configurations of Hugging Face have no place for {what}, which this speculator has")
-    more = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
+    more = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+        "longrope": ("short_factor", "long_factor", "attention_factor"),
+    }
     scaling = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.original_context}
     scaling |= {k: v for k, v in asdict(rope).items() if k in more.get(rope.kind, ()) and v is not None}
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}

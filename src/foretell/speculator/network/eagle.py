@@ -127,7 +127,7 @@ class EagleNetwork(Speculator):
     def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
         self.config, self.context = config, config.context
-        cos, sin = rope_tables(config.rope, config.head_dim, config.context + EXTRA_POSITIONS)
+        cos, sin = rope_tables(config.rope, config.head_dim, config.context, EXTRA_POSITIONS)
         own = nn.Parameter(embedding_and_head.embedding.detach().float().clone()) if config.own_embedding else None
         self.embedding: nn.Parameter | None
         """Its own embedding; None: it uses the target's."""

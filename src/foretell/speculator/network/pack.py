@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.config import RopeConfig
 from foretell.model.decoder import RMSNorm
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
@@ -18,7 +17,7 @@ from foretell.model.kernels.stack import BlockWeights, NativeStack
 from foretell.model.kernels.structures import Precision
 from foretell.model.rope import rope_tables
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.eagle import Eagle3, EagleNetwork
+from foretell.speculator.network.eagle import EXTRA_POSITIONS, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
 
@@ -132,9 +131,8 @@ def _pack_layers(network: EagleNetwork, precision: Precision) -> NativeStack | N
     if not NativeStack.supports(config):
         return None
     blocks = [_plain_block(layer) for layer in network.layers if isinstance(layer, EagleLayer)]
-    return NativeStack(
-        config, blocks, precision, rope_tables(config.rope or RopeConfig(), config.head_dim, config.context)
-    )
+    tables = rope_tables(network.config.rope, config.head_dim, network.config.context, EXTRA_POSITIONS)
+    return NativeStack(config, blocks, precision, tables)
 
 
 def _pack_eagle3(network: Eagle3, precision: Precision) -> NativeEagle | None:

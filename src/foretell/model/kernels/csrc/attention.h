@@ -130,7 +130,7 @@ class Attention {
   void rotate_and_store_head(const Layer& layer, int index, int token, int head, const float* source,
                              const Team& team) const {
     const Layout& layout = visibility_.layout();
-    const int dim = m_.head_dim, half = dim / 2;
+    const int dim = m_.head_dim, half = m_.rotary_dim / 2;
     float* x = head_.get() + (size_t)team.thread * dim;
     std::memcpy(x, source, 4 * (size_t)dim);
     if (head < m_.heads + m_.kv_heads) {

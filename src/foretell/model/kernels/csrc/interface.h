@@ -41,14 +41,14 @@ struct Layer {
   Weight qkv, output, gate_up, down;
   const float *attention_norm, *mlp_norm;
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
-  const float *cos, *sin;                                              // [context, head_dim / 2]
+  const float *cos, *sin;                                              // [context, rotary_dim / 2]
   int32_t window;                                                      // 0: full attention
   int32_t attention, mlp;                                              // 0: this sub-layer is skipped
 };
 
 struct Model {
-  int32_t hidden, heads, kv_heads, head_dim, ffn, context;
-  int32_t cache_kind, activation;  // cache_kind: kFloat32 or kBfloat16
+  int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
+  int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap;
 };
 

@@ -48,12 +48,19 @@ inline Float load_halves(const void* p) {
 #endif
 }
 
-// 16 bytes as numbers.
+// 16 bytes as integers.
 template <class Byte>
-inline Float load_bytes(const void* p) {
+inline Int load_bytes(const void* p) {
+#if FORETELL_AVX512
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return (Int)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#else
   typedef Byte Bytes __attribute__((vector_size(16)));
-  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(p), Int), Float);
+  return __builtin_convertvector(load<Bytes>(p), Int);
+#endif
 }
+
+inline Float to_float(Int v) { return __builtin_convertvector(v, Float); }
 
 // A group of 32 inputs for 16 outputs, its levels as bytes: byte j of word k is input 4 k + j. Inputs 0 to 15 have
 // scale[0] and offset[0], the others the second ones; kinds with one scale per group set both.
@@ -199,8 +206,8 @@ struct KBlock : Asymmetric {
     Group g;
     unpack_nibbles(group + kLanes * half, g.levels);
     if (kBits == 5) add_bits(group + 4 * kPanel + kLanes * half, 4, g.levels);
-    g.scale[0] = g.scale[1] = load_halves(panel + kLanes / 2 * half) * load_bytes<uint8_t>(bytes);
-    g.offset[0] = -(load_halves(panel + kPanel / 2 + kLanes / 2 * half) * load_bytes<uint8_t>(bytes + kPanel));
+    g.scale[0] = g.scale[1] = load_halves(panel + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes));
+    g.offset[0] = -(load_halves(panel + kPanel / 2 + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes + kPanel)));
     return g;
   }
 };
@@ -238,7 +245,7 @@ struct Q6_K {
     add_bits(group + 4 * kPanel + kLanes * half, 4, g.levels);
     add_bits(group + 5 * kPanel + kLanes * half, 5, g.levels);
     const Float unit = load_halves(panel + kLanes / 2 * half);
-    for (int s = 0; s < 2; ++s) g.scale[s] = unit * load_bytes<int8_t>(bytes + kPanel * s);
+    for (int s = 0; s < 2; ++s) g.scale[s] = unit * to_float(load_bytes<int8_t>(bytes + kPanel * s));
     return g;
   }
 };
@@ -255,8 +262,7 @@ struct MXFP4 : Symmetric {
     Group g;
     unpack_nibbles(panel + kLanes * half, g.levels);
     for (int k = 0; k < kGroupWords; ++k) g.levels[k] = numbers(g.levels[k]);
-    typedef uint8_t Bytes __attribute__((vector_size(16)));
-    const Int e = __builtin_convertvector(load<Bytes>((const uint8_t*)(panel + 4 * kPanel) + kLanes * half), Int);
+    const Int e = load_bytes<uint8_t>((const uint8_t*)(panel + 4 * kPanel) + kLanes * half);
     // 2^(e - 128); below 2^-126 a denormal number.
     g.scale[0] = g.scale[1] = (Float)(e < splat(2) ? splat(0x200000) << e : (e - splat(1)) << 23);
     return g;
@@ -291,7 +297,7 @@ __attribute__((always_inline)) inline Float offset_of(const Group& g, int part) 
 template <class K>
 __attribute__((always_inline)) inline Float widen(const Group& g, const Float* offset, int i) {
   const Word level = (g.levels[i / 4] >> (8 * (i % 4))) & splat(0xFFu);
-  return fma(__builtin_convertvector((Int)level, Float), g.scale[i / 16], offset[i / 16]);
+  return fma(to_float((Int)level), g.scale[i / 16], offset[i / 16]);
 }
 
 // Exact products: `widen_group` writes a group as words of P, [word of the input][32 outputs], as a panel of P has them.
@@ -309,12 +315,12 @@ void widen_group(const uint32_t* block, int group, uint32_t* words) {
   }
 }
 
-// Activations in int8 with one scale per group of 32. A row holds, per group, eight words of bytes, the scale, the sum
-// of the bytes, that sum times the scale, and the sum of the first 16 bytes.
+// Activations in int8 with one scale per group of 32. A row holds, per group, eight words of bytes, the scale, and the
+// scale times the sum of all bytes, of the first 16 and of the last 16.
 struct Int8Blocks {
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kRowWords = kGroupWords + 4;
-  enum { kScale = kGroupWords, kSum, kScaledSum, kFirstSum };
+  enum { kScale = kGroupWords, kSum, kFirstSum, kSecondSum };
   static size_t row_words(int in) { return (size_t)(in + kGroupInputs - 1) / kGroupInputs * kRowWords; }
 
   // x is zero up to a multiple of 64.
@@ -332,12 +338,9 @@ struct Int8Blocks {
         std::memcpy(row + kGroupWords / 2 * half, &bytes, sizeof bytes);
         sums[half] = total(number);
       }
-      const int32_t all = sums[0] + sums[1];
-      const float scaled = scale * (float)all;
-      std::memcpy(row + kScale, &scale, 4);
-      std::memcpy(row + kSum, &all, 4);
-      std::memcpy(row + kScaledSum, &scaled, 4);
-      std::memcpy(row + kFirstSum, &sums[0], 4);
+      const float scales[] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0],
+                              scale * (float)sums[1]};
+      std::memcpy(row + kScale, scales, sizeof scales);
     }
   }
 
@@ -357,7 +360,7 @@ struct Int8Blocks {
 // the inputs.
 template <class K>
 struct QuantizedProduct {
-  static constexpr int kMaxTokens = 8;
+  static constexpr int kMaxTokens = 6;
   static constexpr bool kPrefetchesAhead = false;
 
   // Adds to out[2 * t], out[2 * t + 1]: the panel's 32 outputs for token t.
@@ -370,41 +373,37 @@ struct QuantizedProduct {
   template <size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Float* out,
                        std::index_sequence<T...>) {
-    Float low[] = {out[2 * T]...}, high[] = {out[2 * T + 1]...};
+    Float acc[] = {out[2*T]..., out[2*T+1]...};
     for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
       for (int line = 0; line < K::kWords; line += 2 * kLanes)  // half of the lines one page ahead
         __builtin_prefetch(panel + 1024 + line, 0, 2);
       for (int group = 0; group < K::kInputs / kGroupInputs; ++group, x += Int8Blocks::kRowWords) {
-        {
-          const Group g = K::read(panel, group, 0);
-          ((low[T] = add(low[T], g, x + T * stride)), ...);
-        }
-        {
-          const Group g = K::read(panel, group, 1);
-          ((high[T] = add(high[T], g, x + T * stride)), ...);
+        const Group low = K::read(panel, group, 0), high = K::read(panel, group, 1);
+        constexpr int kParts = K::kTwoScales ? 2 : 1, kWords = kGroupWords / kParts;
+        for (int part = 0; part < kParts; ++part) {
+          Int sums[] = {((void)T, Int{})..., ((void)T, Int{})...};
+          for (int k = part * kWords; k < (part + 1) * kWords; ++k)
+            (add(low.levels[k], high.levels[k], splat(x[T * stride + k]), sums[T], sums[sizeof...(T) + T]), ...);
+          const int number = kParts == 1 ? Int8Blocks::kSum : Int8Blocks::kFirstSum + part;
+          const Float offset[] = {offset_of<K>(low, part), offset_of<K>(high, part)};
+          ((finish(sums[T], low.scale[part], offset[0], x + T * stride, number, acc[T]),
+            finish(sums[sizeof...(T) + T], high.scale[part], offset[1], x + T * stride, number, acc[sizeof...(T) + T])),
+           ...);
         }
       }
     }
-    ((out[2 * T] = low[T], out[2 * T + 1] = high[T]), ...);
+    ((out[2 * T] = acc[T], out[2 * T + 1] = acc[sizeof...(T) + T]), ...);
   }
 
-  __attribute__((always_inline)) static Float add(Float acc, const Group& g, const uint32_t* x) {
-    const Float scale = (Float)splat(x[Int8Blocks::kScale]);
-    if constexpr (K::kTwoScales) {
-      const int32_t first = (int32_t)x[Int8Blocks::kFirstSum], second = (int32_t)x[Int8Blocks::kSum] - first;
-      acc = fma(__builtin_convertvector(dot<0, 4>(g, x, -K::kZero * first), Float), g.scale[0] * scale, acc);
-      return fma(__builtin_convertvector(dot<4, 8>(g, x, -K::kZero * second), Float), g.scale[1] * scale, acc);
-    }
-    const int32_t start = K::kOffset ? 0 : -K::kZero * (int32_t)x[Int8Blocks::kSum];
-    acc = fma(__builtin_convertvector(dot<0, 8>(g, x, start), Float), g.scale[0] * scale, acc);
-    return K::kOffset ? fma(g.offset[0], (Float)splat(x[Int8Blocks::kScaledSum]), acc) : acc;
+  __attribute__((always_inline)) static void add(Word low, Word high, Word x, Int& low_sum, Int& high_sum) {
+    low_sum = Int8::step(low_sum, low, x);
+    high_sum = Int8::step(high_sum, high, x);
   }
 
-  template <int kFrom, int kTo>
-  __attribute__((always_inline)) static Int dot(const Group& g, const uint32_t* x, int32_t start) {
-    Int sum = splat(start);
-    for (int k = kFrom; k < kTo; ++k) sum = Int8::step(sum, g.levels[k], splat(x[k]));
-    return sum;
+  __attribute__((always_inline)) static void finish(Int sum, Float scale, Float offset, const uint32_t* x, int number,
+                                                    Float& out) {
+    const Float step = scale * (Float)splat(x[Int8Blocks::kScale]);
+    out = fma(to_float(sum), step, fma(offset, (Float)splat(x[number]), out));
   }
 };
 
