@@ -45,6 +45,10 @@ class TokenTree:
     probe_embeddings: Float[torch.Tensor, "e d"] | None = None
     """Input embeddings of the ids from the vocabulary's size on, which probes may have; None: all ids are tokens."""
 
+    score: Float[np.ndarray, "b n"] | None = None
+    """The drafter's estimate of the probability that a node is accepted; None: it gives none. It falls along every
+    path."""
+
     @property
     def rows(self) -> int:
         """Number of requests."""
@@ -164,6 +168,7 @@ class TokenTree:
             distinct=self.distinct[rows],
             q=None if self.q is None else self.q[torch.from_numpy(rows).to(self.q.device)],
             unscored=None if self.unscored is None else self.unscored[rows],
+            score=None if self.score is None else self.score[rows],
         )
 
     def with_prefix(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
@@ -232,16 +237,23 @@ def tree_from_parents(
     token: Int[np.ndarray, "a m"],
     parent: Int[np.ndarray, "a m"],
     count: Int[np.ndarray, " a"],
+    score: Float[np.ndarray, "a m"],
 ) -> TokenTree:
     """Trees of the first `count` nodes, which were not sampled, below the roots `which`; the other roots get none.
 
     `parent` 0 is the root, 1 the first node.
     """
-    tokens, parents = [[token] for token in roots], [[-1] for _ in roots]
-    for i, n, nodes, above in zip(which.tolist(), count.tolist(), token, parent, strict=True):
-        tokens[i] += nodes[:n].tolist()
-        parents[i] += above[:n].tolist()
-    return tree_from_lists(tokens, parents)
+    n = int(count.max())
+    valid = np.arange(n) < count[:, None]
+    out = _empty_trees(len(roots), n + 1)
+    out.token[:, 0], out.valid[:, 0] = roots, True
+    out.token[which, 1:] = np.where(valid, token[:, :n], 0)
+    out.parent[which, 1:] = np.where(valid, parent[:, :n], -1)
+    out.valid[which, 1:] = valid
+    scores = np.zeros(out.token.shape)
+    scores[:, 0] = 1
+    scores[which, 1:] = np.where(valid, score[:, :n], 0)
+    return replace(out, score=scores)
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:

@@ -71,7 +71,7 @@ class DraftModel(Predictor):
         trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds)
         if trees is None:
             return None
-        tree = tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
+        tree = tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count, trees.score)
         self._tree, self._rows = tree.with_prefix(unread), context.rows
         self._read = np.arange(self._tree.nodes) < self._tree.prefix_length[:, None]
         if sizes[1] == 1:

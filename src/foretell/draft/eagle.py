@@ -29,6 +29,9 @@ class _TargetStates(NamedTuple):
 def _concatenate(parts: Sequence[_TargetStates]) -> _TargetStates:
     if len(parts) == 1:
         return parts[0]
+    shared = parts[0].hidden_states
+    if all(p.hidden_states is shared for p in parts):
+        return _TargetStates(shared, np.concatenate([p.place for p in parts]))
     gathered = [
         [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
         for p in parts
@@ -158,13 +161,17 @@ class EagleDrafter(Predictor):
         active = np.flatnonzero(context.max_depth)
         if self.network.native is None or not len(active):
             return None
-        out = self._forward_roots(active.tolist(), context)
-        row = np.array(context.rows)[active]
-        length = np.array([self._prefixes[r].length for r in row.tolist()])
-        self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length)
-        self.network.native.grow_dynamic_trees(out, trees, self._cache)
-        return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
+        which = active.tolist()
+        rows = [context.rows[i] for i in which]
+        self._restore(rows)
+        counts = [self._prefixes[row].pending_count for row in rows]
+        token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
+        length = [self._prefixes[row].length for row in rows]
+        self._cache.reserve(max(rows) + 1, max(length) + sizes[0] * sizes[1])
+        trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length)
+        hidden_states = [state.float() for state in states.hidden_states]
+        self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
+        return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count, trees.score)
 
     def _outputs(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -190,12 +197,25 @@ class EagleDrafter(Predictor):
         rows = [context.rows[i] for i in active]
         if not rows:
             return self._cache.k.new_zeros(0, self.network.target_info.hidden, dtype=self.network.dtype)
-        for row in rows:
-            prefix = self._prefixes[row]
-            prefix.length, prefix.pending = self._proposed.setdefault(row, (prefix.length, prefix.pending))
+        self._restore(rows)
         counts = [self._prefixes[row].pending_count for row in rows]
         read = self._forward_target_states(rows, [context.sequences[i] for i in active], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
+
+    def _restore(self, rows: Sequence[int]) -> None:
+        """Take rows back to their state before this step's proposal."""
+        for row in rows:
+            prefix = self._prefixes[row]
+            prefix.length, prefix.pending = self._proposed.setdefault(row, (prefix.length, prefix.pending))
+
+    def _take_pending(
+        self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
+    ) -> tuple[Int[np.ndarray, " t"], _TargetStates]:
+        """The tokens and the target's states of the next positions of some rows, which count as read."""
+        first = [self._prefixes[row].length for row in rows]
+        token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
+        states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
+        return token[0] if len(token) == 1 else np.concatenate(token), states
 
     def _forward_target_states(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
@@ -204,8 +224,7 @@ class EagleDrafter(Predictor):
         first = [self._prefixes[row].length for row in rows]
         self._cache.reserve(max(rows) + 1, max(f + n for f, n in zip(first, counts, strict=True)))
         slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
-        token = np.concatenate([t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)])
-        states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
+        token, states = self._take_pending(rows, texts, counts)
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
         return self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 

@@ -232,7 +232,7 @@ class NativeDecoder:
                 self._norm.data_ptr(),
             ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
+            *(stack.cache_struct(cache), torch.get_num_threads()),
         )
         trees.check_result(invalid, cache.k.shape[3], stack.model.context)
 

@@ -89,7 +89,16 @@ class DynamicTree(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
         *(("min_score", c_double), ("min_expand_score", c_double)),
-        *((name, c_void_p) for name in ("max_depth", "row", "length")),
+        *((name, c_void_p) for name in ("max_depth", "row", "length", "token", "parent", "sizes", "score")),
+    )
+
+
+class EagleRead(ctypes.Structure):
+    """Positions that EAGLE-3's layers read before a draft."""
+
+    _fields_ = (
+        *(("states", c_void_p), ("state_rows", c_int32)),
+        *((name, c_void_p) for name in ("token", "place", "count")),
     )
 
 
@@ -122,7 +131,7 @@ Argument = Any
 """A ctypes type; None for no result."""
 _P, _I = c_void_p, c_int32
 _STACK = (POINTER(Model), POINTER(Layer), _I)
-_TREES = (POINTER(DynamicTree), POINTER(Cache), _P, _P, _P, _I)
+_TREES = (POINTER(DynamicTree), POINTER(Cache), _I)
 SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_stack": (
         _I,
@@ -136,11 +145,14 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (*_STACK, POINTER(EagleInput), _P, POINTER(_P), _I, _P, _P, POINTER(Layout), POINTER(Cache), _I),
     ),
-    "foretell_eagle_trees": (_I, (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, _P, *_TREES)),
+    "foretell_eagle_trees": (
+        _I,
+        (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, POINTER(EagleRead), *_TREES),
+    ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
     "foretell_mlp_speculator_trees": (
         _I,
-        (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
+        (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _I),
     ),
     "foretell_tree_pass": (
         _I,
@@ -173,7 +185,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, TreePass, Layout, Cache)
+    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass, Layout, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

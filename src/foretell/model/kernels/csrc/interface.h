@@ -83,6 +83,17 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Receive per request at most `budget` tokens, their parents (0: the root, else 1 + index) and scores, [requests,
+  // budget] each, and their number.
+  int64_t *token, *parent, *sizes;
+  double* score;
+};
+
+struct EagleRead {             // positions that EAGLE-3's layers read before a draft
+  const float* const* states;  // hidden states of the target, [state_rows, hidden] each
+  int32_t state_rows;
+  const int64_t *token, *place;  // of every position, request by request: its token, and its row of the states
+  const int64_t* count;          // positions per request; the last one is the root
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
