@@ -26,6 +26,11 @@ class TokenBuffer:
         return self._buffer[: self.length]
 
     @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return int(self._buffer[self.length - 1])
+
+    @property
     def generated(self) -> Int[np.ndarray, " t"]:
         """Tokens after the prompt, as a view."""
         return self._buffer[self.prompt_length : self.length]
@@ -65,7 +70,11 @@ class Context:
     @property
     def last_tokens(self) -> list[int]:
         """The last token of every sequence: the roots of the drafts."""
-        return [int(t.tokens[-1]) for t in self.sequences]
+        return [t.last_token for t in self.sequences]
+
+    def with_max_depth(self, max_depth: Int[np.ndarray, " b"]) -> "Context":
+        """The same requests with other greatest depths."""
+        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""
@@ -119,7 +128,7 @@ class StepResult:
 
     def num_drafted(self, i: int) -> int:
         """Drafted tokens of request `i`."""
-        return int(self.tree.valid[i].sum()) - int(self.tree.prefix_length[i])
+        return int(np.count_nonzero(self.tree.valid[i])) - int(self.tree.prefix_length[i])
 
     def num_accepted(self, i: int) -> int:
         """Drafted tokens of request `i` that were accepted."""

@@ -59,10 +59,10 @@ class TokenTree:
         """Number of nodes per request, padding included."""
         return int(self.token.shape[1])
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every prefix is the last token alone, so that no prompt is read."""
-        return set(self.prefix_length.tolist()) == {1}
+        return all(length == 1 for length in self.prefix_length.tolist())
 
     @cached_property
     def active(self) -> Bool[np.ndarray, "b n"]:
@@ -119,7 +119,7 @@ class TokenTree:
 
     def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
         """The tree without drafts deeper than `max_depth[i]` below the root of row `i`."""
-        if self.nodes == 1:
+        if all(self.nodes <= depth + 1 for depth in max_depth.tolist()):
             return self
         below = self.depth - (self.prefix_length - 1)[:, None]
         if (below <= max_depth[:, None]).all():
@@ -173,9 +173,10 @@ class TokenTree:
 
     def with_prefix(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
         """The tree below all tokens that the target has not read; `unread[i]` ends with the present root of row `i`."""
-        sizes = np.array([len(u) for u in unread], dtype=np.int64)
-        if (sizes == self.prefix_length).all():
+        lengths = [len(u) for u in unread]
+        if lengths == self.prefix_length.tolist():
             return self
+        sizes = np.array(lengths, dtype=np.int64)
         n = int(sizes.max()) + self.nodes - 1
         out = _empty_trees(self.rows, n)
         unscored = None if self.unscored is None else np.zeros_like(out.probe)

@@ -99,18 +99,16 @@ class EagleDrafter(Predictor):
         """0 for sequences that the target has not read up to their last token, and before the first new token: whether
         the target has read a prompt up to its last token depends on its chunks, and sampled answers must not.
         """
-        pairs = zip(context.rows, context.sequences, strict=True)
-        ready = [
-            len(text.generated) > 0 and self._known_length(self._prefixes.get(row)) == text.length - 1
-            for row, text in pairs
-        ]
-        return np.where(ready, super().max_depths(context), 0)
+        depths = super().max_depths(context)
+        for i, (row, text) in enumerate(zip(context.rows, context.sequences, strict=True)):
+            if text.length == text.prompt_length or self._known_length(self._prefixes.get(row)) != text.length - 1:
+                depths[i] = 0
+        return depths
 
     @staticmethod
     def _known_length(row: _PrefixState | None) -> int:
         return -1 if row is None else row.length + row.pending_count
 
-    @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
         """Keep the target's states at the accepted nodes."""
         self._proposed = {}
@@ -153,7 +151,6 @@ class EagleDrafter(Predictor):
         best = self.network.top_tokens(self.network.head_input(out), min(count, len(self.network.lm_head)))
         return TopTokens.of(*best, logit_index, self._token_of)
 
-    @torch.inference_mode()
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
@@ -169,7 +166,7 @@ class EagleDrafter(Predictor):
         length = [self._prefixes[row].length for row in rows]
         self._cache.reserve(max(rows) + 1, max(length) + sizes[0] * sizes[1])
         trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length)
-        hidden_states = [state.float() for state in states.hidden_states]
+        hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
         self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
         return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count, trees.score)
 
@@ -217,6 +214,7 @@ class EagleDrafter(Predictor):
         states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
         return token[0] if len(token) == 1 else np.concatenate(token), states
 
+    @torch.inference_mode()
     def _forward_target_states(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
     ) -> Float[torch.Tensor, "t d"]:

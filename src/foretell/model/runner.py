@@ -93,7 +93,6 @@ class DecoderRunner(Runner):
         """Number of committed tokens of a row."""
         return self._length[row] if row < len(self._length) else 0
 
-    @torch.inference_mode()
     def forward(
         self,
         rows: Sequence[int],
@@ -109,9 +108,20 @@ class DecoderRunner(Runner):
         length = [self._length[row] for row in rows]
         if self._tree_network is not None and tree.probe_embeddings is None:
             marked = active if scored is None else scored
-            return self._tree_network.forward_tree(
-                tree, rows, length, self.cache, active, marked, tuple(hidden_layers)
-            )
+            return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
+        return self._forward_layers(rows, tree, length, active, scored, hidden_layers)
+
+    @torch.inference_mode()
+    def _forward_layers(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        length: Sequence[int],
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+    ) -> ModelOutput:
+        """`forward` by the parts of the network."""
         layout, index = Layout.from_tree(tree, rows, np.array(length), active)
         x = self._embed(tree.token[active], tree.probe_embeddings)
         states, expert_counts = self._hidden_states(x, layout, hidden_layers)
@@ -180,11 +190,13 @@ class DecoderRunner(Runner):
         self._length += [0] * (need - len(self._length))
         self.cache.reserve(need, max([self._length[row] for row in rows]) + nodes)
 
-    @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
-        base = self._length[row]
-        self.cache.move(row, [base + node for node in path], base)
+        # Ascending: the nodes are in place unless one is left out.
+        if path and path[-1] != len(path) - 1:
+            base = self._length[row]
+            with torch.inference_mode():
+                self.cache.move(row, [base + node for node in path], base)
         self._length[row] += len(path)
 
     def truncate(self, row: int, length: int) -> None:

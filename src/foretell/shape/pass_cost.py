@@ -1,6 +1,8 @@
 """Seconds of a target pass by the number of tokens it reads: given, or learned from the passes of a run."""
 
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 
 import numpy as np
 from jaxtyping import Float
@@ -9,6 +11,8 @@ _MAX_TOKENS = 128
 """Largest size with an estimate of its own; larger passes cost in proportion to it."""
 _MEMORY = 24.0
 """Observations per size after which older ones begin to fade."""
+_DRIFT_PASSES = 9
+"""Last passes whose median deviation from the estimates is the machine's present speed."""
 _REFIT_INTERVAL = 8
 """Passes between two updates of the estimate, after the first `_MEMORY` passes."""
 _MAX_CHANGE = 2.0
@@ -20,7 +24,8 @@ class PassCost:
 
     `table`: measured seconds by number of tokens, interpolated; then nothing is learned. Without it, every further
     token is first assumed to cost `slope` times the first one. Observed passes correct this at their size, and the
-    correction is interpolated between sizes.
+    correction is interpolated between sizes. What makes all sizes slower alike, such as other work on the machine, is
+    not counted for the size that meets it: an observation is first divided by the median deviation of the last passes.
 
     Raises:
         ValueError: an empty table, or values that are not positive.
@@ -39,14 +44,18 @@ class PassCost:
         """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
         self._estimate = self._prior
+        self._deviations = deque[float](maxlen=_DRIFT_PASSES)
+        """Observed over estimated seconds of the last passes."""
+        self._speed = 1.0
+        """Their median."""
         self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
 
     def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
         """Seconds of passes over `first`, `first + 1`, …, `last` tokens."""
         if last <= _MAX_TOKENS:
-            return self._estimate[first - 1 : last]
+            return self._estimate[first - 1 : last] * self._speed
         sizes = np.arange(first, last + 1)
-        inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1]
+        inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1] * self._speed
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
     def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
@@ -63,7 +72,9 @@ class PassCost:
         if self._fixed or size > _MAX_TOKENS or seconds <= 0:
             return
         i = size - 1
-        ratio, expected = seconds / self._prior[i], self._interpolated_ratio[i]
+        self._deviations.append(seconds / float(self._estimate[i]))
+        self._speed = median(self._deviations)
+        ratio, expected = seconds / (self._speed * self._prior[i]), self._interpolated_ratio[i]
         if self._passes:
             ratio = min(max(ratio, expected / _MAX_CHANGE), expected * _MAX_CHANGE)
             if not self._weight[i]:

@@ -157,7 +157,7 @@ class NativeDecoder:
         states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
         normed = states[-1] if norm_all else torch.empty(count, self.config.hidden)
         logits = torch.empty(count, width)
-        invalid = build.library().foretell_tree_pass(
+        invalid = stack.kernels.foretell_tree_pass(
             *(stack.model, stack.layers, len(stack.layers), self._embedding_struct, self._head.struct, width),
             *(self._norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
             *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), torch.get_num_threads()),

@@ -81,7 +81,7 @@ class NativeStack:
                 f"the native kernels cannot run this {config.architecture} configuration; use the torch backend"
             )
         self.precision: Precision = precision
-        self.config, self._kernels = config, build.library()
+        self.config, self.kernels = config, build.library()
         self._tensors: list[Tensor] = []
         self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
@@ -143,7 +143,7 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
-        invalid = self._kernels.foretell_stack(
+        invalid = self.kernels.foretell_stack(
             *(self.model, self.layers, first, last, out[-1].data_ptr()),
             *(None if attention_input is None else attention_input.data_ptr(), layout_struct, cache_struct),
             *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr()),
@@ -197,7 +197,7 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        how = self.precision, self._kernels
+        how = self.precision, self.kernels
         packed = PackedLinears(
             [
                 (pack_rows(block.qkv, *how), block.qkv_bias),
@@ -228,7 +228,7 @@ class NativeStack:
         layers[i] = block.struct
         layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
         out = x.clone()
-        invalid = self._kernels.foretell_stack(
+        invalid = self.kernels.foretell_stack(
             *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
             torch.get_num_threads(),
         )
