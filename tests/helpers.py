@@ -19,7 +19,7 @@ from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptan
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
 from foretell.catalogue.speculators import embedding_and_head, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
 from foretell.core.tree import TokenTree, root_tree
 from foretell.draft import DraftModel, MixtureDrafter, Predictor, PromptLookup
 from foretell.engine.engine import Engine, Request, Update
@@ -325,14 +325,18 @@ def process(logits: np.ndarray, text: Sequence[int], prompt: int, s: SamplingPar
     return p
 
 
+def gumbel_max(distribution: Distribution, key: int) -> int:
+    """Reference of the choice of a token: the least noise over probability."""
+    with np.errstate(divide="ignore"):
+        return int((exponential_variates(key, np.arange(len(distribution))) / distribution).argmin())
+
+
 def naive(network: Decoder, request: Request) -> list[int]:
     """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token."""
     tokens, rng, prompt = list(request.prompt), CounterRNG(request.sampling_params.seed), len(request.prompt)
     for position in range(prompt, prompt + request.max_new_tokens):
         distribution = process(all_logits(network, tokens)[-1], tokens, prompt, request.sampling_params)
-        tokens.append(
-            int(np.searchsorted(distribution.cumsum(), rng.uniform(position) * distribution.sum(), side="right"))
-        )
+        tokens.append(gumbel_max(distribution, rng.key(position)))
         if tokens[-1] in request.eos or any(s in letters(tokens[prompt:]) for s in request.stop):
             break
     return tokens[prompt:]

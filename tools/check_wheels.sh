@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
-# Builds the wheels in dist/, checks that the library's wheel is smaller than 3 MB, and installs them in a virtual
-# environment in build/wheels, where the speculators must be found. The dependencies come from .venv (`make test`).
+# Builds the wheels in dist/, with compiled kernels for this machine type, checks that the library's wheel is smaller than
+# 3 MB, and installs them in a virtual environment in build/wheels, where the speculators must be found and the kernels
+# must run without a compiler. The dependencies come from .venv (`make test`).
+#
+# A release needs a wheel for each machine type; this builds the other one, with its cross compiler:
+#   FORETELL_KERNELS=aarch64 .venv/bin/python -m build --wheel --outdir dist .
 set -euo pipefail
 cd "$(dirname "$0")/.."
 limit=3000000
 venv=build/wheels
 
 rm -rf dist "$venv"
+case "$(uname -sm)" in
+  "Linux x86_64" | "Linux aarch64") export FORETELL_KERNELS=$(uname -m) ;;
+esac
 for project in . packages/*; do
   .venv/bin/python -m build --wheel --outdir dist "$project" >/dev/null
 done
@@ -28,4 +35,7 @@ packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 .venv/bin/python -c "$packages" >"$("$venv/bin/python" -c "$packages")/dependencies.pth"
 methods=$("$venv/bin/foretell" methods --markdown)
 grep -q 'eagle3.*ships for smollm2-135m' <<<"$methods"
-"$venv/bin/foretell" generate "Name a colour." --method eagle3 --max-new-tokens 8
+CXX=/nowhere PATH=$venv/bin "$venv/bin/foretell" generate "Name a colour." --method eagle3 --max-new-tokens 8
+if [ -n "${FORETELL_KERNELS:-}" ]; then
+  CXX=/nowhere PATH=$venv/bin "$venv/bin/foretell" env | grep "packaged for"
+fi

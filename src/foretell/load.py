@@ -17,7 +17,6 @@ from foretell.model.config import (
     eos_token_ids,
     from_hf,
     is_decoder_family,
-    quantization_method,
     with_context,
     with_rope_scaling,
 )
@@ -28,9 +27,10 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize_int8
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.quantization_config import parse_quantization, refuse_quantization
+from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
 from foretell.model.load.weights import (
-    QUANTIZED_ADVICE,
     GGUFWeights,
     SafetensorsWeights,
     Weights,
@@ -207,14 +207,17 @@ def _read_gguf(path: Path) -> _Parsed:
 
 
 def _read_directory(path: Path) -> _Parsed:
-    config = from_hf(_read_config(path), str(path / "config.json"))
-    return config, SafetensorsWeights(path), from_directory(path), _eos_tokens(path, config)
+    raw, source = _read_config(path), str(path / "config.json")
+    config, quantization = from_hf(raw, source), parse_quantization(raw, source)
+    weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
+    return config, weights, from_directory(path), _eos_tokens(path, config)
 
 
 def _load_with_transformers(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
     """A model of an architecture that the own decoder does not support, run by transformers."""
     if dtype == "int8":
         raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
+    refuse_quantization(_read_config(path), str(path))
     SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
@@ -226,11 +229,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file"
         )
-    found = read_json(path / "config.json", "download it again")
-    kind = quantization_method(found)
-    if kind is not None:
-        raise ValueError(f"{path}: a checkpoint quantised with {kind}, which is not supported; {QUANTIZED_ADVICE}")
-    return found
+    return read_json(path / "config.json", "download it again")
 
 
 def _eos_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:

@@ -19,11 +19,12 @@ from foretell.core.sampling import (
     SamplingParams,
     Stream,
     apply_penalties,
+    exponential_variates,
     sample_from,
-    truncate_distribution,
 )
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.distributions.processed import ProcessedDistributions
+from foretell.distributions.sampler import kept_tokens
 from helpers import context_of, process, random_tokens
 
 VOCAB = 40
@@ -84,7 +85,9 @@ def test_distributions_equal_those_of_transformers(sampling: SamplingParams, see
     warpers = [(sampling.top_k, TopKLogitsWarper), (sampling.top_p < 1 and sampling.top_p, TopPLogitsWarper)]
     for value, warper in [*warpers, (sampling.min_p, MinPLogitsWarper)]:
         scores = warper(value)(text, scores) if value else scores
-    p = truncate_distribution(torch.softmax(found / sampling.temperature, -1), sampling)
+    kept = kept_tokens(found, sampling)
+    p = torch.zeros(VOCAB, dtype=torch.float64)
+    p[torch.from_numpy(kept.token).long()] = torch.from_numpy(kept.probability)
     torch.testing.assert_close(p, torch.softmax(scores[0], -1), rtol=0, atol=1e-12)
 
 
@@ -114,6 +117,15 @@ def test_random_numbers_are_uniform() -> None:
     assert ((values >= 0) & (values < 1)).all()
     assert kstest(values, "uniform").pvalue > 1e-3
     pairs, _, _ = np.histogram2d(values[:-1], values[1:], bins=8)
+    assert chisquare(pairs.ravel()).pvalue > 1e-3
+
+
+def test_noise_is_exponentially_distributed_and_differs_by_token_position_and_seed() -> None:
+    keys = [CounterRNG(seed).key(position) for seed in range(8) for position in range(8)]
+    values = np.concatenate([exponential_variates(key, np.arange(500)) for key in keys])
+    assert kstest(values, "expon").pvalue > 1e-3
+    assert len(np.unique(values)) == len(values)
+    pairs, _, _ = np.histogram2d(np.exp(-values[:-1]), np.exp(-values[1:]), bins=8)
     assert chisquare(pairs.ravel()).pvalue > 1e-3
 
 
@@ -181,13 +193,14 @@ def test_values_out_of_range_are_refused(name: str, value: float, words: str) ->
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
 def test_the_nucleus_is_that_of_sorting_the_whole_vocabulary(temperature: float, top_p: float) -> None:
-    """Bit for bit, ties included: among equal probabilities the lower token ids are kept."""
+    """Ties included: among equal probabilities the lower token ids are kept."""
     generator = torch.Generator().manual_seed(7)
     for step in (0.0, 0.5):
         logits = 3 * torch.randn(4099, generator=generator)
         logits = (logits / step).round() * step if step else logits
         p = torch.softmax(logits.double() / temperature, -1)
         ordered, index = p.sort(descending=True, stable=True)
-        expected = p.index_fill(-1, index[ordered.cumsum(-1) - ordered >= top_p], 0)
-        found = truncate_distribution(p, SamplingParams(temperature, top_p=top_p))
-        assert torch.equal(found, expected / expected.sum())
+        expected = index[ordered.cumsum(-1) - ordered < top_p].sort().values
+        kept = kept_tokens(logits, SamplingParams(temperature, top_p=top_p))
+        assert kept.token.tolist() == expected.tolist()
+        np.testing.assert_allclose(kept.probability, (p[expected] / p[expected].sum()).numpy(), rtol=1e-6)

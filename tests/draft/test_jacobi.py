@@ -1,6 +1,5 @@
 """Jacobi decoding: the iterates of a naive fixed-point iteration, whose fixed point is the answer of plain decoding."""
 
-import numpy as np
 import pytest
 
 from foretell.accept import Match
@@ -11,7 +10,7 @@ from foretell.draft.jacobi import InitialGuess
 from foretell.engine.engine import Request
 from foretell.engine.method import Method
 from foretell.shape import Trie
-from helpers import all_logits, engine_for, generate, naive, process, random_tokens, target
+from helpers import all_logits, engine_for, generate, gumbel_max, naive, process, random_tokens, target
 
 GREEDY = Request(random_tokens(17, seed=4), max_new_tokens=24)
 SAMPLED = Request(random_tokens(9, seed=5), SamplingParams(temperature=1.0, seed=3, frequency_penalty=0.3), 24)
@@ -25,9 +24,7 @@ def updated(request: Request, text: list[int], guesses: list[int]) -> list[int]:
     for known in range(len(guesses) + 1):
         before = [*text, *guesses[:known]]
         distribution = process(all_logits(target(), before)[-1], before, len(request.prompt), request.sampling_params)
-        out.append(
-            int(np.searchsorted(distribution.cumsum(), noise.uniform(len(before)) * distribution.sum(), side="right"))
-        )
+        out.append(gumbel_max(distribution, noise.key(len(before))))
     return out
 
 

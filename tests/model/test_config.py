@@ -15,7 +15,6 @@ from foretell.model.config import (
     ModelConfig,
     from_gguf,
     from_hf,
-    quantization_method,
     with_context,
     with_rope_scaling,
 )
@@ -379,14 +378,6 @@ def test_hostile_gguf_metadata_is_read_or_refused(name: str) -> None:
                 from_gguf({**raw, key: value}, "m.gguf")
             except ValueError as error:
                 assert str(error).startswith("m.gguf: ") and "\n" not in str(error)
-
-
-def test_quantisations_are_known_by_name() -> None:
-    assert quantization_method({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
-    assert quantization_method({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
-    assert quantization_method({"quantization": {"bits": 4}}) == "quantization"
-    assert quantization_method({"quantization_config": None}) is None
-    assert quantization_method({}) is None
 
 
 def test_gguf_rotary_keys_are_read_as_llama_cpp_reads_them() -> None:

@@ -11,6 +11,7 @@ from foretell.model import kernels
 from foretell.model.kernels import NativeLinear, Precision, build
 from foretell.model.kernels.pack import pack_gate_up, pack_rows
 from foretell.model.stored_matrix import BLOCKS, KINDS, Kind, StoredMatrix
+from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason() or "no kernels")
 QUANTIZED = [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")]
@@ -95,11 +96,13 @@ def test_the_price_of_int8_activations_is_small(kind: Kind) -> None:
     assert float((exact - rounded).norm() / exact.norm()) < 0.01
 
 
-@every_kind
-def test_the_portable_build_makes_the_same_integer_products(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = random_blocks(kind, 40, 256), torch.randn(5, 256)
-    found = [NativeLinear(weight, None, p)(x) for p in ("float32", "int8-activations")]
-    monkeypatch.setattr(build, "_built", lambda: build.build(("-DFORETELL_PORTABLE",)))
-    for precision, fast in zip(("float32", "int8-activations"), found, strict=True):
-        portable = NativeLinear(weight, None, precision)(x)
-        assert float((portable - fast).norm() / fast.norm()) < 1e-6
+@pytest.mark.parametrize("instructions", OTHER_BUILDS)
+def test_every_instruction_set_gives_the_same_bits(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    precisions: tuple[Precision, ...] = ("float32", "bfloat16", "int8-activations")
+    cases = [(random_blocks(kind, 40, 256), precision) for kind in QUANTIZED for precision in precisions]
+    x = torch.randn(7, 256)
+    found = [NativeLinear(weight, None, precision)(x) for weight, precision in cases]
+    other = other_build(instructions)
+    monkeypatch.setattr(build, "library", lambda: other)
+    for (weight, precision), expected in zip(cases, found, strict=True):
+        assert torch.equal(NativeLinear(weight, None, precision)(x), expected), (weight.kind, precision)

@@ -8,7 +8,7 @@ every parameter is exact at every drafted token. Temperature 0 is a one-hot dist
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import inf, isfinite
+from math import inf, isfinite, sqrt
 from numbers import Real
 
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 from jaxtyping import Float, Int
 
 _MASK = (1 << 64) - 1
-_NUCLEUS_ROUNDING = 0.999
-"""Share of the bound on the probability of tokens outside the nucleus below which tokens are not sorted."""
 """64 bits."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_LN2 = 0.6931471805599453
+_LOG_TERMS = 12
+"""Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Stream(IntEnum):
     """
 
     TARGET = 0
-    """The target's own token."""
+    """The noise of the target's own token: a number per token of the vocabulary; see `CounterRNG.key`."""
     ACCEPT = 1 << 10
     """Acceptance tests of drafted tokens, one number each."""
     RESIDUAL = 1 << 21
@@ -119,11 +121,34 @@ class CounterRNG:
 
     def uniform(self, position: int, stream: int = Stream.TARGET) -> float:
         """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `AnswerWriter`, below 2^32."""
-        return (_splitmix64(self._key ^ _splitmix64((position << 32) + stream)) >> 11) / 2.0**53
+        return (self.key(position, stream) >> 11) / 2.0**53
+
+    def key(self, position: int, stream: int = Stream.TARGET) -> int:
+        """64 random bits, from which `exponential_variates` makes a number for every token."""
+        return _splitmix64(self._key ^ _splitmix64((position << 32) + stream))
+
+
+def exponential_variates(key: int, tokens: Int[np.ndarray, " t"]) -> Float[np.ndarray, " t"]:
+    """Exponentially distributed numbers, one per token id: -log(u) of the SplitMix64 stream of `key`.
+
+    Computed by single float64 operations in a fixed order, as csrc/sampler.h does: the same bits everywhere.
+    """
+    x = np.uint64(key) + np.uint64(_GOLDEN) * (tokens.astype(np.uint64) + np.uint64(1))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    m, exponent = np.frexp(((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54)
+    small = m < sqrt(0.5)
+    m, exponent = np.where(small, m * 2, m), exponent - small
+    s = (m - 1) / (m + 1)
+    z, series = s * s, np.zeros_like(m)
+    for i in reversed(range(_LOG_TERMS)):
+        series = series * z + 1.0 / (2 * i + 1)
+    numbers: Float[np.ndarray, " t"] = -(exponent.astype(np.float64) * _LN2 + 2 * s * series)
+    return numbers
 
 
 def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = (x + _GOLDEN) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
@@ -134,41 +159,22 @@ def apply_penalties(
 ) -> Float[torch.Tensor, " v"]:
     """Logits after repetition, presence and frequency penalties and bias.
 
-    `history`: the tokens so far, of which the first `prompt_length` are the prompt.
+    `history`: the tokens so far, of which the first `prompt_length` are the prompt. Penalties are computed in float64
+    on the host.
     """
     out = logits.clone()
-    if sampling.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(history)).to(out.device)
-        value = out[seen]
-        out[seen] = torch.where(value > 0, value / sampling.repetition_penalty, value * sampling.repetition_penalty)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        tokens, counts = np.unique(history[prompt_length:], return_counts=True)
-        penalty = sampling.presence_penalty + sampling.frequency_penalty * torch.from_numpy(counts).to(out)
-        out[torch.from_numpy(tokens).to(out.device)] -= penalty
-    for token, value in sampling.logit_bias.items():
-        out[token] += value
+    if sampling.depends_on_history:
+        seen = np.flatnonzero(np.bincount(history))
+        place = torch.from_numpy(seen).to(out.device)
+        value = out[place].double().cpu().numpy()
+        r = sampling.repetition_penalty
+        value = np.where(value > 0, value / r, value * r)
+        count = np.bincount(history[prompt_length:], minlength=seen[-1] + 1)[seen]
+        value -= np.where(count > 0, sampling.presence_penalty + sampling.frequency_penalty * count, 0.0)
+        out[place] = torch.from_numpy(value).to(out)
+    for token, bias in sampling.logit_bias.items():
+        out[token] += bias
     return out
-
-
-def truncate_distribution(p: Float[torch.Tensor, " v"], sampling: SamplingParams) -> Float[torch.Tensor, " v"]:
-    """The distribution truncated by top-k, top-p (nucleus sampling, arXiv 1904.09751) and min-p (arXiv 2407.01082), in
-    this order, and renormalised after each.
-    """
-    if sampling.top_k and sampling.top_k < p.shape[-1]:
-        p = torch.where(p >= p.topk(sampling.top_k).values[-1], p, 0)
-        p = p / p.sum()
-    if sampling.top_p < 1:
-        # All tokens below this probability weigh less than 1 - top_p together, so none of them is kept: only the others
-        # are sorted. The factor leaves room for rounding.
-        candidates = (p >= _NUCLEUS_ROUNDING * (1 - sampling.top_p) / p.shape[-1]).nonzero()[:, 0]
-        ordered, order = p[candidates].sort(descending=True, stable=True)
-        kept = candidates[order[ordered.cumsum(-1) - ordered < sampling.top_p]]
-        p = torch.zeros_like(p).index_copy_(0, kept, p[kept])
-        p = p / p.sum()
-    if sampling.min_p > 0:
-        p = torch.where(p >= sampling.min_p * p.max(), p, 0)
-        p = p / p.sum()
-    return p
 
 
 def sample_from(p: Float[torch.Tensor, " v"], uniform: float) -> int:

@@ -1,5 +1,6 @@
 """Next-token distributions at the nodes of a tree after all sampling parameters, computed on demand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,15 +8,9 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.sampling import (
-    DEPTHS_PER_STREAM,
-    SamplingParams,
-    Stream,
-    apply_penalties,
-    sample_from,
-    truncate_distribution,
-)
+from foretell.core.sampling import DEPTHS_PER_STREAM, SamplingParams, Stream, apply_penalties
 from foretell.core.tree import TokenTree
+from foretell.distributions.sampler import KeptTokens, kept_tokens, sample
 from foretell.distributions.topk import argmax
 
 
@@ -31,6 +26,7 @@ class ProcessedDistributions:
     ) -> None:
         self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
         self._argmax: list[int] | None = None
+        self._samples = dict[tuple[int, int], int]()
 
     def sampling_params(self, row: int) -> SamplingParams:
         """Sampling parameters of a batch row."""
@@ -38,16 +34,42 @@ class ProcessedDistributions:
 
     def uniform(self, row: int, node: int, stream: Stream, number: int = 0) -> float:
         """Random number `number` in [0, 1) of this stream at a node."""
-        depth = self._draft_depth(row, node)
-        position = self._context.sequences[row].length + depth
+        depth, position = self._draft_depth(row, node), self._position(row, node)
         return self._context.rngs[row].uniform(position, stream + number * DEPTHS_PER_STREAM + depth)
 
     def sample(self, row: int, node: int) -> int:
         """The token that plain decoding samples after this node: it depends on seed and position, not on the drafts."""
         if self.sampling_params(row).temperature == 0:
             return self.argmax(row, node)
-        position = self._context.sequences[row].length + self._draft_depth(row, node)
-        return sample_from(self.probabilities(row, node), self._context.rngs[row].uniform(position))
+        if (row, node) not in self._samples:
+            self._sample_roots() if node == self._tree.root(row) else self._sample_nodes([(row, node)])
+        return self._samples[row, node]
+
+    def _sample_roots(self) -> None:
+        """Sample after the scored roots of all requests that do, in one call."""
+        roots = [(row, self._tree.root(row)) for row in range(self._tree.rows)]
+        self._sample_nodes(
+            [
+                (row, node)
+                for row, node in roots
+                if self.sampling_params(row).temperature > 0 and self._logit_index[row, node] >= 0
+            ]
+        )
+
+    def _sample_nodes(self, nodes: Sequence[tuple[int, int]]) -> None:
+        raw = [n for n in nodes if self.sampling_params(n[0]).uses_raw_logits]
+        if raw:
+            self._sample_from_rows(raw, self._logits, [int(self._logit_index[n]) for n in raw])
+        for n in nodes:
+            if n not in self._samples:
+                self._sample_from_rows([n], self._processed(*n)[None], [0])
+
+    def _sample_from_rows(
+        self, nodes: Sequence[tuple[int, int]], logits: Float[torch.Tensor, "k v"], rows: Sequence[int]
+    ) -> None:
+        keys = [self._context.rngs[row].key(self._position(row, node)) for row, node in nodes]
+        tokens = sample(logits, rows, [self.sampling_params(row) for row, _ in nodes], keys)
+        self._samples.update(zip(nodes, tokens, strict=True))
 
     def argmax(self, row: int, node: int) -> int:
         """The most probable token after this node."""
@@ -65,9 +87,14 @@ class ProcessedDistributions:
             one_hot = torch.zeros(self._logits.shape[-1], dtype=torch.float64, device=self._logits.device)
             one_hot[self.argmax(row, node)] = 1
             return one_hot
-        return truncate_distribution(
-            torch.softmax(self._processed(row, node).double() / sampling.temperature, -1), sampling
-        )
+        kept = self.kept_tokens(row, node)
+        p = torch.zeros(self._logits.shape[-1], dtype=torch.float64)
+        p[torch.from_numpy(kept.token.astype(np.int64))] = torch.from_numpy(kept.probability)
+        return p.to(self._logits.device)
+
+    def kept_tokens(self, row: int, node: int) -> KeptTokens:
+        """The tokens that may follow this node and their weights, at a temperature above 0."""
+        return kept_tokens(self._processed(row, node), self.sampling_params(row))
 
     def softmax_at(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         """As `probabilities`, but the softmax of the processed logits at temperature 0."""
@@ -87,6 +114,10 @@ class ProcessedDistributions:
         drafted = self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]
         history = np.concatenate([sequence.tokens, self._tree.token[row, drafted]])
         return apply_penalties(logits, history, sequence.prompt_length, sampling)
+
+    def _position(self, row: int, node: int) -> int:
+        """Position in the sequence of the token that the node predicts."""
+        return self._context.sequences[row].length + self._draft_depth(row, node)
 
     def _draft_depth(self, row: int, node: int) -> int:
         """Depth below the root of the token that the node predicts, less 1: 0 for the root."""

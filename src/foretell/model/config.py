@@ -182,18 +182,6 @@ def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
 
 
-def quantization_method(raw: Mapping[str, Any]) -> str | None:
-    """The quantisation method named in a `config.json`; None: there is none."""
-    text = raw.get("text_config")
-    for holder in (raw, text if isinstance(text, Mapping) else {}):
-        for key in ("quantization_config", "compression_config", "quantization"):
-            found = holder.get(key)
-            if found:
-                values = found if isinstance(found, Mapping) else {}
-                return str(values.get("quant_method") or values.get("format") or values.get("quant_algo") or key)
-    return None
-
-
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Read a Hugging Face `config.json`; missing keys have the defaults of transformers.
 

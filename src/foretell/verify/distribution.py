@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from math import log, pi, sqrt
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from scipy.optimize import brentq
 from scipy.stats import ncx2
 
-from foretell.core.sampling import SamplingParams, truncate_distribution
+from foretell.core.sampling import SamplingParams
+from foretell.distributions.sampler import kept_tokens
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod
 from foretell.model.runner import Runner
@@ -100,8 +100,9 @@ def enumerate_continuations(runner: Runner, prompt: Sequence[int], single_pass: 
         longer: dict[Continuation, float] = {}
         for prefix, probability in distribution.items():
             logits = target_logits(runner, [*prompt, *prefix], depth + 1, single_pass)[-1]
-            p = truncate_distribution(torch.softmax(logits.double(), -1), sampling_params(0))
-            longer |= {(*prefix, t): probability * float(p[t]) for t in p.nonzero().flatten().tolist()}
+            kept = kept_tokens(logits, sampling_params(0))
+            pairs = zip(kept.token.tolist(), kept.probability.tolist(), strict=True)
+            longer |= {(*prefix, token): probability * p for token, p in pairs}
         distribution = longer
     return distribution
 

@@ -5,7 +5,8 @@ from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
-from foretell.model.kernels.row_ops import argmax, rms_norm, topk, topk_softmax
+from foretell.model.kernels.row_ops import argmax, rms_norm, runs_on, topk, topk_softmax
+from foretell.model.kernels.sampler import kept_tokens, sample
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 
@@ -20,8 +21,11 @@ __all__ = [
     "Precision",
     "argmax",
     "available",
+    "kept_tokens",
     "load",
     "rms_norm",
+    "runs_on",
+    "sample",
     "topk",
     "topk_softmax",
     "unavailable_reason",

@@ -1,4 +1,7 @@
-"""Compiles the CPU kernels once per machine and loads them; the library works without them where that fails."""
+"""Loads the CPU kernels: those of the wheel for this processor, else compiled once per machine.
+
+The library works without them where both fail.
+"""
 
 import ctypes
 import functools
@@ -14,18 +17,20 @@ from pathlib import Path
 
 import torch
 
-from foretell.model.kernels import structures
+from foretell.model.kernels import instruction_sets, packaged, structures
 
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
+FLAGS = (*packaged.FLAGS, "-march=native")
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The loaded kernels, or one sentence on why they are unavailable."""
+    """The loaded kernels and where they come from, or one sentence on why they are unavailable."""
 
     library: ctypes.CDLL | None
-    reason: str
+    reason: str = ""
+    origin: str = ""
+    path: Path | None = None
 
 
 def library() -> ctypes.CDLL:
@@ -56,15 +61,43 @@ def unavailable_reason() -> str:
 
 
 def build_result() -> BuildResult:
-    """The result of the first build of this process; FORETELL_NATIVE=0 disables the kernels while it is set."""
+    """The kernels of this process; FORETELL_NATIVE=0 disables them while it is set, FORETELL_ISA names their
+    instruction set.
+
+    Raises:
+        ValueError: FORETELL_ISA names an instruction set that does not exist or cannot run here.
+    """
     if os.environ.get("FORETELL_NATIVE") == "0":
         return BuildResult(None, "The native CPU kernels are switched off by FORETELL_NATIVE=0.")
-    return _built()
+    return _loaded(instruction_sets.forced())
 
 
 @functools.cache
-def _built() -> BuildResult:
-    return build()
+def _loaded(forced: instruction_sets.InstructionSet | None) -> BuildResult:
+    for entry in [forced] if forced else instruction_sets.usable():
+        path = packaged.packaged_kernels(entry.name, SOURCE.parent)
+        if path is not None and (library := _open_packaged(path)) is not None:
+            return BuildResult(structures.declare_signatures(library), "", f"packaged for {entry.name}", path)
+    return build(forced.flags if forced else _without_forbidden())
+
+
+def _open_packaged(path: Path) -> ctypes.CDLL | None:
+    """A library of the wheel: with torch's OpenMP runtime, which is loaded already, or the system's."""
+    library = _open(path)
+    if library is None:
+        try:
+            ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
+        except OSError:
+            return None
+        library = _open(path)
+    return library
+
+
+def _without_forbidden() -> tuple[str, ...]:
+    """Flags that exclude instructions which -march=native includes but the operating system forbids."""
+    if "amx_tile" in instruction_sets.processor_features() and not instruction_sets.amx_permitted():
+        return ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+    return ()
 
 
 def build(flags: Sequence[str] = ()) -> BuildResult:
@@ -78,9 +111,11 @@ def build(flags: Sequence[str] = ()) -> BuildResult:
         )
     reason = ""
     for variant in _variants():
-        library, reason = _load(compiler, [*FLAGS, *flags, *variant.compile], variant.link)
+        compile_flags = [*FLAGS, *flags, *variant.compile]
+        library, reason = _load(compiler, compile_flags, variant.link)
         if library is not None:
-            return BuildResult(library, "")
+            path = _cache_path(compiler, compile_flags, variant.link)
+            return BuildResult(library, "", f"compiled by {compiler} {' '.join(compile_flags)}", path)
     return BuildResult(None, f"The native CPU kernels could not be built with {compiler}: {reason}")
 
 
@@ -135,8 +170,15 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
     """Path of the shared library in the cache directory; its name is a hash of everything that the build depends on."""
-    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    key = [*sources, structures.interface(), compiler, *compile_flags, "link", *link_flags, _machine_id()]
+    key = [
+        packaged.source_hash(SOURCE.parent),
+        structures.interface(),
+        compiler,
+        *compile_flags,
+        "link",
+        *link_flags,
+        _machine_id(),
+    ]
     return _cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
 
 

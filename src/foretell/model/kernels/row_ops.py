@@ -9,6 +9,11 @@ from foretell.model.kernels import build
 from foretell.model.kernels.linear import check_k, check_tensor
 
 
+def runs_on(x: Tensor) -> bool:
+    """Whether the kernels are available and read a tensor of this kind: contiguous float32 on the CPU."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and build.available()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of float32 [t, d] with a float32 weight [d]; add Gemma's offset to the weight first."""
     check_tensor(x, torch.float32, "x", *x.shape[:2])

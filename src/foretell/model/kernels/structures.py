@@ -1,7 +1,7 @@
 """The structures of csrc/interface.h, field by field, and the signatures of the kernels."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any, Literal
 
 from foretell.model.linear import INT8_BLOCK, INT8_GROUP
@@ -121,6 +121,15 @@ class Layout(ctypes.Structure):
     )
 
 
+class Sampling(ctypes.Structure):
+    """Sampling parameters of one row of logits, and the key of its noise."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("inverse_temperature", "top_p", "min_p")),
+        *(("noise", c_uint64), ("top_k", c_int32)),
+    )
+
+
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
@@ -170,6 +179,8 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_pack_blocks": (None, (_I, _P, c_int64, _P, _I, _I, _P, _I)),
     "foretell_panel_words": (c_int64, (_I, _I)),
+    "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
+    "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
     "foretell_hadamard": (None, (_P, c_int64)),
     "foretell_instructions": (c_char_p, ()),
 }
@@ -185,7 +196,10 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    structures = (Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass, Layout, Cache)
+    structures = (
+        *(Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass, Layout, Sampling),
+        Cache,
+    )
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

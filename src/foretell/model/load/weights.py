@@ -14,6 +14,7 @@ from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.linear import Linear
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.stored_matrix import StoredMatrix
 from foretell.utils.validation import read_json
@@ -29,10 +30,6 @@ _QUANTIZED = re.compile(
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
 MLX.
 """
-
-
-QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
-"""Advice in the error about a quantised checkpoint."""
 _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
@@ -86,14 +83,32 @@ class Weights(ABC):
         """Return the file's memory pages to the system; later calls of `get` read them again."""
 
 
-class SafetensorsWeights(Weights):
-    """One `model.safetensors`, or shards with an index.
+def refuse_quantized(file: Path, name: str, dtype: str) -> None:
+    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
+    that is not a float of 16 bits or more.
 
     Raises:
-        ValueError: there is no safetensors file (a pickle is refused by name), or it is damaged.
+        ValueError: the tensor belongs to a quantised checkpoint.
+    """
+    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
+        raise ValueError(
+            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
+        )
+
+
+def candidate_names(name: str) -> tuple[str, ...]:
+    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
+class SafetensorsWeights(Weights):
+    """One `model.safetensors`, or shards with an index. `check(file, name, dtype)` is called for every tensor.
+
+    Raises:
+        ValueError: there is no safetensors file (a pickle is refused by name), it is damaged, or `check` refuses it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[Path, str, str], None] = refuse_quantized) -> None:
         self.source = str(path)
         index = path / "model.safetensors.index.json"
         single = ["model.safetensors"] if (path / "model.safetensors").is_file() else []
@@ -108,9 +123,9 @@ class SafetensorsWeights(Weights):
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
         self._readers: dict[str, Callable[[str], Tensor]] = {}
-        self._open(check=True)
+        self._open(check)
 
-    def _open(self, check: bool = False) -> None:
+    def _open(self, check: Callable[[Path, str, str], None] | None = None) -> None:
         path = self._path
         for name in self._files:
             try:
@@ -121,13 +136,12 @@ class SafetensorsWeights(Weights):
                 ) from error
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
                 self._readers[key] = handle.get_tensor
-                if check:
-                    dtype: str = handle.get_slice(key).get_dtype()  # type: ignore[no-untyped-call]
-                    refuse_quantized(path / name, key, dtype)
+                if check is not None:
+                    check(path / name, key, handle.get_slice(key).get_dtype())  # type: ignore[no-untyped-call]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        for candidate in (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)):
+        for candidate in candidate_names(name):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
@@ -154,19 +168,6 @@ def _shards(index: Path) -> list[str]:
     if outside is not None:
         raise ValueError(f"{index}: weight_map names a file outside its directory ({outside!r}); {_AGAIN}")
     return sorted(set(files.values()))
-
-
-def refuse_quantized(file: Path, name: str, dtype: str) -> None:
-    """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
-    that is not a float of 16 bits or more.
-
-    Raises:
-        ValueError: the tensor belongs to a quantised checkpoint.
-    """
-    if _QUANTIZED.search(name) or (name.endswith(".weight") and dtype not in _FLOATS):
-        raise ValueError(
-            f"{file}: {name} ({dtype}) belongs to a quantised checkpoint, which is not supported; {QUANTIZED_ADVICE}"
-        )
 
 
 _GGUF_NAMES = {

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.config import quantization_method
-from foretell.model.load.weights import QUANTIZED_ADVICE, refuse_quantized
+from foretell.model.load.quantization_config import refuse_quantization
+from foretell.model.load.weights import refuse_quantized
 from foretell.speculator.checkpoint import CONFIG, read_config
 from foretell.utils.validation import Fields
 
@@ -76,9 +76,7 @@ def open_checkpoint(folder: Path) -> PublishedCheckpoint:
         ValueError: there is no configuration, a file is damaged, or the checkpoint is quantised.
     """
     files, config = sorted(folder.glob("*.safetensors")), read_config(folder)
-    kind = quantization_method(config)
-    if kind is not None:
-        raise ValueError(f"{folder}: a checkpoint quantised with {kind}, which is not supported; {QUANTIZED_ADVICE}")
+    refuse_quantization(config, str(folder))
     return PublishedCheckpoint(folder, config, {name: (file, name) for file in files for name in _names(file)})
 
 

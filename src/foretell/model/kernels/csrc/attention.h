@@ -44,7 +44,7 @@ class Visibility {
   const Buffer<VisibleKeys> keys_;
 };
 
-constexpr int kMaxQueries = 12;       // per tile of scores: sums stay in registers
+constexpr int kMaxQueries = kAccumulators / 2;  // per tile of scores: sums stay in registers
 constexpr int kMaxSharedTokens = 16;  // tokens that share one load of the keys
 
 // rows[i] = products of query i with 16 keys, given as transposed words. Unrolled by query, so that the sums stay in
@@ -253,7 +253,7 @@ class Attention {
       const Int visible = (place >= splat((int32_t)from)) & (place < splat((int32_t)to));
       for (int h = 0; h < group_; ++h) {
         float* row = rows[o * group_ + h];
-        store(row, visible ? load<Float>(row) : splat(-INFINITY));
+        store(row, select(visible, load<Float>(row), splat(-INFINITY)));
       }
     }
   }
@@ -360,7 +360,7 @@ class Attention {
     mix_values_dispatch(values, queries, count, std::make_index_sequence<kMaxMixedQueries>());
   }
 
-  static constexpr int kMaxMixedQueries = 6;    // queries that share the loads of values: limited by registers
+  static constexpr int kMaxMixedQueries = std::max(1, kAccumulators / 4);  // that share the loads of values
   static constexpr int kMaxGroup = 16;          // query heads per key-value head
   static constexpr int kScoresInCache = 65536;  // floats per thread: 256 KiB, a part of the second-level cache
   const Model& m_;

@@ -117,6 +117,12 @@ struct HiddenLayers {  // layers, ascending, whose input (the residual stream) i
   float* out;
 };
 
+struct Sampling {  // of one row of logits
+  double inverse_temperature, top_p, min_p;
+  uint64_t noise;  // key of the noise of all tokens at the row's position
+  int32_t top_k;   // 0: all
+};
+
 struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
   uint32_t *k, *v;
   int32_t rows, slots;

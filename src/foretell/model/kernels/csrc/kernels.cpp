@@ -12,6 +12,7 @@
 // what its inputs are rounded to.
 
 #include "abi.h"
+#include "sampler.h"
 #include "speculators.h"
 #include "tree_pass.h"
 
@@ -247,28 +248,25 @@ int64_t foretell_panel_words(int32_t kind, int32_t in) {
   return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
 }
 
+// A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
+void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
+                     int32_t width, int32_t threads) {
+  sample_rows(x, place, sampling, rows, width, out, threads);
+}
+
+// The tokens of a row x [width] that sampling keeps, by rising id, and their integer weights; returns how many.
+int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* tokens, int64_t* weights,
+                             int32_t width, int32_t threads) {
+  return keep_row(x, *sampling, width, tokens, weights, threads);
+}
+
 // The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
 void foretell_hadamard(float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
 }
 
 // Vector instructions that the kernels were compiled for.
-const char* foretell_instructions() {
-#if FORETELL_AVX512
-  return "avx512"
-#if FORETELL_BF16
-         "+bf16"
-#endif
-#if FORETELL_VNNI
-         "+vnni"
-#endif
-      ;
-#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
-  return "avx2";
-#else
-  return "portable";
-#endif
-}
+const char* foretell_instructions() { return kInstructions; }
 
 // The interface as text, a line per constant, structure and function; `structures.interface()` writes the same.
 const char* foretell_abi() {
@@ -305,6 +303,8 @@ const char* foretell_abi() {
       F(TreePass, logit_index));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
+    S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
+      F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
 #undef S
 #undef F
@@ -325,6 +325,8 @@ const char* foretell_abi() {
     S(foretell_topk_softmax);
     S(foretell_pack_blocks);
     S(foretell_panel_words);
+    S(foretell_sample);
+    S(foretell_kept_tokens);
     S(foretell_hadamard);
     S(foretell_instructions);
 #undef S

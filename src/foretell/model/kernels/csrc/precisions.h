@@ -23,15 +23,7 @@ struct Float32 {
 
 struct Bfloat16 {
   static constexpr int kDepth = 2;
-  static Float even(Word w) { return (Float)(w << 16); }
-  static Float odd(Word w) { return (Float)(w & splat(0xFFFF0000u)); }
-  static Float step(Float acc, Word w, Word x) {
-#if FORETELL_BF16
-    return (Float)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
-#else
-    return fma(odd(w), odd(x), fma(even(w), even(x), acc));
-#endif
-  }
+  static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
   static void interleave_rows(const Word* rows, Word* columns) {
     columns[0] = (rows[0] & splat(0xFFFFu)) | rows[1] << 16;
     columns[1] = rows[0] >> 16 | (rows[1] & splat(0xFFFF0000u));
@@ -68,7 +60,7 @@ struct Bfloat16 {
   }
   template <int Half, size_t... L>
   static Float interleave(Float a, Float b, std::index_sequence<L...>) {
-    return __builtin_shufflevector(a, b, (L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...);
+    return shuffle<(L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...>(a, b);
   }
   static void restore_order(const Float* acc, Float* out) {
     constexpr auto lanes = std::make_index_sequence<kLanes>();
@@ -97,7 +89,7 @@ inline void prefetch_panel(const uint32_t* panel, const char* next, int k) {
 template <class P>
 struct FloatProduct {
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
-  static constexpr int kMaxTokens = 12;            // 24 accumulators, 2 weights: what 32 registers hold
+  static constexpr int kMaxTokens = kAccumulators / 2;
   static constexpr int kFewTokens = 4;             // at most so many tokens are bound by memory
   static constexpr bool kPrefetchesAhead = true;
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
@@ -142,7 +134,7 @@ struct Int8 {
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
-  static constexpr int kMaxTokens = 8;
+  static constexpr int kMaxTokens = std::min(8, kAccumulators / 2);
   static constexpr int kFewTokens = 4;
   static constexpr bool kPrefetchesAhead = true;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
@@ -150,14 +142,7 @@ struct Int8 {
   static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }
   static size_t panel_words(int in) { return kPanel * (size_t)(padded(in) / 4 + groups(in)); }
 
-  static Int step(Int acc, Word w, Word x) {
-#if FORETELL_VNNI
-    return (Int)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-#else
-    for (int i = 0; i < 32; i += 8) acc += (Int)((w >> i) & splat(0xFFu)) * ((Int)(x << (24 - i)) >> 24);
-    return acc;
-#endif
-  }
+  static Int step(Int acc, Word w, Word x) { return dot_u8s8(acc, w, x); }
 
   // Multiplies 64 numbers by the Hadamard matrix over 8, which is orthonormal: distances 32 and 16, then 8 to 1.
   static void rotate(float* x) {
@@ -180,7 +165,7 @@ struct Int8 {
   template <int S, size_t... L>
   static void butterfly(Float& v, std::index_sequence<L...>) {
     const Float sign = {(L & S ? -1.0f : 1.0f)...};
-    v = fma(v, sign, __builtin_shufflevector(v, v, (L ^ S)...));
+    v = fma(v, sign, shuffle<(L ^ S)...>(v, v));
   }
 
   static void quantize(float* x, int in, uint32_t* row) {
@@ -196,12 +181,10 @@ struct Int8 {
     const float peak = largest(most), scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
     Int total = {};
     for (int i = 0; i < count; i += kLanes) {
-      typedef int8_t Bytes __attribute__((vector_size(16)));
       const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
       const Int number = (Int)rounded - splat((int32_t)0x4B400000);
       total += number;
-      const Bytes bytes = __builtin_convertvector(number, Bytes);
-      std::memcpy(row + i / 4, &bytes, sizeof bytes);
+      store_bytes(row + i / 4, number);
     }
     int32_t correction = 0;
     for (int i = 0; i < kLanes; ++i) correction -= 128 * total[i];
@@ -229,8 +212,8 @@ struct Int8 {
       const Float s0 = load<Float>(panel + kPanel * steps), s1 = load<Float>(panel + kPanel * steps + kLanes);
       for (int t = 0; t < T; ++t) {
         const Float scale = (Float)splat(x[t * stride + steps]);
-        out[2 * t] = fma(__builtin_convertvector(part[2 * t], Float), s0 * scale, out[2 * t]);
-        out[2 * t + 1] = fma(__builtin_convertvector(part[2 * t + 1], Float), s1 * scale, out[2 * t + 1]);
+        out[2 * t] = fma(to_float(part[2 * t]), s0 * scale, out[2 * t]);
+        out[2 * t + 1] = fma(to_float(part[2 * t + 1]), s1 * scale, out[2 * t + 1]);
       }
       panel += kPanel * (steps + 1);
       next += 128 * (steps + 1);

@@ -16,52 +16,6 @@ namespace {
 constexpr int kGroupInputs = 32;
 constexpr int kGroupWords = kGroupInputs / 4;  // words of four levels or activations
 
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3FF;
-  uint32_t bits;
-  if (exponent == 31) {
-    bits = sign | 0x7F800000u | mantissa << 13;
-  } else if (exponent) {
-    bits = sign | (exponent + 112) << 23 | mantissa << 13;
-  } else {
-    const float tiny = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24, exact
-    std::memcpy(&bits, &tiny, 4);
-    bits |= sign;
-  }
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// 16 numbers in half precision.
-inline Float load_halves(const void* p) {
-#if FORETELL_AVX512
-  return (Float)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-  Float v;
-  for (int i = 0; i < kLanes; ++i) {
-    uint16_t h;
-    std::memcpy(&h, (const char*)p + 2 * i, 2);
-    v[i] = half_to_float(h);
-  }
-  return v;
-#endif
-}
-
-// 16 bytes as integers.
-template <class Byte>
-inline Int load_bytes(const void* p) {
-#if FORETELL_AVX512
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
-  return (Int)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#else
-  typedef Byte Bytes __attribute__((vector_size(16)));
-  return __builtin_convertvector(load<Bytes>(p), Int);
-#endif
-}
-
-inline Float to_float(Int v) { return __builtin_convertvector(v, Float); }
-
 // A group of 32 inputs for 16 outputs, its levels as bytes: byte j of word k is input 4 k + j. Inputs 0 to 15 have
 // scale[0] and offset[0], the others the second ones; kinds with one scale per group set both.
 struct Group {
@@ -264,21 +218,14 @@ struct MXFP4 : Symmetric {
     for (int k = 0; k < kGroupWords; ++k) g.levels[k] = numbers(g.levels[k]);
     const Int e = load_bytes<uint8_t>((const uint8_t*)(panel + 4 * kPanel) + kLanes * half);
     // 2^(e - 128); below 2^-126 a denormal number.
-    g.scale[0] = g.scale[1] = (Float)(e < splat(2) ? splat(0x200000) << e : (e - splat(1)) << 23);
+    g.scale[0] = g.scale[1] = (Float)select(e < splat(1), splat(0x200000), select(e < splat(2), splat(0x400000), (e - splat(1)) << 23));
     return g;
   }
 
  private:
   static Word numbers(Word codes) {
     alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-#if FORETELL_AVX512
-    return (Word)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)kTable)), (__m512i)codes);
-#else
-    typedef uint8_t Bytes __attribute__((vector_size(64)));
-    Bytes bytes = (Bytes)codes;
-    for (int i = 0; i < 64; ++i) bytes[i] = kTable[bytes[i]];
-    return (Word)bytes;
-#endif
+    return lookup_bytes(kTable, codes);
   }
 };
 
@@ -331,11 +278,9 @@ struct Int8Blocks {
       const float scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
       int32_t sums[2];
       for (int half = 0; half < 2; ++half) {
-        typedef int8_t Bytes __attribute__((vector_size(16)));
         const Float rounded = fma(half ? b : a, splat(inverse), splat(kRounder));
         const Int number = (Int)rounded - splat((int32_t)0x4B400000);
-        const Bytes bytes = __builtin_convertvector(number, Bytes);
-        std::memcpy(row + kGroupWords / 2 * half, &bytes, sizeof bytes);
+        store_bytes(row + kGroupWords / 2 * half, number);
         sums[half] = total(number);
       }
       const float scales[] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0],
@@ -396,8 +341,8 @@ struct QuantizedProduct {
   }
 
   __attribute__((always_inline)) static void add(Word low, Word high, Word x, Int& low_sum, Int& high_sum) {
-    low_sum = Int8::step(low_sum, low, x);
-    high_sum = Int8::step(high_sum, high, x);
+    low_sum = K::kZero < 128 ? dot_u7s8(low_sum, low, x) : dot_u8s8(low_sum, low, x);
+    high_sum = K::kZero < 128 ? dot_u7s8(high_sum, high, x) : dot_u8s8(high_sum, high, x);
   }
 
   __attribute__((always_inline)) static void finish(Int sum, Float scale, Float offset, const uint32_t* x, int number,

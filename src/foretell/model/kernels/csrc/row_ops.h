@@ -34,8 +34,8 @@ void argmax_row(const float* x, int n, int64_t* out) {
   Int where = {};
   for (int i = 0; i < n; i += kLanes) {
     Float v = load_part<Float>(x + i, n - i);
-    if (n - i < kLanes) v = kIota < splat(n - i) ? v : splat(-INFINITY);
-    where = v > best ? kIota + splat(i) : where;
+    if (n - i < kLanes) v = select(kIota < splat(n - i), v, splat(-INFINITY));
+    where = select(v > best, kIota + splat(i), where);
     best = larger(v, best);
   }
   const float most = largest(best);
@@ -73,7 +73,7 @@ void topk_softmax_row(const float* x, int n, int k, float* probabilities, int64_
   Float total = {};
   for (int i = 0; i < n; i += kLanes) {
     const Float e = exponential(load_part<Float>(x + i, n - i) - most);
-    total += kIota < splat(n - i) ? e : Float{};
+    total += select(kIota < splat(n - i), e, Float{});
   }
   const float all = sum(total);
   for (int i = 0; i < k; ++i) probabilities[i] = exponential(splat(probabilities[i]) - most)[0] / all;

@@ -1,4 +1,4 @@
-// Vectors of 16 lanes. GCC and Clang split them where registers are narrower.
+// Vectors of 16 lanes: arithmetic that gives the same bits whatever the width of the registers.
 
 #pragma once
 
@@ -10,52 +10,11 @@
 #include <utility>
 
 #include "interface.h"
-
-#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(FORETELL_PORTABLE)
-#include <immintrin.h>
-#endif
-#if defined(__AVX512F__) && defined(__AVX512BW__) && !defined(FORETELL_PORTABLE)
-#define FORETELL_AVX512 1
-#else
-#define FORETELL_AVX512 0
-#endif
-#if FORETELL_AVX512 && defined(__AVX512BF16__)
-#define FORETELL_BF16 1
-#else
-#define FORETELL_BF16 0
-#endif
-#if FORETELL_AVX512 && defined(__AVX512VNNI__)
-#define FORETELL_VNNI 1
-#else
-#define FORETELL_VNNI 0
-#endif
+#include "registers.h"
 
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kPanel = 2 * kLanes;
-
-typedef float Float __attribute__((vector_size(64)));
-typedef int32_t Int __attribute__((vector_size(64)));
-typedef uint32_t Word __attribute__((vector_size(64)));
-
-constexpr Int kIota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-inline Float splat(float x) { return Float{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline Word splat(uint32_t x) { return Word{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline Int splat(int32_t x) { return (Int)splat((uint32_t)x); }
-
-template <class V>
-inline V load(const void* p) {
-  V v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-template <class V>
-inline void store(void* p, V v) {
-  std::memcpy(p, &v, sizeof v);
-}
 
 // The first n lanes; the others are zero.
 template <class V>
@@ -64,36 +23,22 @@ inline V load_part(const void* p, int n) {
 #if FORETELL_AVX512
   return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
 #else
-  V v = {};
-  std::memcpy(&v, p, 4 * (size_t)n);
-  return v;
+  uint32_t lane[kLanes] = {};
+  std::memcpy(lane, p, 4 * (size_t)n);
+  return load<V>(lane);
 #endif
 }
 
 template <class V>
 inline void store_part(void* p, V v, int n) {
-  if (n >= kLanes)
-    store(p, v);
-  else
-    std::memcpy(p, &v, 4 * (size_t)n);
+  if (n >= kLanes) return store(p, v);
+  uint32_t lane[kLanes];
+  store(lane, v);
+  std::memcpy(p, lane, 4 * (size_t)n);
 }
 
-inline Float fma(Float a, Float b, Float c) {
-#if FORETELL_AVX512
-  return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) && defined(__AVX2__) && !defined(FORETELL_PORTABLE)
-  __m256 x[2], y[2], z[2];
-  std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
-  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  std::memcpy(&c, z, 64);
-  return c;
-#else
-  return a * b + c;
-#endif
-}
-
-inline Float larger(Float a, Float b) { return a > b ? a : b; }
-inline Float smaller(Float a, Float b) { return a < b ? a : b; }
+inline Float larger(Float a, Float b) { return select(a > b, a, b); }
+inline Float smaller(Float a, Float b) { return select(a < b, a, b); }
 
 // The sum of all lanes, neighbours at distance 8, 4, 2, 1: one fixed order.
 inline float sum(Float v) {
@@ -136,7 +81,7 @@ inline Float exponential(Float x) {
   Float p = splat(1.0f / 5040);  // Taylor series of e^r for |r| <= ln(2) / 2
   for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
   const Int exponent = ((Int)rounded - splat((int32_t)0x4B400000)) << 23;
-  return x < splat(-87.0f) ? Float{} : (Float)((Int)p + exponent);
+  return select(x < splat(-87.0f), Float{}, (Float)((Int)p + exponent));
 }
 
 inline Float tanh_of(Float x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exponential(x + x)); }
@@ -153,14 +98,14 @@ inline Float gelu(Float x) {
   Float p = splat(1.061405429f);
   for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, splat(c));
   const Float tail = splat(0.5f) * p * t * exponential(-z * z);
-  return x * (x < Float{} ? tail : splat(1.0f) - tail);
+  return x * select(x < Float{}, tail, splat(1.0f) - tail);
 }
 
 // Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
 template <int S, size_t... L>
 inline void exchange(Word& a, Word& b, std::index_sequence<L...>) {
-  const Word low = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L - S : L)...);
-  b = __builtin_shufflevector(a, b, ((L & S) ? kLanes + L : L + S)...);
+  const Word low = shuffle<((L & S) ? kLanes + L - S : L)...>(a, b);
+  b = shuffle<((L & S) ? kLanes + L : L + S)...>(a, b);
   a = low;
 }
 

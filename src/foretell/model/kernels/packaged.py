@@ -1,0 +1,54 @@
+"""The compiled kernels that a wheel carries: one shared library per instruction set, and the hash of their sources.
+
+Only the standard library is imported: the build of a wheel writes them with `compile_packaged`.
+"""
+
+import hashlib
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parent / "lib"
+"""Where a wheel has the libraries; absent in a source checkout."""
+HASH_FILE = "sources.sha256"
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
+"""The compiler's flags beside those of an instruction set. Floating-point contraction would change numbers."""
+
+
+def source_hash(sources: Path) -> str:
+    """Hash of the kernels' sources in a directory."""
+    files = sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
+    return hashlib.sha256(repr([(file.name, file.read_text()) for file in files]).encode()).hexdigest()
+
+
+def packaged_kernels(name: str, sources: Path) -> Path | None:
+    """The packaged library of an instruction set; None: there is none, or it was made from other sources."""
+    path, found = DIRECTORY / f"kernels-{name}.so", DIRECTORY / HASH_FILE
+    if not path.exists() or not found.exists() or found.read_text() != source_hash(sources):
+        return None
+    return path
+
+
+def compile_packaged(
+    compiler: str, sets: Iterable[tuple[str, tuple[str, ...]]], sources: Path, out: Path
+) -> list[Path]:
+    """Compile a library for every (name, flags) and write it to a directory with the hash of the sources.
+
+    OpenMP is not linked: at run time the libraries use the runtime that torch has loaded.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    written = [out / HASH_FILE]
+    written[0].write_text(source_hash(sources))
+    for name, flags in sets:
+        library, object_file = out / f"kernels-{name}.so", out / f"kernels-{name}.o"
+        for command in (
+            [compiler, *FLAGS, "-fopenmp", *flags, "-c", str(sources / "kernels.cpp"), "-o", str(object_file)],
+            [compiler, "-shared", "-s", str(object_file), "-o", str(library)],
+        ):
+            subprocess.run(command, check=True)
+        object_file.unlink()
+        written.append(library)
+    return written
