@@ -104,6 +104,8 @@ class ModelOutput:
     hidden_index: Int[np.ndarray, "b n"] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     experts: tuple[int, ...] = ()
     """Distinct experts that the pass read in each mixture-of-experts layer."""
+    argmax: Int[np.ndarray, " k"] | None = None
+    """Index of the largest of every row of logits, the lowest of equals; None: the pass did not compute it."""
 
 
 @dataclass(frozen=True)

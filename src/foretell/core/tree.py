@@ -232,29 +232,38 @@ def tree_from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[
     return out
 
 
-def tree_from_parents(
+def tree_from_scores(
     roots: Sequence[int],
-    which: Int[np.ndarray, " a"],
+    which: Sequence[int],
     token: Int[np.ndarray, "a m"],
     parent: Int[np.ndarray, "a m"],
-    count: Int[np.ndarray, " a"],
     score: Float[np.ndarray, "a m"],
+    count: Int[np.ndarray, " a"],
 ) -> TokenTree:
-    """Trees of the first `count` nodes, which were not sampled, below the roots `which`; the other roots get none.
-
-    `parent` 0 is the root, 1 the first node.
+    """Trees of a root and `count` nodes below it, which were not sampled, for the requests `which`; the others get the
+    root alone. The token of a root is set here; the arrays are kept and changed.
     """
-    n = int(count.max())
-    valid = np.arange(n) < count[:, None]
-    out = _empty_trees(len(roots), n + 1)
-    out.token[:, 0], out.valid[:, 0] = roots, True
-    out.token[which, 1:] = np.where(valid, token[:, :n], 0)
-    out.parent[which, 1:] = np.where(valid, parent[:, :n], -1)
-    out.valid[which, 1:] = valid
-    scores = np.zeros(out.token.shape)
-    scores[:, 0] = 1
-    scores[which, 1:] = np.where(valid, score[:, :n], 0)
-    return replace(out, score=scores)
+    counts, b = count.tolist(), len(roots)
+    n = max(counts) + 1
+    token, parent, score = token[:, :n], parent[:, :n], score[:, :n]
+    if len(which) < b:
+        places = np.array(which)
+        all_parts = np.zeros((b, n), np.int64), np.full((b, n), -1, np.int64), np.zeros((b, n))
+        for whole, part in zip(all_parts, (token, parent, score), strict=True):
+            whole[places] = part
+        token, parent, score = all_parts
+    token[:, 0], score[:, 0] = roots, 1
+    valid = score > 0
+    return TokenTree(
+        token=token,
+        parent=parent,
+        valid=valid,
+        probe=np.zeros((b, n), bool),
+        q_index=np.full((b, n), -1, np.int64),
+        prefix_length=np.ones(b, np.int64),
+        distinct=np.zeros(b, bool),
+        score=score,
+    )
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:

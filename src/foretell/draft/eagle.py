@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.tree import TokenTree, tree_from_parents
+from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import Predictor, TopTokens
 from foretell.model.kernels import DynamicTrees
 from foretell.model.kv_cache import KVCache
@@ -168,7 +168,7 @@ class EagleDrafter(Predictor):
         trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length)
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
         self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
-        return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count, trees.score)
+        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
 
     def _outputs(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

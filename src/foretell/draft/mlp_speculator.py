@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
-from foretell.core.tree import TokenTree, tree_from_parents
+from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
@@ -57,7 +57,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         start = torch.stack([self._root_states[context.rows[i]][1] for i in active.tolist()])
         trees = DynamicTrees(context.max_depth[active], (min(depth, self.network.stages), width, budget), bounds)
         kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[active], trees)
-        return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count, trees.score)
+        return tree_from_scores(context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count)
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

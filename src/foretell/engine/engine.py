@@ -293,7 +293,7 @@ class Engine:
             context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=self.method.draft.hidden_layers
         )
         verified = self._clock()
-        distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index)
+        distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index, output.argmax)
         results = [self.method.accept.accept(tree, i, distributions) if yes else None for i, yes in enumerate(ready)]
         try:
             paths, new_tokens = self._commit(scheduled, tree, results)

@@ -195,8 +195,7 @@ class DecoderRunner(Runner):
         # Ascending: the nodes are in place unless one is left out.
         if path and path[-1] != len(path) - 1:
             base = self._length[row]
-            with torch.inference_mode():
-                self.cache.move(row, [base + node for node in path], base)
+            self.cache.move(row, [base + node for node in path], base)
         self._length[row] += len(path)
 
     def truncate(self, row: int, length: int) -> None:

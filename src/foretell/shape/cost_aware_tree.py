@@ -29,6 +29,8 @@ _MIN_SCORE = 0.004
 """Least score of a node where nodes are free."""
 _TRIALS = {15: 16, 31: 48, 63: 96, 127: 192}
 """Nodes of the trees by which the cost of larger passes is measured, and the pass from which on each is due."""
+_TRIAL_STEPS = 8
+"""Steps between two looks whether a trial is due."""
 _TRIAL_INTERVAL = 1024
 """Passes between two trials of a size."""
 _MAX_TRIAL_TOKENS = 2.0
@@ -105,7 +107,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
     def _due_trial(self, context: Context) -> int:
         """Nodes of all requests together that are tried in this step; 0: none."""
         rows = len(context.rows)
-        if not all(len(sequence.generated) for sequence in context.sequences):
+        if self._steps % _TRIAL_STEPS or not all(len(sequence.generated) for sequence in context.sequences):
             return 0
         for nodes, due in _TRIALS.items():
             extra = self.cost.seconds(rows, rows + nodes)[[0, -1]]
@@ -121,9 +123,14 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         """The tree without the nodes that cost more than they promise."""
         if tree.score is None:
             return tree
-        scores = np.sort(tree.score[:, 1:][tree.valid[:, 1:]])[::-1]
-        expected = np.concatenate([[0.0], np.cumsum(scores)])
-        return _keep_best(tree, int(np.argmax(expected - rate * pass_seconds[: len(expected)])))
+        # Lists: on small trees, which are the common case, arrays take several times as long.
+        scores = sorted((s for row in tree.score.tolist() for s in row[1:] if s > 0), reverse=True)
+        tokens, best, most = 0.0, 0, -rate * float(pass_seconds[0])
+        for count, (score, seconds) in enumerate(zip(scores, pass_seconds[1:].tolist(), strict=False), 1):
+            tokens += score
+            if tokens - rate * seconds > most:
+                best, most = count, tokens - rate * seconds
+        return _keep_best(tree, best)
 
     def observe(self, step: StepResult) -> None:
         """Learn the times of passes and levels and the tokens per second, unless the pass also read a prompt."""
@@ -141,14 +148,14 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
 def _depth(tree: TokenTree) -> int:
     """Levels below the roots."""
-    deepest = [0]
-    for row in range(tree.rows):
-        depth = [0] * tree.nodes
-        for node, (parent, valid) in enumerate(zip(tree.parent[row].tolist(), tree.valid[row].tolist(), strict=True)):
-            if valid and parent >= 0:
+    deepest = 0
+    for row in tree.parent.tolist():
+        depth = [0] * len(row)
+        for node, parent in enumerate(row):
+            if parent >= 0:
                 depth[node] = depth[parent] + 1
-        deepest.append(max(depth))
-    return max(deepest)
+        deepest = max(deepest, *depth)
+    return deepest
 
 
 def _keep_best(tree: TokenTree, count: int) -> TokenTree:

@@ -142,14 +142,15 @@ class NativeDecoder:
         """
         stack, width, layers = self._stack, self._head.outputs, self.config.layers
         (b, n), size = tree.token.shape, tree.token.size
-        work = np.empty(6 * size + 3 * b, np.int64)
+        work = np.empty(7 * size + 3 * b, np.int64)
         nodes = work[: 6 * size].reshape(6, b, n)
         nodes[0], nodes[1], nodes[2], nodes[3] = tree.token, tree.parent, active, scored
-        requests = work[6 * size :].reshape(3, b)
+        requests = work[6 * size : 6 * size + 3 * b].reshape(3, b)
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
         at, per_request = work.ctypes.data, work.ctypes.data + 48 * size
         inputs = (*(at + 8 * size * i for i in range(4)), *(per_request + 8 * b * i for i in range(3)))
-        pass_struct = structures.TreePass(b, n, *inputs, at + 32 * size, at + 40 * size)
+        outputs = at + 32 * size, at + 40 * size, per_request + 24 * b
+        pass_struct = structures.TreePass(b, n, *inputs, *outputs)
         recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
@@ -168,10 +169,11 @@ class NativeDecoder:
                 f"{cache.k.shape[1]} rows of {cache.k.shape[3]} slots and {stack.model.context} positions: token "
                 f"{tree.token[active].tolist()}"
             )
-        cap = self.config.logit_softcap
-        logits = torch.tanh(logits / cap) * cap if cap else logits
-        hidden = tuple(states[i] for i in place)
-        return ModelOutput(logits, nodes[5], hidden, nodes[4])
+        hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
+        if cap:
+            # Numbers that the cap rounds to the same one have another argmax.
+            return ModelOutput(torch.tanh(logits / cap) * cap, nodes[5], hidden, nodes[4])
+        return ModelOutput(logits, nodes[5], hidden, nodes[4], argmax=work[6 * size + 3 * b :][:count])
 
     @property
     def backend(self) -> Backend:

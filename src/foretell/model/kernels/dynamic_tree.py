@@ -1,5 +1,7 @@
 """Parameters and results of the kernels that grow EAGLE-2's dynamic trees (arXiv 2406.16858) in one call."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -20,11 +22,11 @@ class DynamicTrees:
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
-        row: Int[np.ndarray, " b"] | None = None,
-        length: Int[np.ndarray, " b"] | None = None,
+        row: Int[np.ndarray, " b"] | Sequence[int] | None = None,
+        length: Int[np.ndarray, " b"] | Sequence[int] | None = None,
     ) -> None:
-        b, n = len(max_depth), sizes[2]
-        # One block of memory: an array's address costs more to find than the array to make.
+        b, n = len(max_depth), sizes[2] + 1
+        # One block of memory: an array's address takes longer to find than the array to make.
         inputs, outputs = np.empty((3, b), np.int64), np.empty(3 * b * n + b, np.int64)
         inputs[0] = max_depth
         if row is not None and length is not None:
@@ -32,12 +34,13 @@ class DynamicTrees:
         at, out = inputs.ctypes.data, outputs.ctypes.data
         nodes = outputs[b:].reshape(3, b, n)
         self.count: Int[np.ndarray, " b"] = outputs[:b]
-        """Tokens of every request; entries of the other arrays after them are undefined."""
+        """Nodes of every request below its root."""
         self.token: Int[np.ndarray, "b n"] = nodes[0]
+        """The root's is not set; 0 after the last node."""
         self.parent: Int[np.ndarray, "b n"] = nodes[1]
-        """0: the root; else 1 + the index of the parent."""
+        """-1 for the root and after the last node."""
         self.score: Float[np.ndarray, "b n"] = nodes[2].view(np.float64)
-        """Product of the drafter's probabilities along the path."""
+        """Product of the drafter's probabilities along the path; 0 after the last node."""
         self._inputs = inputs  # Kept alive here: the kernels read them.
         caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
         first, size = out + 8 * b, 8 * b * n

@@ -108,7 +108,7 @@ class TreePass(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("requests", "nodes")),
         *((name, c_void_p) for name in ("token", "parent", "active", "scored", "prefix_length", "row", "length")),
-        *((name, c_void_p) for name in ("hidden_index", "logit_index")),
+        *((name, c_void_p) for name in ("hidden_index", "logit_index", "argmax")),
     )
 
 

@@ -83,8 +83,8 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
-  // Receive per request at most `budget` tokens, their parents (0: the root, else 1 + index) and scores, [requests,
-  // budget] each, and their number.
+  // Receive per request a tree of the root and at most `budget` nodes below it: tokens, parents (-1 for the root) and
+  // scores, [requests, 1 + budget] each, and the number of nodes below the root. The root's token is not written.
   int64_t *token, *parent, *sizes;
   double* score;
 };
@@ -108,6 +108,7 @@ struct TreePass {  // a pass over token trees of `requests` requests with `nodes
   const int64_t *active, *scored;               // 1: the node is read; its logits are wanted
   const int64_t *prefix_length, *row, *length;  // per request; `length`: cached tokens
   int64_t *hidden_index, *logit_index;          // receive the number of every node among those read and scored, or -1
+  int64_t* argmax;                              // receives the largest logit's index of every scored node
 };
 
 struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,

@@ -29,6 +29,12 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
                threads);
 }
 
+// Index of the largest number of each row of x [tokens, width], the lowest of equals.
+void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 1)
+  for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
+}
+
 // A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
 // layers that `hidden_layers` names, ascending, and last the output of the last layer. normed: receives the final norm
 // of that output, [tokens, hidden], or, where `norm_scored_only` is set, [scored, hidden]. logits [scored, outputs of
@@ -76,6 +82,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
     }
   }
   if (scored) linear(*head, head_input, logits, scored, width, threads);
+  foretell_argmax(logits, pass->argmax, scored, width, threads);
   return -1;
 }
 
@@ -208,12 +215,6 @@ void foretell_linear_topk_softmax(const Weight* w, const float* x, float* probab
   linear_topk_softmax(*w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
 }
 
-// Index of the largest number of each row of x [tokens, width], the lowest of equals.
-void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (tokens > 1)
-  for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
-}
-
 // The k largest numbers of each row of x and their indices, [tokens, k], descending.
 void foretell_topk(const float* x, float* values, int64_t* indices, int32_t tokens, int32_t width, int32_t k,
                    int32_t threads) {
@@ -300,7 +301,7 @@ const char* foretell_abi() {
       F(EagleRead, count));
     S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, token), F(TreePass, parent), F(TreePass, active),
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
-      F(TreePass, logit_index));
+      F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),

@@ -176,8 +176,8 @@ class TreeBuilder {
     }
   }
 
-  // Writes the best `budget` nodes below the root in order of creation (of equals the earlier ones), and their parents:
-  // 0 the root, else 1 + the parent's index among the nodes written. Returns how many there are.
+  // Writes the root and the best `budget` nodes below it in order of creation (of equals the earlier ones); returns how
+  // many there are below the root.
   int write(int64_t* token, int64_t* parent, double* score) const {
     std::vector<int> order(nodes_.size() - 1), place(nodes_.size(), 0);
     std::iota(order.begin(), order.end(), 1);
@@ -186,11 +186,13 @@ class TreeBuilder {
       order.resize((size_t)options_.budget);
       std::sort(order.begin(), order.end());
     }
+    parent[0] = -1, score[0] = 1;
     for (size_t i = 0; i < order.size(); ++i) {
+      const Node& node = (*this)[order[i]];
       place[(size_t)order[i]] = (int)i + 1;
-      token[i] = (*this)[order[i]].token, parent[i] = place[(size_t)(*this)[order[i]].parent];
-      score[i] = (*this)[order[i]].score;
+      token[i + 1] = node.token, parent[i + 1] = place[(size_t)node.parent], score[i + 1] = node.score;
     }
+    for (int i = (int)order.size() + 1; i <= options_.budget; ++i) token[i] = 0, parent[i] = -1, score[i] = 0;
     return (int)order.size();
   }
 
@@ -233,7 +235,7 @@ int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k,
     }
   }
   for (int i = 0; i < b.requests; ++i) {
-    const size_t first = (size_t)i * (size_t)b.budget;
+    const size_t first = (size_t)i * (size_t)(1 + b.budget);
     b.sizes[i] = trees[(size_t)i].write(b.token + first, b.parent + first, b.score + first);
   }
   return -1;
