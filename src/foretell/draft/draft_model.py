@@ -71,7 +71,9 @@ class DraftModel(Predictor):
         trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds)
         if trees is None:
             return None
-        tree = tree_from_scores(context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count)
+        tree = tree_from_scores(
+            context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count
+        )
         self._tree, self._rows = tree.with_prefix(unread), context.rows
         self._read = np.arange(self._tree.nodes) < self._tree.prefix_length[:, None]
         if sizes[1] == 1:

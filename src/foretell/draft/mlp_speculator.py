@@ -57,7 +57,9 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         start = torch.stack([self._root_states[context.rows[i]][1] for i in active.tolist()])
         trees = DynamicTrees(context.max_depth[active], (min(depth, self.network.stages), width, budget), bounds)
         kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[active], trees)
-        return tree_from_scores(context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count)
+        return tree_from_scores(
+            context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count
+        )
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

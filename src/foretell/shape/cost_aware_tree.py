@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import EngineBound
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, root_tree
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape
 from foretell.shape.dynamic_tree import DynamicTree
@@ -33,8 +33,8 @@ _TRIAL_STEPS = 8
 """Steps between two looks whether a trial is due."""
 _TRIAL_INTERVAL = 1024
 """Passes between two trials of a size."""
-_MAX_TRIAL_TOKENS = 2.0
-"""A trial that costs the time of more tokens than this is left out: no tree of that size can pay."""
+_MAX_TRIAL_TOKENS = 1.0
+"""A size is not tried where half of it costs the time of more tokens than this already: it cannot pay."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
             tree = self._largest.grow(draft, context)
             self._plan = _Plan(context.rows, _depth(tree))
             return tree
+        if self._learns_cost and self._decodes(context) and self.cost.needs_measurement(rows):
+            return root_tree(context.last_tokens)
         rate, trial = self._tokens / self._seconds, self._due_trial(context)
         pass_seconds = self.cost.seconds(rows, rows + rows * budget)
         further = np.arange(1, len(pass_seconds))
@@ -99,6 +101,11 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         self._plan = _Plan(context.rows, _depth(tree))
         return _keep_best(tree, trial) if trial else self._most_profitable(tree, rate, pass_seconds)
 
+    @staticmethod
+    def _decodes(context: Context) -> bool:
+        """Whether no prompt is read in this step."""
+        return all(sequence.length > sequence.prompt_length for sequence in context.sequences)
+
     def _level_seconds(self) -> float:
         """Seconds of a further level."""
         seconds = self._draft_cost.seconds(1, max(2, self._largest.depth))
@@ -107,13 +114,11 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
     def _due_trial(self, context: Context) -> int:
         """Nodes of all requests together that are tried in this step; 0: none."""
         rows = len(context.rows)
-        if self._steps % _TRIAL_STEPS or not all(len(sequence.generated) for sequence in context.sequences):
+        if self._steps % _TRIAL_STEPS or not self._decodes(context):
             return 0
         for nodes, due in _TRIALS.items():
-            extra = self.cost.seconds(rows, rows + nodes)[[0, -1]]
-            if nodes > self._largest.budget * rows or self._tokens * np.diff(extra)[0] > (
-                _MAX_TRIAL_TOKENS * self._seconds
-            ):
+            plain, half = self.cost.seconds(rows, rows + nodes // 2)[[0, -1]].tolist()
+            if nodes > self._largest.budget * rows or self._tokens * (half - plain) > _MAX_TRIAL_TOKENS * self._seconds:
                 return 0
             if self.cost.needs_measurement(rows + nodes, _TRIAL_INTERVAL, due):
                 return nodes

@@ -11,12 +11,20 @@ _MAX_TOKENS = 128
 """Largest size with an estimate of its own; larger passes cost in proportion to it."""
 _MEMORY = 24.0
 """Observations per size after which older ones begin to fade."""
+_KNOWN = 4.0
+"""Observations after which the estimate of a size counts in the machine's present speed."""
+_EXPECTED_WEIGHT = 0.25
+"""Weight of the interpolated estimate of a size, in observations, when it is first seen."""
+_RETRY_INTERVAL = 64
+"""Most passes between two measurements of a size that is not known yet."""
 _DRIFT_PASSES = 9
 """Last passes whose median deviation from the estimates is the machine's present speed."""
 _REFIT_INTERVAL = 8
 """Passes between two updates of the estimate, after the first `_MEMORY` passes."""
-_MAX_CHANGE = 2.0
-"""An observation counts as at most this many times the estimate, and at least one over it."""
+_MAX_CHANGE, _MAX_KNOWN_CHANGE = 2.0, 1.25
+"""An observation counts as at most this many times the estimate, and at least one over it; the second where the size has
+`_KNOWN` observations.
+"""
 
 
 class PassCost:
@@ -59,26 +67,30 @@ class PassCost:
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
     def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
-        """Whether a pass of this size should be measured: none was among the last `interval` passes, or among the first
-        `initial_interval`.
+        """Whether a pass of this size should be measured: none was among the last `interval` passes (fewer while the size
+        is not known), or among the first `initial_interval`.
         """
         if self._fixed or size > _MAX_TOKENS:
             return False
-        seen = self._weight[size - 1]
-        return bool(self._passes - self._last_seen[size - 1] >= (interval if seen else initial_interval))
+        weight = self._weight[size - 1]
+        if weight:
+            initial_interval = interval if weight >= _KNOWN else min(interval, _RETRY_INTERVAL)
+        return bool(self._passes - self._last_seen[size - 1] >= initial_interval)
 
     def update(self, size: int, seconds: float) -> None:
         """Count one pass over `size` tokens; outliers are clipped (`_MAX_CHANGE`)."""
         if self._fixed or size > _MAX_TOKENS or seconds <= 0:
             return
         i = size - 1
-        self._deviations.append(seconds / float(self._estimate[i]))
-        self._speed = median(self._deviations)
+        if self._weight[i] >= _KNOWN:
+            self._deviations.append(seconds / float(self._estimate[i]))
+            self._speed = median(self._deviations)
         ratio, expected = seconds / (self._speed * self._prior[i]), self._interpolated_ratio[i]
         if self._passes:
-            ratio = min(max(ratio, expected / _MAX_CHANGE), expected * _MAX_CHANGE)
+            most = _MAX_KNOWN_CHANGE if self._weight[i] >= _KNOWN else _MAX_CHANGE
+            ratio = min(max(ratio, expected / most), expected * most)
             if not self._weight[i]:
-                self._ratio[i], self._weight[i] = expected, 1
+                self._ratio[i], self._weight[i] = expected, _EXPECTED_WEIGHT
         self._passes += 1
         self._last_seen[i] = self._passes
         self._ratio[i] += (ratio - self._ratio[i]) / (self._weight[i] + 1)
