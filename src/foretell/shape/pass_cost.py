@@ -22,8 +22,8 @@ _DRIFT_PASSES = 9
 _REFIT_INTERVAL = 8
 """Passes between two updates of the estimate, after the first `_MEMORY` passes."""
 _MAX_CHANGE, _MAX_KNOWN_CHANGE = 2.0, 1.25
-"""An observation counts as at most this many times the estimate, and at least one over it; the second where the size has
-`_KNOWN` observations.
+"""An observation counts as at most this many times the estimate, and at least one over it; the second number holds for
+sizes with `_KNOWN` observations.
 """
 
 
@@ -67,8 +67,8 @@ class PassCost:
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
     def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
-        """Whether a pass of this size should be measured: none was among the last `interval` passes (fewer while the size
-        is not known), or among the first `initial_interval`.
+        """Whether a pass of this size should be measured: none was among the last `interval` passes (fewer while the
+        size is not known), or among the first `initial_interval`.
         """
         if self._fixed or size > _MAX_TOKENS:
             return False
