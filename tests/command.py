@@ -59,42 +59,50 @@ def _folder(name: str) -> Path:
     return Path(_models().name, name)
 
 
-def save_tiny_model(path: Path, seed: int = 0, vocab: int = 257, context: int = 512, layers: int = LAYERS) -> Path:
+def save_tiny_model(
+    path: Path,
+    seed: int = 0,
+    vocab: int = 257,
+    context: int = 512,
+    layers: int = LAYERS,
+    hidden: int = HIDDEN,
+    ffn: int = FFN,
+) -> Path:
     """Save a model; its tokens are the 256 bytes, `<end>`, and fillers up to the size of the vocabulary."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "model_type": "llama", "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": layers,
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": 1, "intermediate_size": FFN, "max_position_embeddings": context, "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 1, "intermediate_size": ffn, "max_position_embeddings": context, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, "eos_token_id": 256,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    save_file(_tensors(vocab, layers, seed), path / "model.safetensors")
+    save_file(_tensors(vocab, layers, seed, hidden, ffn), path / "model.safetensors")
     _tokenizer(vocab).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<end>"}))
     return path
 
 
-def _tensors(vocab: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
-    weights, head_dim = RandomWeights(seed), HIDDEN // HEADS
+def _tensors(vocab: int, layers: int, seed: int, hidden: int, ffn: int) -> dict[str, torch.Tensor]:
+    weights, head_dim = RandomWeights(seed), hidden // HEADS
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, HIDDEN),
-        "lm_head.weight": (vocab, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
     }
     for i in range(layers):
         shapes |= {
             f"model.layers.{i}.{name}.weight": shape
             for name, shape in {
-                "self_attn.q_proj": (HIDDEN, HIDDEN),
-                "self_attn.k_proj": (head_dim, HIDDEN),
-                "self_attn.v_proj": (head_dim, HIDDEN),
-                "self_attn.o_proj": (HIDDEN, HIDDEN),
-                "mlp.gate_proj": (FFN, HIDDEN),
-                "mlp.up_proj": (FFN, HIDDEN),
-                "mlp.down_proj": (HIDDEN, FFN),
-                "input_layernorm": (HIDDEN,),
-                "post_attention_layernorm": (HIDDEN,),
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.k_proj": (head_dim, hidden),
+                "self_attn.v_proj": (head_dim, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "mlp.gate_proj": (ffn, hidden),
+                "mlp.up_proj": (ffn, hidden),
+                "mlp.down_proj": (hidden, ffn),
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
             }.items()
         }
     return {name: weights.require(name, *shape).contiguous() for name, shape in shapes.items()}

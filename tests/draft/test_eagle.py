@@ -22,7 +22,6 @@ from foretell.model.attention import AttentionBackend
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import Precision
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.rope import apply_rope
 from foretell.model.runner import DecoderRunner
@@ -400,7 +399,7 @@ def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
     layout = Layout(
         row=zero, slot=zero, position=zero, visible_prefix=one, extra_slots=zero[:, None][:, :0].contiguous()
     )
-    cache = KVCache(2, 2, 16, torch.float32, torch.device("cpu"))
+    cache = network.new_cache(torch.device("cpu"))
     cache.reserve(1, 8)
     for token, parent in ((VOCAB, 0), (-1, 0), (1, 1), (1, -1)):
         with pytest.raises(ValueError, match="is not among"):

@@ -10,6 +10,7 @@ import torch
 from foretell.accept import Match
 from foretell.catalogue.feature_level import mlp_speculator_method
 from foretell.catalogue.options import MLPSpeculatorOptions
+from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree
 from foretell.draft import MLPSpeculatorDrafter
 from foretell.draft.base import Predictor
@@ -240,6 +241,7 @@ class Stepwise(MLPSpeculatorDrafter):
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -248,13 +250,14 @@ class Stepwise(MLPSpeculatorDrafter):
     ids=str,
 )
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
-    precision: Precision, tied: bool, shape: DynamicTree
+    precision: Precision, tied: bool, shape: DynamicTree, temperature: float
 ) -> None:
-    """Texts of unequal length, one of them with room for two more tokens, one with none."""
+    """Texts of unequal length, one of them with room for two more tokens, one with none; with the target's noise."""
     network = pack_network(network_of(7, tied=tied, draft_vocab=20, more_hidden_layers=(1,)), precision)
     network.set_draft_vocab(torch.arange(CONFIG.vocab)[3:23])
     texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
-    context = replace(context_of(*texts), max_depth=np.array([99, 2, 99, 0]))
+    sampling = SamplingParams(temperature=temperature)
+    context = replace(context_of(*texts, sampling=sampling), max_depth=np.array([99, 2, 99, 0]), coupled=True)
     step = after_prompt(small_target(), context, network.hidden_layers)
     found = [drafted_paths(shape, drafter, step) for drafter in (MLPSpeculatorDrafter(network), Stepwise(network))]
     assert found[0] == found[1]

@@ -114,7 +114,7 @@ def test_experts_are_quantised_and_routers_are_not() -> None:
 
 def test_the_kernels_are_available_where_there_is_a_compiler() -> None:
     """Other tests skip without them, so a broken build would go unnoticed."""
-    if native.build._compiler() is None or os.environ.get("FORETELL_NATIVE") == "0":
+    if native.build.find_compiler() is None or os.environ.get("FORETELL_NATIVE") == "0":
         pytest.skip("no compiler, or disabled")
     assert native.available(), native.unavailable_reason()
 

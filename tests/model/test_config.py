@@ -57,11 +57,12 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         theirs.num_key_value_heads, head_dim, theirs.max_position_embeddings,
     )  # fmt: skip
     assert (ours.ffn, ours.norm_eps, ours.tied) == (
-        theirs.intermediate_size,
-        theirs.rms_norm_eps,
+        said.get("shared_intermediate_size", theirs.intermediate_size),
+        said.get("rms_norm_eps", said.get("norm_eps")),
         theirs.tie_word_embeddings,
     )
-    assert ours.scale == pytest.approx((said.get("query_pre_attn_scalar") or head_dim) ** -0.5)
+    granite = said.get("attention_multiplier")
+    assert ours.scale == pytest.approx(granite or (said.get("query_pre_attn_scalar") or head_dim) ** -0.5)
     assert (ours.attention_softcap, ours.logit_softcap) == (
         said.get("attn_logit_softcapping") or 0,
         said.get("final_logit_softcapping") or 0,
@@ -85,6 +86,7 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
+    raw |= {"lfm2": {"block_auto_adjust_ff_dim": False}, "granitemoehybrid": {"num_local_experts": 0}}.get(kind, {})
     agree(from_hf(raw), oracle_of(raw))
 
 
@@ -183,7 +185,8 @@ def test_longrope_opens_with_the_context_before_scaling() -> None:
 def test_other_rotary_scaling_replaces_that_of_the_file() -> None:
     raw = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "head_dim": 64}
     plain = from_hf({**raw, "rope_theta": 5e4})
-    for parameters in (YARN, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}):
+    scalings: list[dict[str, Any]] = [YARN, *({"rope_type": t, "factor": 2.0} for t in ("linear", "dynamic"))]
+    for parameters in scalings:
         original = parameters.get("original_max_position_embeddings", 64)
         longer = with_rope_scaling(plain, parameters)
         assert longer.rope == from_hf({**raw, "rope_theta": 5e4, "rope_scaling": parameters}).rope

@@ -50,12 +50,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3 window": (
+        "SmolLM3Config",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": 0},
+    ),
+    "granite": (
+        "GraniteConfig", {"embedding_multiplier": 3.0, "logits_scaling": 0.8, "residual_multiplier": 0.6,
+        "attention_multiplier": 0.4, "mlp_bias": True},
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen2_moe partly dense": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40,
     "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3_moe biased": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "attention_bias": True, "decoder_sparse_step": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8,
+    "rope_parameters": YARN | {"truncate": False}}),
 }  # fmt: skip
 
 

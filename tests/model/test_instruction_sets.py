@@ -69,10 +69,10 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         instruction_sets, "usable", lambda: [instruction_sets.InstructionSet("any", "", frozenset(), ())]
     )
     monkeypatch.delenv("FORETELL_ISA", raising=False)
-    compiler = build._compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
     packaged.compile_packaged(compiler, [("any", ())], source.parent, tmp_path / "lib")
-    monkeypatch.setattr(build, "_compiler", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
     build._loaded.cache_clear()
     yield tmp_path
     build._loaded.cache_clear()
@@ -97,6 +97,6 @@ def test_a_damaged_library_of_a_wheel_is_not_used(wheel: Path) -> None:
 
 @pytest.mark.parametrize("entry", instruction_sets.of_machine(), ids=lambda entry: entry.name)
 def test_the_compiler_knows_the_flags(entry: instruction_sets.InstructionSet) -> None:
-    compiler = build._compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
     subprocess.run([compiler, *entry.flags, "-x", "c++", "-fsyntax-only", "-"], input=b"", check=True)

@@ -24,6 +24,8 @@ from foretell.model.kernels import (
     topk_softmax,
     unavailable_reason,
 )
+from foretell.model.kernels.kv_cache import NativeKVCache
+from foretell.model.kernels.pack import Matrix
 from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.kv_cache import KVCache
@@ -32,6 +34,7 @@ from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2, "int8-activations": 3e-2}
+INT8_CACHE_TOLERANCE = 1e-2
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -44,6 +47,7 @@ SHAPES = {
     "head_dim 128, one head per key": replace(SMALL, heads=2, head_dim=128, ffn=33),
     "query and key norms, window": replace(SMALL, qk_norm=True, window=5, window_layers=(1,)),
     "half of a head is rotated": replace(SMALL, head_dim=32, rope=RopeConfig(fraction=0.5)),
+    "int8 cache": replace(NINE, cache_dtype="int8"),
     "gemma": replace(
         SMALL,
         post_norms=True,
@@ -104,12 +108,14 @@ def stack_of(config: ModelConfig, precision: Precision) -> NativeStack:
     return NativeStack(config, blocks_of(config), precision, tables(config))
 
 
-def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> KVCache:
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, torch.device("cpu"))
+def cache_of(config: ModelConfig, precision: Precision, rows: int = 1, slots: int = 64) -> NativeKVCache:
+    int8 = config.cache_dtype == "int8"
+    cache = NativeKVCache(config.layers, config.kv_heads, config.head_dim, precision, int8)
+    cache.reserve(rows, slots)
     # NaN in slots that were not written: a kernel that reads them returns NaN.
-    cache.k = torch.full((config.layers, rows, config.kv_heads, slots, config.head_dim), torch.nan, dtype=dtype)
-    cache.v = cache.k.clone()
+    for part in (cache.k_scale, cache.v_scale) if int8 else (cache.k, cache.v):
+        assert part is not None
+        part.fill_(torch.nan)
     return cache
 
 
@@ -149,6 +155,11 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return F.linear(x, weight, bias)
+
+
 def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
     """A causal forward pass over a whole sequence in float32, as in the papers."""
     count = len(x)
@@ -165,7 +176,7 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
-        heads = F.linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)
+        heads = linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)
         q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
         q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
         group = config.heads // config.kv_heads
@@ -176,12 +187,12 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden = (distance < 0) | (distance >= (window or count))
         mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        return norm(F.linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
+        return norm(linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
 
     def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
-        gate, up = F.linear(x, block.gate), F.linear(x, block.up)
+        gate, up = linear(x, block.gate), linear(x, block.up)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return norm(F.linear(gate * up, block.down), block.post_mlp_norm)
+        return norm(linear(gate * up, block.down), block.post_mlp_norm)
 
     for i, block in enumerate(blocks):
         if f"attention {i}" not in skip:
@@ -200,7 +211,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 def test_a_pass_agrees_with_plain_torch(config: ModelConfig, precision: Precision) -> None:
     x = tokens(37, config)
     found = stack_of(config, precision)(x, chain(37, 0), cache_of(config, precision), 0, config.layers)
-    assert error(found, reference(config, blocks_of(config), x)) < TOLERANCE[precision]
+    allowed = max(TOLERANCE[precision], INT8_CACHE_TOLERANCE if config.cache_dtype == "int8" else 0)
+    assert error(found, reference(config, blocks_of(config), x)) < allowed
 
 
 @every_precision
@@ -257,6 +269,38 @@ def test_threads_do_not_matter(precision: Precision) -> None:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+LONG = replace(SMALL, layers=1, heads=6, context=640)
+"""Its texts have several chunks of keys."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LONG, replace(LONG, cache_dtype="int8"), replace(LONG, window=300, window_layers=(0,)), replace(LONG, heads=14)],
+    ids=["plain", "int8 cache", "window", "groups of 7"],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_texts_agree_bit_for_bit_however_they_are_cut(config: ModelConfig, threads: int) -> None:
+    stack, x, before = stack_of(config, "bfloat16"), tokens(560, config), torch.get_num_threads()
+    expected = stack(x, chain(560, 0), cache_of(config, "bfloat16", slots=640), 0, 1)
+    exact = replace(config, cache_dtype="auto")
+    assert error(expected, reference(exact, blocks_of(exact), x)) < TOLERANCE["bfloat16"]
+    try:
+        torch.set_num_threads(threads)
+        cache = cache_of(config, "bfloat16", slots=640)
+        assert torch.equal(stack(x[:509], chain(509, 0), cache, 0, 1), expected[:509])
+        # Node 6 is beyond the border of two chunks; its ancestors' slots are not in order.
+        parents, order = [-1, -1, 0, 2, 3, 1, 4, 6], [509, 100, 510, 511, 512, 101, 513, 514]
+        found = stack(x[order], layout(parents, 509), cache, 0, 1)
+        path = [0, 2, 3, 4, 6, 7]
+        assert torch.equal(found[path], expected[509:515])
+        cache.move(0, [509 + node for node in path], 509)
+        for i in (515, 516):
+            assert torch.equal(stack(x[i : i + 1], chain(1, i), cache, 0, 1), expected[i : i + 1])
+        assert torch.equal(stack(x[517:], chain(43, 517), cache, 0, 1), expected[517:])
+    finally:
+        torch.set_num_threads(before)
 
 
 @every_precision
@@ -328,7 +372,7 @@ def test_invalid_arguments_are_refused() -> None:
     stack, x, cache = stack_of(SMALL, "float32"), tokens(3, SMALL), cache_of(SMALL, "float32")
     good = chain(3, 0)
     for bad in (
-        chain(3, 62),
+        chain(3, 254),
         chain(3, 0, row=1),
         replace(good, position=good.position + 255),
         replace(good, visible_prefix=good.visible_prefix - 1),
@@ -339,6 +383,10 @@ def test_invalid_arguments_are_refused() -> None:
         stack(x.double(), good, cache, 0, 2)
     with pytest.raises(ValueError, match="cache"):
         stack(x, good, cache_of(SMALL, "bfloat16"), 0, 2)
+    with pytest.raises(ValueError, match=r"slots \[5, 4\] cannot be moved to 3"):
+        cache.move(0, [5, 4], 3)
+    with pytest.raises(ValueError, match="a NativeKVCache"):
+        stack(x, good, KVCache(2, 2, 16, torch.float32, torch.device("cpu")), 0, 2)
     with pytest.raises(ValueError, match="blocks 0 to 3"):
         stack(x, good, cache, 0, 3)
 
@@ -346,7 +394,7 @@ def test_invalid_arguments_are_refused() -> None:
 def test_supported_architectures() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
     refused = (
-        replace(SMALL, experts=MoEConfig(4, 2, 8)),
+        replace(SMALL, experts=MoEConfig(4, 2, 8, selection_bias=True)),
         replace(SMALL, activation="relu"),
         replace(SMALL, head_dim=20),
     )
@@ -384,7 +432,7 @@ def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_library_has_the_interface_that_python_declares() -> None:
     lines = structures.library_interface(build.library()).splitlines()
     assert lines == structures.interface().splitlines()
-    assert {"panel 32", "Cache 24 0:8 8:8 16:4 20:4", "foretell_hadamard vpl"} <= set(lines)
+    assert {"panel 32", "Cache 40 0:8 8:8 16:8 24:8 32:4 36:4", "foretell_pack_rows viiipiip"} <= set(lines)
 
 
 @pytest.fixture

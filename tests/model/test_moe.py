@@ -26,7 +26,7 @@ def mixture(count: int, active: int, seed: int = 0) -> ExpertFeedForward:
     noise = torch.Generator().manual_seed(seed)
     router = Linear(torch.randn(count, 16, generator=noise))
     gate_up, down = torch.randn(count, 6, 16, generator=noise), torch.randn(count, 16, 3, generator=noise)
-    return ExpertFeedForward(MoEConfig(count, active, 3), router, gate_up, down)
+    return ExpertFeedForward(MoEConfig(count, active, 3), router, [*map(Linear, gate_up)], [*map(Linear, down)])
 
 
 def sparse_target() -> Decoder:

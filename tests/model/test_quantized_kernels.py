@@ -9,12 +9,12 @@ from torch.nn.functional import linear
 
 from foretell.model import kernels
 from foretell.model.kernels import NativeLinear, Precision, build
-from foretell.model.kernels.pack import pack_gate_up, pack_rows
+from foretell.model.kernels.pack import plan_gate_up, plan_rows
 from foretell.model.stored_matrix import BLOCKS, KINDS, Kind, StoredMatrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason() or "no kernels")
-QUANTIZED = [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")]
+QUANTIZED: list[Kind] = [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")]
 every_kind = pytest.mark.parametrize("kind", QUANTIZED)
 SCALES: dict[Kind, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
@@ -79,13 +79,13 @@ def test_products_with_int8_activations(kind: Kind) -> None:
 
 
 def test_parts_of_several_kinds_are_one_layer() -> None:
-    parts = [random_blocks(kind, rows, 512, rows) for kind, rows in (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 45))]
-    library = build.library()
-    assert [(w.kind, w.outputs) for w in pack_rows(parts, "float32", library)] == [("Q4_K", 96), ("Q6_K", 45)]
-    assert [w.kind for w in pack_rows(parts[::-1], "float32", library)] == ["F32"], "45 rows end within a panel"
+    shapes: tuple[tuple[Kind, int], ...] = (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 45))
+    parts = [random_blocks(kind, rows, 512, rows) for kind, rows in shapes]
+    assert [(w.kind, w.outputs) for w in plan_rows(parts, "float32")] == [("Q4_K", 96), ("Q6_K", 45)]
+    assert [w.kind for w in plan_rows(parts[::-1], "float32")] == ["F32"], "45 rows end within a panel"
     mixed = [parts[0], StoredMatrix.of(torch.randn(32, 512))]
-    assert [(w.kind, w.operand) for w in pack_rows(mixed, "int8-activations", library)] == [("BF16", "bfloat16")]
-    assert pack_gate_up(parts[0], random_blocks("Q5_K", 64, 512), "bfloat16", library).kind == "BF16"
+    assert [(w.kind, w.operand) for w in plan_rows(mixed, "int8-activations")] == [("BF16", "bfloat16")]
+    assert plan_gate_up(parts[0], random_blocks("Q5_K", 64, 512), "bfloat16").kind == "BF16"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])

@@ -399,7 +399,7 @@ def test_a_gguf_file_without_a_tensor_names_it(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, ["4 query heads", "3"]),
         ({"num_hidden_layers": 0}, ["layers"]),
         ({"hidden_act": "mish"}, ["mish", "silu"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, ["spiral", "yarn"]),
     ],
 )
 def test_a_configuration_out_of_the_family_is_refused(

@@ -10,6 +10,8 @@ class Match(Acceptor):
 
     At temperature 0 this is greedy verification (Stern et al., arXiv 1811.03115). Above it, every new token is sampled
     from the target, so the distribution is exact for any drafts, and a seed gives the tokens of plain decoding.
+    Drafters may know the noise that the target samples with (`core.noise`; Daliri et al., arXiv 2408.07978): more of
+    their drafts match, and the tokens stay the same.
     """
 
     label = "match"

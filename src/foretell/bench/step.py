@@ -11,6 +11,7 @@ from foretell.api import Model
 from foretell.bench.own_backend import EngineTimer, OwnForwardBackend, StepTiming
 from foretell.bench.peers.base import ForwardBackend
 from foretell.bench.schema import FileModel, FrozenModel
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.calibrate import pass_workload
 from foretell.roofline.cost import scalar
@@ -211,16 +212,20 @@ def own_backends(models: Sequence[Model]) -> list[ForwardBackend]:
     return [b for m in models for b in OwnForwardBackend.from_model(m)]
 
 
-_BITS = {"float32": "32", "bfloat16": "16", "int8": "8"}
+_BITS = {"float32": "32", "int8": "8"}
+"""Formats of precisions other than 16 bits."""
 _ANY_HARDWARE = Hardware("any", "any", 1.0, {"any": 1.0}, "")
 """Bytes do not depend on the device."""
 
 
 def pass_bytes(model: Model, tokens: int, context: int) -> float:
-    """Bytes of weights and cache that one pass over `tokens` new tokens must move, by the roofline's count."""
-    asked = pass_workload(parse_format(_BITS[model.precision]), tokens, context)
+    """Bytes of weights and cache that one pass over `tokens` new tokens must move: the packed weights, all else by the
+    roofline's count.
+    """
+    asked = pass_workload(parse_format(_BITS.get(model.precision, "16")), tokens, context)
     total = analyse(AnalyzedModel(model.name, model.config), _ANY_HARDWARE, asked).total
-    return scalar(total.weights + total.kv_read + total.kv_write)
+    packed = model.network.packed_bytes if isinstance(model.network, NativeDecoder) else scalar(total.weights)
+    return packed + scalar(total.kv_read + total.kv_write)
 
 
 def add_bytes(passes: Sequence[PassTiming], models: Sequence[Model], context: int) -> list[PassTiming]:

@@ -55,6 +55,10 @@ class TracingRunner(Runner):
         """Forget a row's tokens from `length` on."""
         self.inner.truncate(row, length)
 
+    def restorable(self, row: int, length: int) -> int:
+        """The number of tokens that `truncate(row, length)` leaves."""
+        return self.inner.restorable(row, length)
+
     def count_acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Passes that tested, and that accepted, a draft at depth 1, 2, …
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretell.accept import Acceptor, BlockVerification, Rejection
+from foretell.accept import Acceptor, BlockVerification, Match, Rejection
 from foretell.catalogue.options import (
     BeamOptions,
     ChainOptions,
@@ -125,8 +125,10 @@ def chain(options: ChainOptions) -> Shape[Predictor]:
     return AdaptiveChain(fixed, HeuristicSchedule() if heuristic else ConfidenceRule())
 
 
-def rejection(options: RejectionOptions) -> Acceptor:
-    """Rejection sampling token by token, or block verification."""
+def rejection(options: RejectionOptions, draft_sample_method: str = "probabilistic") -> Acceptor:
+    """Rejection sampling token by token, or block verification; matching where drafts are not sampled."""
+    if draft_sample_method == "greedy":
+        return Match()
     return BlockVerification() if options.rejection_sample_method == "block" else Rejection()
 
 

@@ -42,7 +42,7 @@ _CASCADE_TRIE_NODES, _CASCADE_CHAIN_LENGTH = 8, 5
 
 def draft_model(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """Speculative sampling with a chain of a draft model."""
-    return Method(require_draft_predictor(context), chain(options), rejection(options))
+    return Method(require_draft_predictor(context), chain(options), rejection(options, options.draft_sample_method))
 
 
 def block_verification(context: BuildContext, options: ChainOptions) -> AnyMethod:
@@ -98,7 +98,7 @@ def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     )
     for runner in reversed(larger_first):
         drafter = CascadeDrafter(runner, Method(drafter, Chain(_CASCADE_CHAIN_LENGTH, draw=False), Match()))
-    return Method(drafter, chain(options), rejection(options))
+    return Method(drafter, chain(options), rejection(options, options.draft_sample_method))
 
 
 def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> AnyMethod:

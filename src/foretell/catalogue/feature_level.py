@@ -7,7 +7,7 @@ from foretell.catalogue.options import EagleOptions, EagleTreeOptions, FeatureTr
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, DynamicTree, FixedTree, Shape, optimal_tree
+from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.pack import pack_network
@@ -161,7 +161,7 @@ ENTRIES = (
         when_to_use="where an EAGLE speculator exists for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=EagleDrafter,
-        shape=DynamicTree,
+        shape=CostAwareTree,
         acceptor=Match,
         builder=eagle2,
         options=EagleTreeOptions,
@@ -185,7 +185,7 @@ ENTRIES = (
             ),
         ),
         drafter=EagleDrafter,
-        shape=DynamicTree,
+        shape=CostAwareTree,
         acceptor=Match,
         builder=eagle3,
         options=EagleTreeOptions,
@@ -205,7 +205,7 @@ ENTRIES = (
         ),
         papers=(Paper("Accelerating Production LLMs with Combined Token/Embedding Speculators", "2404.19124"),),
         drafter=MLPSpeculatorDrafter,
-        shape=DynamicTree,
+        shape=CostAwareTree,
         acceptor=Match,
         builder=mlp_speculator,
         options=MLPSpeculatorOptions,

@@ -49,7 +49,7 @@ def parallel_method(network: LookAheadEmbeddings, options: LookAheadEmbeddingsOp
     """A chain predicted at look-ahead embeddings: sampled with rejection sampling, or greedy with matching."""
     if options.num_speculative_tokens is None:
         options = options.model_copy(update={"num_speculative_tokens": network.ahead})
-    accept = Match() if options.draft_sample_method == "greedy" else rejection(options)
+    accept = rejection(options, options.draft_sample_method)
     return Method(ParallelDrafter(network, options.look_ahead_groups), chain(options), accept)
 
 

@@ -30,7 +30,9 @@ from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
     """LayerSkip: the target's first blocks draft."""
-    return Method(early_exit_draft(context, options.exit_layer), chain(options), rejection(options))
+    return Method(
+        early_exit_draft(context, options.exit_layer), chain(options), rejection(options, options.draft_sample_method)
+    )
 
 
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
@@ -46,7 +48,7 @@ def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> 
     return Method(
         DraftModel(DecoderRunner(network.without_sublayers(skip))),
         AdaptiveChain(longest, ConfidenceRule()),
-        rejection(options),
+        rejection(options, options.draft_sample_method),
     )
 
 
@@ -57,7 +59,7 @@ def quantised_draft(context: BuildContext, options: QuantisedDraftOptions) -> An
         network = changed_copy(context, identity, "int8")
     else:
         network = changed_copy(context, partial(fake_quantize, bits=bits, group=options.quantization_group))
-    return Method(DraftModel(DecoderRunner(network)), chain(options), rejection(options))
+    return Method(DraftModel(DecoderRunner(network)), chain(options), rejection(options, options.draft_sample_method))
 
 
 def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMethod:
@@ -75,7 +77,11 @@ def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMetho
     weights = (
         changed_copy(context, partial(magnitude_prune, sparsity=options.sparsity)) if options.sparsity else network
     )
-    return Method(DraftModel(DecoderRunner(weights.without_sublayers(skip))), chain(options), rejection(options))
+    return Method(
+        DraftModel(DecoderRunner(weights.without_sublayers(skip))),
+        chain(options),
+        rejection(options, options.draft_sample_method),
+    )
 
 
 _SAMPLE = """\

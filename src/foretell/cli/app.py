@@ -35,8 +35,11 @@ COMMANDS: Sequence[Command] = (
     Command("data", "foretell.cli.data", "Generate training data: the model answers its own prompts, or given ones."),
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
     Command("export", "foretell.cli.export", "Write a trained speculator in the format of another engine."),
+    Command("quantize", "foretell.cli.quantize", "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ)."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
+    Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),
+    Command("env", "foretell.cli.env", "Print processor, kernels, versions and paths: what a bug report needs."),
     Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up without running a model."),
 )
 """Every command, in the order of the help; a new one is a line here and a file beside this one."""

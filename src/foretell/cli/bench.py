@@ -23,6 +23,7 @@ from foretell.bench.peers import registry
 from foretell.bench.peers.export import default_folder
 from foretell.bench.plan import BenchPlan
 from foretell.bench.questions import BUILT_IN, QuestionSet, load_questions
+from foretell.bench.random_file import random_model_file
 from foretell.bench.random_model import random_models
 from foretell.bench.recorder import record_questions, recording_settings
 from foretell.bench.recording import RecordedQuestion, load_recording
@@ -31,7 +32,7 @@ from foretell.bench.results import build_results
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import print_error, report_errors
 from foretell.cli.setup import set_threads
-from foretell.load import DEFAULT_MODEL, load, parse_device
+from foretell.load import DEFAULT_MODEL, load, parse_device, resolve_dtype
 from foretell.utils.store import RunStore
 
 
@@ -137,7 +138,16 @@ def step(
             help="Random weights in the shape of this model of `foretell roofline models`, in place of --model."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="With --shape: write random weights of this type (bf16, Q8_0, Q4_0, Q4_1, Q4_K) to a GGUF file once, "
+            "and load it."
+        ),
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
+    ] = "bfloat16",
     device: Device = "cpu",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens per pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
@@ -158,7 +168,12 @@ def step(
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)
     registry.require_installed(registry.expand_names(peer_names, "bfloat16", False))
-    models, torch_device = _load_models(model, shape, split_commas(dtype), device), parse_device(device)
+    if weights:
+        if shape is None:
+            raise ValueError("--weights writes a random model, whose sizes --shape names")
+        model = str(random_model_file(shape, weights, gguf_cache or default_folder()))
+    known_shape = None if weights else shape
+    models, torch_device = _load_models(model, known_shape, split_commas(dtype), device), parse_device(device)
     peer_settings = registry.PeerSettings(
         model=model,
         draft_model=None,
@@ -225,7 +240,9 @@ def run(
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
     model: ModelName = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, int8.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
+    ] = "bfloat16",
     device: Device = "cpu",
     peers: Annotated[
         str,
@@ -260,7 +277,7 @@ def run(
         temperature=temperature,
         seed=seed,
         threads=set_threads(threads),
-        dtypes=tuple(split_commas(dtype)),
+        dtypes=tuple(dict.fromkeys(resolve_dtype(model, name, device) for name in split_commas(dtype))),
         device=device,
         remember=remember,
         draft_model=draft_model,
@@ -289,7 +306,7 @@ def record_(
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
     model: ModelName = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "bfloat16",
     device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
     threads: Threads = None,

@@ -44,12 +44,13 @@ def chat(
     stop: options.Stop = None,
     system: options.System = None,
     allow_special_tokens: options.AllowSpecialTokens = False,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
     """Chat with a model. The text of accepted draft tokens is green.
@@ -66,7 +67,7 @@ def chat(
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
     selection = parse_method(method, speculative_config, draft_model)
-    long_text = LongTextOptions(max_model_len, rope_scaling)
+    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
     setup = load_models(model, dtype, device, selection, reference, long_text=long_text)
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")

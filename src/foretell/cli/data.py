@@ -84,7 +84,7 @@ def generate(
         vocab=target.config.vocab,
         kind="self" if own else "prompts" if prompts else "text",
         seed=seed,
-        precision=dtype,
+        precision=target.precision,
         greedy_share=greedy_share,
         temperature=temperature,
         max_question=max_question if own else 0,

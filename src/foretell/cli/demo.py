@@ -67,7 +67,7 @@ class Comparison:
 @app.command()
 def demo(
     model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Also draw the closing table as a chart.")
     ] = None,
@@ -92,9 +92,11 @@ def demo(
         console.rule(f"[bold]{prompt.title}[/]: {prompt.text.splitlines()[0]}", align="left")
         plain, speculative = (decode(target, prompt, method) for method in ("autoregressive", METHOD))
         comparisons.append(Comparison(prompt, plain, speculative))
-    console.print(summary_table(comparisons, f"{model}, {dtype}: the same text in fewer passes of the model"))
+    console.print(
+        summary_table(comparisons, f"{model}, {target.precision}: the same text in fewer passes of the model")
+    )
     if picture is not None:
-        draw_chart(picture, comparisons, f"{model}, {dtype}")
+        draw_chart(picture, comparisons, f"{model}, {target.precision}")
     if not all(c.identical for c in comparisons):
         raise ValueError("a lossless method changed the text; please run `foretell verify` and report its output")
 

@@ -55,12 +55,13 @@ def generate(
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     allow_special_tokens: options.AllowSpecialTokens = False,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     target_memory_limit: options.MemoryLimit = None,
     speculative_config: options.SpeculativeJson = None,
     prompts: Annotated[
@@ -98,7 +99,7 @@ def generate(
     selection = parse_method(method, speculative_config, draft_model)
     defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    long_text = LongTextOptions(max_model_len, rope_scaling)
+    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, long_text)
     output = OutputFormat(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
     status = run(setup, selection.name, specs, rows, output)

@@ -1,9 +1,10 @@
 """Ctrl-C while an engine generates."""
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType, TracebackType
 
+from foretell.cli.prompt_progress import PromptProgress
 from foretell.engine.engine import Engine, Update
 
 
@@ -30,13 +31,17 @@ class Interrupt:
         self.requested = True
 
 
-def run_until_interrupt(engine: Engine, numbers: Iterable[int], interrupt: Interrupt) -> Iterator[Update]:
+def run_until_interrupt(engine: Engine, numbers: Collection[int], interrupt: Interrupt) -> Iterator[Update]:
     """All updates of an engine. After Ctrl-C, cancel the requests `numbers` and yield their last updates.
 
-    Requests may be submitted meanwhile; `numbers` is read after the last step.
+    Requests may be submitted meanwhile; `numbers` is read after the last step. While a single prompt is read, a bar
+    shows the progress.
     """
-    while engine.busy and not interrupt.requested:
-        yield from engine.step()
+    with PromptProgress(engine, len(numbers) == 1) as progress:
+        while engine.busy and not interrupt.requested:
+            updates = engine.step()
+            progress.update()
+            yield from updates
     for number in list(numbers):
         last = engine.cancel(number)
         if last is not None:

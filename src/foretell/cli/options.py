@@ -31,7 +31,13 @@ SpeculativeJson = Annotated[
         help='Method and options (`foretell methods NAME` lists them), for example \'{"method": "ngram"}\'.',
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or int8.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="auto, float32, bfloat16, int8, int8-activations (quantised files) or int4 (rounds files of floats).",
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0: greedy.")]
@@ -74,5 +80,13 @@ RopeScaling = Annotated[
         "--rope-scaling",
         metavar="JSON",
         help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
+    ),
+]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="NAME",
+        help="Cached keys and values: auto (as the model computes) or int8 (half the bytes of bfloat16).",
     ),
 ]

@@ -98,16 +98,17 @@ def parse_method(
 
 @dataclass(frozen=True)
 class LongTextOptions:
-    """Options of the target for long texts, from `--max-model-len` and `--rope-scaling`."""
+    """Options of the target for long texts, from `--max-model-len`, `--rope-scaling` and `--kv-cache-dtype`."""
 
     max_model_len: int | None = None
     rope_scaling: str | None = None
     """A JSON object."""
+    kv_cache_dtype: str = "auto"
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options; see `foretell.load`."""
         scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
-        return load(model, dtype, device, memory_limit, self.max_model_len, scaling)
+        return load(model, dtype, device, memory_limit, self.max_model_len, scaling, self.kv_cache_dtype)
 
 
 def load_models(

@@ -47,7 +47,7 @@ def skip(
     confidence: Annotated[
         float, typer.Option(min=0, max=1, help="A draft ends after a token less probable than this.")
     ] = DraftingOptions.confidence,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
 ) -> None:

@@ -29,8 +29,9 @@ def verify(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     prompts: Annotated[
         Path | None,
@@ -66,7 +67,7 @@ def verify(
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else _read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
-    long_text = LongTextOptions(max_model_len, rope_scaling)
+    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
     ready = load_models(model, dtype, device, wish, reference, long_text=long_text)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     names = [ready.method(n).name for n in chosen] or buildable_methods(ready.model, ready.drafts, ready.references)

@@ -66,15 +66,17 @@ class Context:
     rngs: tuple[CounterRNG, ...]
     max_depth: Int[np.ndarray, " b"]
     """Greatest useful depth of drafts per request: the tokens it may still get after the next one."""
+    coupled: bool = False
+    """Whether the acceptor keeps the drafts that the target samples itself, so that drafters may know its noise."""
 
     @property
     def last_tokens(self) -> list[int]:
         """The last token of every sequence: the roots of the drafts."""
         return [t.last_token for t in self.sequences]
 
-    def with_max_depth(self, max_depth: Int[np.ndarray, " b"]) -> "Context":
-        """The same requests with other greatest depths."""
-        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth)
+    def limited(self, max_depth: Int[np.ndarray, " b"], coupled: bool) -> "Context":
+        """The same requests with other greatest depths, for an acceptor that is `coupled` or not."""
+        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth, coupled)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""
@@ -86,6 +88,7 @@ class Context:
             sampling_params=tuple(self.sampling_params[i] for i in indices),
             rngs=tuple(self.rngs[i] for i in indices),
             max_depth=self.max_depth[list(indices)],
+            coupled=self.coupled,
         )
 
 

@@ -2,7 +2,8 @@
 
 Order of the steps, as in Hugging Face `generate`: repetition penalty, presence and frequency penalties, bias,
 temperature, top-k, top-p, min-p. Penalties count the tokens of the sequence and the ancestors of the tree node, so that
-every parameter is exact at every drafted token. Temperature 0 is a one-hot distribution.
+every parameter is exact at every drafted token. Temperature 0 is a one-hot distribution. The target's token is chosen
+by the Gumbel-max trick, with a number per position and token; see `distributions.sampler`.
 """
 
 from collections.abc import Mapping

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import Predictor, TopTokens
 from foretell.model.kernels import DynamicTrees
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.speculator.network.eagle import EagleNetwork
 
@@ -87,8 +87,7 @@ class EagleDrafter(Predictor):
     def __init__(self, network: EagleNetwork, max_pending: int = 32) -> None:
         self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
         self._max_pending = max(max_pending, 1)
-        c, device = network.config, network.get_buffer("_cos").device
-        self._cache = KVCache(c.layers, c.kv_heads, c.head_dim, network.cache_dtype, device)
+        self._cache = network.new_cache(network.get_buffer("_cos").device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._prefixes: dict[int, _PrefixState] = {}
         self._proposed: dict[int, tuple[int, _TargetStates | None]] = {}
@@ -165,7 +164,8 @@ class EagleDrafter(Predictor):
         token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
         length = [self._prefixes[row].length for row in rows]
         self._cache.reserve(max(rows) + 1, max(length) + sizes[0] * sizes[1])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length)
+        noise = noise_for_kernels(context.select(which), sizes[0])
+        trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length, noise)
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
         self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)

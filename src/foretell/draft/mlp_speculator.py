@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
+from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.model.kernels import DynamicTrees
@@ -55,7 +56,9 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         if kernels is None or self.network.softcap or not len(active):
             return None
         start = torch.stack([self._root_states[context.rows[i]][1] for i in active.tolist()])
-        trees = DynamicTrees(context.max_depth[active], (min(depth, self.network.stages), width, budget), bounds)
+        sizes = min(depth, self.network.stages), width, budget
+        noise = noise_for_kernels(context.select(active.tolist()), sizes[0])
+        trees = DynamicTrees(context.max_depth[active], sizes, bounds, noise=noise)
         kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[active], trees)
         return tree_from_scores(
             context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count

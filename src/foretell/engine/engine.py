@@ -261,6 +261,14 @@ class Engine:
             raise error
         return completions
 
+    @property
+    def prompt_progress(self) -> tuple[int, int]:
+        """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
+        running = [(self.runner.length(r.row), len(r.request.prompt)) for r in self._running]
+        reading = [(read, total) for read, total in running if read < total - 1]
+        waiting = sum(len(request.prompt) for _, request in self._waiting)
+        return sum(read for read, _ in reading), sum(total for _, total in reading) + waiting
+
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """One pass of the target over all requests; if it fails, one pass for each, so that only the requests that
@@ -342,13 +350,14 @@ class Engine:
         if length <= 0:
             row = next((r for r in self._free_rows if r not in common), row)
         self._free_rows.remove(row)
-        length = max(min(length, self.runner.length(row)), 0)
+        length = self.runner.restorable(row, max(length, 0))
         if self._cached_sequences.pop(row, None) is None:
             return row, 0
-        if length == 0:
+        kept = self.method.rewind(row, length) if length else 0
+        if kept == 0 or self.runner.restorable(row, kept) < kept:
             self.method.release(row)
             return row, 0
-        return row, self.method.rewind(row, length)
+        return row, kept
 
     def _schedule(self) -> dict[_RunningRequest, list[int]]:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the

@@ -54,7 +54,7 @@ class Method(Generic[D]):
 
     def propose(self, context: Context) -> TokenTree:
         """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's."""
-        limited = context.with_max_depth(self.draft.max_depths(context))
+        limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
         return self.draft.add_probes(self.tree.grow(self.draft, limited).limit_depth(limited.max_depth), context)
 
     def observe(self, step: StepResult) -> None:

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
-from foretell.model.layout import PaddedLayout
+from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import widen
+from foretell.model.state_store import LayerStates, PassStates, StateStore
 
 
 class AttentionBackend(ABC):
@@ -24,15 +26,36 @@ class AttentionBackend(ABC):
         q: Float[torch.Tensor, "*t h e"],
         k: Float[torch.Tensor, "*t g e"],
         v: Float[torch.Tensor, "*t g e"],
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "*t he"]:
-        """Attention of the new queries of a layer over earlier keys and values and the new ones."""
+        """Attention of the new queries of a layer over earlier keys and values and the new ones.
+
+        `sinks`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
+        """
+
+    def states(self, layer: int) -> LayerStates:
+        """The recurrent states of a layer.
+
+        Raises:
+            ValueError: they are not supported here.
+        """
+        raise ValueError("models with recurrent states are not supported in training: only in decoding")
 
 
 class CachedAttention(AttentionBackend):
     """Attention over a key-value cache, in the cache's dtype."""
 
-    def __init__(self, cache: KVCache, padded: PaddedLayout, config: ModelConfig) -> None:
-        self._cache, self._padded, self._config = cache, padded, config
+    def __init__(self, cache: Cache, padded: PaddedLayout, config: ModelConfig, layout: Layout | None = None) -> None:
+        self._cache, self._padded, self._config, self._layout = cache, padded, config, layout
+        self._states: dict[Cache, PassStates] = {}
+
+    def states(self, layer: int) -> LayerStates:
+        """The recurrent states of a layer."""
+        store, index = self._cache.store(layer)
+        assert isinstance(store, StateStore) and self._layout is not None
+        if store not in self._states:
+            self._states[store] = store.pass_states(self._layout)
+        return LayerStates(self._states[store], index)
 
     def attend(
         self,
@@ -40,12 +63,15 @@ class CachedAttention(AttentionBackend):
         q: Float[torch.Tensor, "t h e"],
         k: Float[torch.Tensor, "t g e"],
         v: Float[torch.Tensor, "t g e"],
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
-        c, cache, padded = self._config, self._cache, self._padded
-        cache.write(layer, padded.row, padded.slot, k, v)
-        q = q.to(cache.k.dtype)
-        return padded_attention(q, layer, cache, padded, c.window_of(layer), c.scale, c.attention_softcap)
+        c, padded = self._config, self._padded
+        store, index = self._cache.store(layer)
+        assert isinstance(store, KVCache)
+        store.write(index, padded.row, padded.slot, k, v)
+        q = q.to(store.dtype)
+        return padded_attention(q, index, store, padded, c.window_of(layer), c.scale, c.attention_softcap, sinks)
 
 
 def padded_attention(
@@ -56,16 +82,19 @@ def padded_attention(
     window: int,
     scale: float,
     softcap: float,
+    sinks: Float[torch.Tensor, " h"] | None = None,
 ) -> Float[torch.Tensor, "t hd"]:
     """Grouped-query softmax attention; the heads of a group become further queries, so that keys are read once."""
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
-    k, v = (part[layer].index_select(0, padded.cache_rows)[:, :, :s] for part in (cache.k, cache.v))
+    k, v = cache.read(layer, padded.cache_rows, s)
     kv = k.shape[1]
     group = heads // kv
     folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)
     mask = padded.window_mask(window)[:, None, None].expand(b, 1, group, n, s).reshape(b, 1, group * n, s)
-    out = masked_attention(folded, k, v, mask, scale, softcap)
+    if sinks is not None:
+        sinks = sinks.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
+    out = masked_attention(folded, k, v, mask, scale, softcap, sinks)
     out = out.view(b, kv, group, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
     return out[padded.padded_index]
 
@@ -77,10 +106,21 @@ def masked_attention(
     mask: Bool[torch.Tensor, "*any n s"],
     scale: float,
     softcap: float,
+    sinks: Float[torch.Tensor, "h n"] | None = None,
 ) -> Float[torch.Tensor, "b h n e"]:
-    """Softmax attention over the keys that the mask allows; `softcap` bounds the scores (0: no bound)."""
-    if not softcap:
+    """Softmax attention over the keys that the mask allows; `softcap` bounds the scores (0: no bound), `sinks` are
+    further scores in the denominator of the softmax.
+    """
+    if not softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    score = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
-    out: torch.Tensor = widen(score.masked_fill(~mask, float("-inf"))).softmax(-1).to(v.dtype) @ v
+    score = widen(q @ k.transpose(-1, -2)) * scale
+    if softcap:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weight = score.softmax(-1)
+    else:
+        column = sinks.to(score.dtype)[:, :, None].expand(len(q), -1, -1, -1)
+        weight = torch.cat((score, column), -1).softmax(-1)[..., :-1]
+    out: torch.Tensor = weight.to(v.dtype) @ v
     return out

@@ -16,6 +16,8 @@ ARITHMETIC = {
 }
 """Arithmetic of each precision; the same on every backend up to rounding."""
 
+_INT8_CACHE = "; the cache holds int8 keys and values with one scale per token and head"
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -31,15 +33,25 @@ class Backend:
     batch_invariant: bool = False
     """A token's result does not depend, bit for bit, on the other tokens of its pass; otherwise only up to rounding."""
 
+    cache_dtype: str = "auto"
+    """Numbers of cached keys and values; `auto`: as `precision` says."""
+
     @property
     def arithmetic(self) -> str:
         """How numbers are stored and multiplied, in one sentence."""
         known = ARITHMETIC.get(self.precision) if self.name in ("native", "torch") else None
-        return known or f"{self.precision}, as {self.name} computes it".lstrip(", ")
+        said = known or f"{self.precision}, as {self.name} computes it".lstrip(", ")
+        return said + (_INT8_CACHE if self.cache_dtype == "int8" else "")
 
     def to_dict(self) -> dict[str, object]:
         """As a dictionary for JSON."""
         return asdict(self) | {"arithmetic": self.arithmetic}
 
+    @property
+    def _cache(self) -> str:
+        return "" if self.cache_dtype == "auto" else f"{self.cache_dtype} cache"
+
     def __str__(self) -> str:
-        return " ".join(part for part in (self.name, self.instructions, self.device, self.precision) if part)
+        return " ".join(
+            part for part in (self.name, self.instructions, self.device, self.precision, self._cache) if part
+        )

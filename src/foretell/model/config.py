@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from foretell.model.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_gguf_rope, read_rope
+from foretell.model.state_config import StateConfig, read_state
 from foretell.utils.validation import Fields
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+CacheDtype = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,32 @@ class MoEConfig:
     renormalize: bool = True
     layers: tuple[int, ...] = ()
     """Indices of the layers with experts; the others are dense."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
+    router_bias: bool = False
+    selection_bias: bool = False
+    """Whether a bias is added to the scores where experts are chosen, but not to their weights (DeepSeek-V3)."""
+    groups: int = 1
+    active_groups: int = 1
+    """Experts are chosen from the best `active_groups` of `groups` groups (DeepSeek-V2, arXiv 2405.04434)."""
+    ranked_by: int = 1
+    """A group's rank is the sum of its `ranked_by` best scores."""
+    scale: float = 1.0
+    """Factor on the weights of the experts."""
+    bias: bool = False
+    """Whether the matrices of the experts have biases."""
+
+    def __post_init__(self) -> None:
+        if self.count % self.groups or not 1 <= self.active_groups <= self.groups:
+            raise ValueError(
+                f"model configuration: {self.count} experts cannot be chosen from {self.active_groups} of "
+                f"{self.groups} groups of equal size"
+            )
+        size = self.count // self.groups
+        if self.active > size * self.active_groups or (self.active_groups < self.groups and self.ranked_by > size):
+            raise ValueError(
+                f"model configuration: {self.active} experts per token do not fit {self.active_groups} groups of {size}"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,11 +111,25 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and feed-forward before they are added to the residual (Granite)."""
+    logit_scale: float = 1.0
+    """Factor on the logits (Granite)."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Indices of the attention layers without rotary positions (NoPE, arXiv 2305.19466)."""
+    sinks: bool = False
+    """Whether a learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
     experts: MoEConfig | None = None
     latent: MLAConfig | None = None
+    state: StateConfig | None = None
+    """Layers with a recurrent state instead of attention."""
+    attention_gate: bool = False
+    """The query projection also gives a gate per head, whose sigmoid multiplies the output of attention."""
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    cache_dtype: CacheDtype = "auto"
+    """Numbers of cached keys and values: int8 with one scale per token and head, or as the model computes."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -105,6 +147,11 @@ class ModelConfig:
         """Factor on query-key products."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent state."""
+        return () if self.state is None else tuple(i for i in self.state.layers if i < self.layers)
+
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0: full attention."""
         return self.window if layer in self.window_layers else 0
@@ -120,6 +167,14 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"qkv_bias": True},
     "qwen3_moe": {"qk_norm": True},
+    "qwen3_next": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "qwen3_5_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "qwen3_5_moe_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "lfm2": {"qk_norm": True, "tied": True},
+    "granite": {},
+    "granitemoehybrid": {},
+    "smollm3": {"tied": True},
+    "gpt_oss": {"sinks": True},
 }
 """Supported values of `model_type`, and the settings that their `config.json` does not contain."""
 
@@ -128,6 +183,9 @@ _GEMMA: Mapping[str, Any] = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+_QWEN_HYBRID: Mapping[str, Any] = {
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "hidden_act": "silu",
 }  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -151,12 +209,43 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
+    "qwen3_next": {
+        **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+    "qwen3_5_text": {**_QWEN_HYBRID, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        **_QWEN_HYBRID, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+    },
+    "granite": {"max_position_embeddings": 2048},
+    "granitemoehybrid": {"max_position_embeddings": 2048},
+    "smollm3": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
+    "lfm2": {"max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2},
+    "gpt_oss": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0, "num_experts_per_tok": 4, "num_local_experts": 128, "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
+        },
+        "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT,
+    },
 }  # fmt: skip
 """The defaults of transformers for keys missing in `config.json`, by `model_type`, where they differ from ours.
 
 Published Gemma files omit even sizes. For other types sizes are required, so that a damaged file is recognised.
 """
 
+_TEXT_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""The language models of multimodal values of `model_type`; vision parts are not read."""
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Values of `model_type` with gated attention beside gated DeltaNet layers."""
+_GRANITE = ("granite", "granitemoehybrid")
+"""Values of `model_type` with multipliers."""
+_OPTIONAL_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "smollm3", *_GATED, *_GRANITE)
+"""Values of `model_type` whose attention has biases on request."""
+_UNWINDOWED = ("llama", "lfm2", *_GATED, *_GRANITE)
+_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
     "relu": "relu",
@@ -168,10 +257,21 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers of Gemma's 27B models, by which llama.cpp recognises them; only their attention scale is
 (hidden / heads) ** -0.5.
 """
+_GGUF_KINDS = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss",
+}  # fmt: skip
+"""`model_type` of every supported architecture of GGUF files; `llama` with experts is Mixtral."""
+_GGUF_FIXED: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {"qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu"},
+}
+"""Settings that GGUF files do not contain and `config.json` does."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
 _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a chat turn; llama.cpp uses these names where a file has no `eot_token_id`."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end an answer of gpt-oss; `<|end|>` ends only one of its messages."""
 _CONTROL_TOKEN = 3
 """The token type of control tokens in GGUF."""
 
@@ -179,7 +279,7 @@ _CONTROL_TOKEN = 3
 def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
     kind = raw.get("model_type")
-    return not isinstance(kind, str) or kind == "gemma3" or kind in ARCHITECTURES
+    return not isinstance(kind, str) or kind in _TEXT_MODELS or kind in ARCHITECTURES
 
 
 def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -208,14 +308,21 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
         fixed["activation"] = _ACTIVATIONS[activation]
-    if kind in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and read.flag("attention_bias", default=False):
+    if kind in _OPTIONAL_BIAS and read.flag("attention_bias", default=False):
         fixed |= {"qkv_bias": True, "output_bias": True}
     if kind == "qwen2_moe":
         fixed["qkv_bias"] = read.flag("qkv_bias", default=True)
+    if kind == "gpt_oss":
+        fixed["activation"] = _clamped_swiglu(read)
     if gemma and read.flag("use_bidirectional_attention", default=False):
         raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
-    has_scale = gemma and read.has("query_pre_attn_scalar")
-    tied = read.flag("tie_word_embeddings", default=bool(fixed.pop("tied", False)))
+    tied = read.flag(
+        *(["tie_embedding"] if kind == "lfm2" else []), "tie_word_embeddings", default=bool(fixed.pop("tied", False))
+    )
+
+    def multiplier(name: str) -> float:
+        return read.positive(name, default=1.0) if kind in _GRANITE else 1.0
+
     return _checked(
         source,
         architecture=kind,
@@ -225,24 +332,72 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         heads=heads,
         kv_heads=read.integer("num_key_value_heads", default=heads, least=1),
         head_dim=head_dim,
-        ffn=read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1),
+        ffn=_ffn(read, kind),
         **_contexts(rope, context),
-        norm_eps=read.number("rms_norm_eps", default=1e-6, least=0),
+        norm_eps=read.number("rms_norm_eps", "norm_eps", default=1e-5 if kind == "lfm2" else 1e-6, least=0),
         rope=rope,
         local_rope=local_rope,
         tied=tied,
-        mlp_bias=kind == "llama" and read.flag("mlp_bias", default=False),
+        mlp_bias=kind in ("llama", "granite", "smollm3") and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=read.positive("query_pre_attn_scalar") ** -0.5 if has_scale else None,
+        attention_scale=_attention_scale(read, kind),
         attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
+        embedding_scale=hidden**0.5 if gemma else multiplier("embedding_multiplier"),
+        residual_scale=multiplier("residual_multiplier"),
+        logit_scale=1 / multiplier("logits_scaling"),
+        unrotated_layers=_unrotated(read, kind, layers),
         experts=_experts(read, kind, layers),
+        state=read_state(read, kind, layers),
         bos=next(iter(read.integers("bos_token_id")), None),
         eos=eos_token_ids(read),
         **fixed,
     )
+
+
+def _attention_scale(read: Fields, kind: str) -> float | None:
+    """Factor on query-key products; None: by the width of a head."""
+    if kind in _GRANITE:
+        return read.positive("attention_multiplier", default=1.0)
+    if kind.startswith("gemma") and read.has("query_pre_attn_scalar"):
+        return float(read.positive("query_pre_attn_scalar") ** -0.5)
+    return None
+
+
+def _unrotated(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
+    """Layers without rotary positions."""
+    if kind == "granitemoehybrid" and read.text("position_embedding_type", default="nope") != "rope":
+        return tuple(range(layers))
+    if kind != "smollm3":
+        return ()
+    interval = read.integer("no_rope_layer_interval", default=4, least=1)
+    rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if len(rotated) != layers:
+        raise read.wrong("no_rope_layers", f"{layers} of 0 (not rotated) or 1", list(rotated))
+    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
+
+
+def _ffn(read: Fields, kind: str) -> int:
+    """Width of the dense feed-forward networks, or of the experts where all are experts."""
+    if kind == "granitemoehybrid":
+        return read.integer("shared_intermediate_size", default=1024, least=1)
+    if kind != "lfm2":
+        return read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1)
+    width = read.integer("block_ff_dim", "intermediate_size", least=1)
+    if not read.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    multiple = read.integer("block_multiple_of", default=256, least=1)
+    scaled = int(read.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
+    return -(-scaled // multiple) * multiple
+
+
+def _clamped_swiglu(read: Fields) -> Activation:
+    """The activation of gpt-oss, whose constants are fixed here."""
+    for name, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if read.number(name) != known:
+            raise read.wrong(name, f"{known}: no other value is supported", read.raw[name])
+    return "clamped_swiglu"
 
 
 def _contexts(rope: RopeConfig, trained: int) -> dict[str, int]:
@@ -294,13 +449,14 @@ def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
 
 
 def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The language model of a multimodal Gemma 3 configuration; other configurations unchanged."""
-    if raw.get("model_type") != "gemma3":
+    """The language model of a multimodal configuration; other configurations unchanged."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in _TEXT_MODELS:
         return raw
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
     eos = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
-    text |= {"model_type": "gemma3_text"} | ({"eos_token_id": list(eos)} if eos else {})
+    text |= {"model_type": _TEXT_MODELS[kind]} | ({"eos_token_id": list(eos)} if eos else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
 
@@ -320,7 +476,8 @@ def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
     """Sliding window and its layers, by the rules of the classes of transformers."""
-    if kind == "llama" or (kind.startswith("qwen") and not read.flag("use_sliding_window", default=False)):
+    optional = kind.startswith("qwen") or kind == "smollm3"
+    if kind in _UNWINDOWED or (optional and not read.flag("use_sliding_window", default=False)):
         return 0, ()
     window = read.integer("sliding_window", default=0)
     if not window:
@@ -330,7 +487,9 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
         if len(types) != layers or not set(types) <= set(_LAYER_TYPES):
             raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
         return window, tuple(i for i, t in enumerate(types) if t == "sliding_attention")
-    if kind == "gemma2":
+    if kind == "smollm3":
+        return window, _unrotated(read, kind, layers)
+    if kind in ("gemma2", "gpt_oss"):
         return window, tuple(range(0, layers, 2))
     if kind == "gemma3_text":
         pattern = read.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1)
@@ -368,21 +527,24 @@ def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeCo
 
 
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+    if kind == "granitemoehybrid" and read.integer("num_local_experts", default=8):
+        raise read.wrong("num_local_experts", "0: experts are not supported for this architecture", "experts")
+    if kind not in ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         return None
     count = read.integer("num_local_experts", "num_experts", least=1)
     active = read.integer("num_experts_per_tok", least=1, most=count)
-    if kind == "mixtral":
-        return MoEConfig(count, active, read.integer("intermediate_size", least=1), layers=tuple(range(layers)))
+    if kind in ("mixtral", "gpt_oss"):
+        biased, ffn = kind == "gpt_oss", read.integer("intermediate_size", least=1)
+        return MoEConfig(count, active, ffn, layers=tuple(range(layers)), router_bias=biased, bias=biased)
     step, dense = read.integer("decoder_sparse_step", default=1, least=1), read.integers("mlp_only_layers")
-    shared = read.integer("shared_expert_intermediate_size", default=0) if kind == "qwen2_moe" else 0
+    shared = read.integer("shared_expert_intermediate_size", default=0) if kind in _SHARED_EXPERT else 0
     return MoEConfig(
         count=count,
         active=active,
         ffn=read.integer("moe_intermediate_size", least=1),
         shared_ffn=shared,
         shared_gate=shared > 0,
-        renormalize=read.flag("norm_topk_prob", default=False),
+        renormalize=read.flag("norm_topk_prob", default=kind == "qwen3_5_moe_text"),
         layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )
 
@@ -402,16 +564,17 @@ def from_gguf(
         ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
             supported.
     """
-    kinds = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
     whole = Fields(meta, source)
     name = whole.text("general.architecture")
-    if name not in kinds:
-        raise ValueError(f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(kinds)}")
-    kind = kinds[name]
-    gemma = kind.startswith("gemma")
+    if name not in _GGUF_KINDS:
+        raise ValueError(
+            f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(_GGUF_KINDS)}"
+        )
+    kind = _GGUF_KINDS[name]
     read = Fields({k.removeprefix(name + "."): v for k, v in meta.items()}, source, f"{name}.")
-    if read.integer("expert_count", default=0):
-        raise ValueError(f"{source}: a mixture of experts in GGUF is not supported; use its safetensors checkpoint")
+    if kind == "llama" and read.integer("expert_count", default=0):
+        kind = "mixtral"
+    gemma = kind.startswith("gemma")
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
     layers = read.integer("block_count", least=1, most=_MAX_LAYERS)
     context = read.integer("context_length", least=1, most=_MAX_CONTEXT)
@@ -420,10 +583,11 @@ def from_gguf(
         raise read.wrong("rope.dimension_count", f"{head_dim}, all of a head", read.raw["rope.dimension_count"])
     rope = read_gguf_rope(read, context, head_dim, rope_factors or {})
     window = read.integer("attention.sliding_window", default=4096 if kind == "gemma2" else 0)
-    pattern = {"gemma2": 2, "gemma3_text": 6}.get(kind, 1)
-    if gemma:
+    pattern = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(kind, 1)
+    patterned = gemma or kind == "gpt_oss"
+    if patterned:
         pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
-    windowed = tuple(i for i in range(layers) if not gemma or (i + 1) % pattern) if window else ()
+    windowed = tuple(i for i in range(layers) if not patterned or (i + 1) % pattern) if window else ()
     caps = (50.0, 30.0) if kind == "gemma2" else (0.0, 0.0)
     return _checked(
         source,
@@ -437,7 +601,7 @@ def from_gguf(
         ffn=read.integer("feed_forward_length", least=1),
         **_contexts(rope, context),
         norm_eps=read.number("attention.layer_norm_rms_epsilon", default=1e-6, least=0),
-        rope=rope,
+        rope=replace(rope, truncate=False) if kind == "gpt_oss" else rope,
         local_rope=RopeConfig(theta=read.positive("rope.freq_base_swa", default=10000.0))
         if kind == "gemma3_text"
         else None,
@@ -447,10 +611,32 @@ def from_gguf(
         attention_softcap=read.number("attn_logit_softcapping", default=caps[0], least=0),
         logit_softcap=read.number("final_logit_softcapping", default=caps[1], least=0),
         embedding_scale=hidden**0.5 if gemma else 1.0,
+        experts=_gguf_experts(read, kind, layers),
         bos=next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
         eos=_gguf_eos(whole),
         # GGUF files hold Gemma's norm weights with the offset of 1 added.
-        **(dict(ARCHITECTURES[kind]) | {"norm_offset": 0.0, "tied": tied or gemma}),
+        **{**ARCHITECTURES[kind], "norm_offset": 0.0, "tied": tied or gemma, **_GGUF_FIXED.get(kind, {})},
+    )
+
+
+def _gguf_experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
+    """The mixture of experts of a GGUF file: in all layers of the architectures that have one."""
+    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+        return None
+    count, dense = read.integer("expert_count", least=1), read.integer("feed_forward_length", least=1)
+    active = read.integer("expert_used_count", least=1, most=count)
+    narrow = dense // active if kind == "qwen2_moe" else dense
+    shared = read.integer("expert_shared_feed_forward_length", default=dense) if kind == "qwen2_moe" else 0
+    return MoEConfig(
+        count=count,
+        active=active,
+        ffn=read.integer("expert_feed_forward_length", default=narrow, least=1),
+        shared_ffn=shared,
+        shared_gate=shared > 0,
+        renormalize=kind != "qwen2_moe",
+        layers=tuple(range(layers)),
+        router_bias=kind == "gpt_oss",
+        bias=kind == "gpt_oss",
     )
 
 
@@ -464,6 +650,9 @@ def _require_list(read: Fields, name: str) -> list[Any]:
 def _gguf_eos(read: Fields) -> tuple[int, ...]:
     """End-of-sequence tokens, by the rules of llama.cpp."""
     eos = eos_token_ids(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS))
+    if read.raw.get("general.architecture") == "gpt-oss":
+        names = read.raw.get("tokenizer.ggml.tokens") or ()
+        return tuple(dict.fromkeys((*eos, *(i for i, token in enumerate(names) if token in _HARMONY_ENDS))))
     tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
         return eos

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.cache import Cache
 from foretell.model.decoder import BlockOutput, BlockRange, Decoder, SkipSet
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout, find_padded_index, pad_to_rectangle
@@ -63,10 +64,11 @@ class GraphedDecoder(NetworkWrapper):
         """The network without some sub-layers, sharing all weights."""
         return GraphedDecoder(self._decoder.without_sublayers(skip))
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; passes over all blocks and few tokens are replayed."""
         if layout.token_count > _MAX_TOKENS or (blocks.first, blocks.last) != (0, self.config.layers):
             return self._decoder.run(x, layout, cache, blocks)
+        assert isinstance(cache, KVCache)
         b, n = pad_to_rectangle(layout).shape
         index = pad_to_rectangle(layout, _next_power(b), _next_power(n))
         flat_layout = _select(layout, index.flatten())
@@ -91,13 +93,11 @@ class GraphedDecoder(NetworkWrapper):
         return BlockOutput(tuple(state[padded_index] for state in static.out))
 
     def _run(
-        self, x: Float[torch.Tensor, "t d"], padded: PaddedLayout, cache: KVCache, blocks: BlockRange
+        self, x: Float[torch.Tensor, "t d"], padded: PaddedLayout, cache: Cache, blocks: BlockRange
     ) -> tuple[Float[torch.Tensor, "t d"], ...]:
         return self._decoder.run_padded(x, padded, cache, blocks).hidden_states
 
-    def _capture(
-        self, x: Float[torch.Tensor, "t d"], padded: PaddedLayout, cache: KVCache, blocks: BlockRange
-    ) -> _Pass:
+    def _capture(self, x: Float[torch.Tensor, "t d"], padded: PaddedLayout, cache: Cache, blocks: BlockRange) -> _Pass:
         """Capture a pass on static tensors of its own, after a warm-up on a side stream, which CUDA graphs require."""
         x = x.clone()
         if x.device.type != "cuda":

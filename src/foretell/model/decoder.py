@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma and Mixtral by configuration.
+"""The decoder of the Llama family in plain torch: Llama, Mistral, Qwen, Gemma, gpt-oss and Mixtral by configuration.
 
 The modules hold weights only; key-value caches are arguments.
 """
@@ -13,14 +13,18 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
+from foretell.model.activation import Activation, gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
-from foretell.model.config import Activation, ModelConfig
+from foretell.model.cache import Cache, LayeredCache
+from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
+from foretell.model.state_layers import StateMixer
+from foretell.model.state_store import StateStore
 
 
 class RMSNorm(nn.Module):
@@ -54,16 +58,12 @@ def gated_mlp(
 ) -> Float[torch.Tensor, "*t d"]:
     """Gated feed-forward network (Shazeer, arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
     gate, up = gate_up(x).chunk(2, -1)
-    out: torch.Tensor = down(_activate(gate, activation) * up)
+    out: torch.Tensor = down(gated(gate, up, activation))
     return out
 
 
-def _activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+def _add(x: torch.Tensor, part: torch.Tensor, scale: float) -> torch.Tensor:
+    return x + part if scale == 1 else x + part * scale
 
 
 class HeadSizes(Protocol):
@@ -88,6 +88,12 @@ class LayerModules(NamedTuple):
     k_norm: nn.Module | None = None
     post_attention_norm: nn.Module | None = None
     post_mlp_norm: nn.Module | None = None
+    mixer: StateMixer | None = None
+    attention_gate: bool = False
+    """The rows of `qkv` end with a gate per query head."""
+    residual_scale: float = 1.0
+    sinks: Float[torch.Tensor, " h"] | None = None
+    """A number per query head that joins the softmax over its keys (gpt-oss)."""
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -99,15 +105,21 @@ class DecoderLayer(nn.Module, ABC):
         """Its modules."""
 
     def project(
-        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles
+        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles | None
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         """Rotated queries, rotated keys, and values from the input of the attention."""
+        return self._rotated(self.layer_modules.qkv(x), sizes, angles)
+
+    def _rotated(
+        self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles | None
+    ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
         p, h, g = self.layer_modules, sizes.heads, sizes.kv_heads
-        heads = p.qkv(x).unflatten(-1, (h + 2 * g, sizes.head_dim))
+        heads = projected[..., : (h + 2 * g) * sizes.head_dim].unflatten(-1, (h + 2 * g, sizes.head_dim))
         qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
         if p.q_norm is not None and p.k_norm is not None:
             qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
-        qk = apply_rope(qk, angles)
+        if angles is not None:
+            qk = apply_rope(qk, angles)
         return qk[..., :h, :], qk[..., h:, :], v
 
     def add_attention(
@@ -115,14 +127,21 @@ class DecoderLayer(nn.Module, ABC):
         x: Float[torch.Tensor, "*t d"],
         attention_input: Float[torch.Tensor, "*t i"],
         sizes: HeadSizes,
-        angles: RopeAngles,
+        angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
         p = self.layer_modules
-        part: torch.Tensor = p.output(attention.attend(layer, *self.project(attention_input, sizes, angles)))
-        return x + (part if p.post_attention_norm is None else p.post_attention_norm(part))
+        projected = p.qkv(attention_input)
+        if p.mixer is not None:
+            mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
+        else:
+            mixed = attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks)
+        if p.attention_gate:
+            mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
+        part: torch.Tensor = p.output(mixed)
+        return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
@@ -133,11 +152,14 @@ class DecoderLayer(nn.Module, ABC):
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
-        return x + (part if p.post_mlp_norm is None else p.post_mlp_norm(part)), expert_count
+        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), expert_count
 
 
 class DecoderBlock(DecoderLayer):
-    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads'."""
+    """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads', then all query
+    heads' gates where attention is gated. A block with a `mixer` has that in place of attention, and `qkv` is its input
+    projection.
+    """
 
     def __init__(
         self,
@@ -150,24 +172,33 @@ class DecoderBlock(DecoderLayer):
         k_norm: RMSNorm | None = None,
         post_attention_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
+        mixer: StateMixer | None = None,
+        attention_gate: bool = False,
+        residual_scale: float = 1.0,
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
+        self.mixer, self.attention_gate, self.residual_scale = mixer, attention_gate, residual_scale
+        self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
 
     @property
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
-        return LayerModules(self.qkv, self.output, self.mlp_norm, self.mlp, *norms)
+        return LayerModules(
+            *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
+            *(self.mixer, self.attention_gate, self.residual_scale, self.sinks),
+        )
 
     def forward(
         self,
         x: Float[torch.Tensor, "*t d"],
         sizes: HeadSizes,
-        angles: RopeAngles,
+        angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
@@ -218,6 +249,18 @@ class SkipSet:
     mlp: frozenset[int] = frozenset()
 
 
+def decoder_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
+    """Rotary tables of full-attention layers and of sliding-window layers; one object where these are the same.
+
+    Raises:
+        ValueError: the configuration has no rotary positions.
+    """
+    if config.rope is None:
+        raise ValueError(f"{config.architecture}: the decoder needs rotary positions")
+    full = rope_tables(config.rope, config.head_dim, config.context)
+    return full, rope_tables(config.local_rope, config.head_dim, config.context) if config.local_rope else full
+
+
 class Decoder(nn.Module):
     """A decoder in torch: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
@@ -237,15 +280,9 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = Linear(self.embedding.data) if head is None else head
         self.skip = skip
-        self.rope_tables = self._build_rope_tables(local=False)
-        self.local_rope_tables = self._build_rope_tables(local=True)
-
-    def _build_rope_tables(self, local: bool) -> RopeTables:
-        rope = self.config.local_rope if local and self.config.local_rope else self.config.rope
-        if rope is None:
-            raise ValueError(f"{self.config.architecture}: the decoder needs rotary positions")
-        cos, sin = rope_tables(rope, self.config.head_dim, self.config.context)
-        return cos.to(self.device), sin.to(self.device)
+        full, local = decoder_rope_tables(config)
+        self.rope_tables = full[0].to(self.device), full[1].to(self.device)
+        self.local_rope_tables = local[0].to(self.device), local[1].to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -256,7 +293,7 @@ class Decoder(nn.Module):
     def backend(self) -> Backend:
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
-        return Backend("torch", self.device.type, precision)
+        return Backend("torch", self.device.type, precision, cache_dtype=self.config.cache_dtype)
 
     def first_layers(self, layers: int) -> "Decoder":
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
@@ -277,10 +314,19 @@ class Decoder(nn.Module):
     def _block_list(self) -> list[DecoderBlock]:
         return [b for b in self.blocks if isinstance(b, DecoderBlock)]
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
-        c = self.config
-        return KVCache(c.layers, c.kv_heads, c.head_dim, self.embedding.dtype, self.device)
+        c, dtype = self.config, self.embedding.dtype
+        recurrent = c.state_layers
+        int8 = c.cache_dtype == "int8"
+        keys_and_values = KVCache(c.layers - len(recurrent), c.kv_heads, c.head_dim, dtype, self.device, int8)
+        if c.state is None:
+            return keys_and_values
+        attention = [i for i in range(c.layers) if i not in recurrent]
+        places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
+        wide = torch.promote_types(dtype, torch.float32)
+        states = StateStore(len(recurrent), c.state.shape, wide, self.device)
+        return LayeredCache([keys_and_values, states], [places[i] for i in range(c.layers)])
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""
@@ -288,9 +334,9 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
-        return self.run_padded(x, PaddedLayout.from_layout(layout, x.device), cache, blocks)
+        return run_blocks(x, blocks, self.block, self.block_forward(layout, cache))
 
     def block(self, i: int) -> DecoderBlock:
         """Block `i`."""
@@ -302,18 +348,20 @@ class Decoder(nn.Module):
         self,
         x: Float[torch.Tensor, "t d"],
         padded: PaddedLayout,
-        cache: KVCache,
+        cache: Cache,
         blocks: BlockRange,
     ) -> BlockOutput:
         """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
         return run_blocks(x, blocks, self.block, self._block_forward(padded, cache))
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[DecoderBlock]:
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""
-        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache)
+        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache, layout)
 
-    def _block_forward(self, padded: PaddedLayout, cache: KVCache) -> BlockForward[DecoderBlock]:
-        c, attention = self.config, CachedAttention(cache, padded, self.config)
+    def _block_forward(
+        self, padded: PaddedLayout, cache: Cache, layout: Layout | None = None
+    ) -> BlockForward[DecoderBlock]:
+        c, attention = self.config, CachedAttention(cache, padded, self.config, layout)
         full = rope_angles(self.rope_tables, padded.position)
         local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
 
@@ -321,7 +369,8 @@ class Decoder(nn.Module):
             block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
         ) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
-                x = block.add_attention(x, block.attention_norm(x), c, local if c.window_of(i) else full, i, attention)
+                angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
+                x = block.add_attention(x, block.attention_norm(x), c, angles, i, attention)
             return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
 
         return forward
@@ -333,5 +382,7 @@ class Decoder(nn.Module):
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Logits of the next token in float32 or wider, from the output of `final_norm`."""
         out = widen(self.head(x))
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out

@@ -1,4 +1,4 @@
-"""The key-value cache of a network."""
+"""The key-value cache of attention layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,33 +6,71 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 
-_INTEGER_DTYPE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from foretell.model.cache import Cache
+
+_INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
 _SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
 """The cache grows in steps of 256 slots up to 1024 slots, then in steps of 1024."""
 
 
-class KVCache:
-    """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand."""
+INT8_LIMIT = 127
+"""Largest int8 number of a quantised key or value: the scale of a token's head is its largest magnitude over this."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
+
+class KVCache(Cache):
+    """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand.
+
+    `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. Every token is quantised by itself
+    when it is written, so that it does not matter what else is written in the same pass.
+    """
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, int8: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=torch.int8 if int8 else dtype, device=device)
         self.v = torch.empty_like(self.k)
-        self._movable = _movable_view(self.k), _movable_view(self.v)
+        self.k_scale: Float[torch.Tensor, "l r h s"] | None = None
+        self.v_scale: Float[torch.Tensor, "l r h s"] | None = None
+        if int8:
+            self.k_scale = torch.empty(layers, 0, kv_heads, 0, device=device)
+            self.v_scale = torch.empty_like(self.k_scale)
+        self._movable = tuple(map(_movable_view, self._parts()))
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row."""
+        return self.k.shape[3]
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None]
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows that there is room for."""
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return sum(part.nbytes for part in self._parts())
 
     def reserve(self, rows: int, slots: int) -> None:
         """Grow to at least `rows` rows of `slots` tokens each; the contents stay."""
-        layers, old_rows, heads, old_slots, dim = self.k.shape
+        layers, old_rows, heads, old_slots, _ = self.k.shape
         if rows <= old_rows and slots <= old_slots:
             return
         rows, step = max(rows, old_rows), _SMALL_STEP if slots <= _SMALL_LIMIT else _LARGE_STEP
         slots = max(old_slots, -(-slots // step) * step)
-        for name in ("k", "v"):
-            old: torch.Tensor = getattr(self, name)
-            new = old.new_zeros(layers, rows, heads, slots, dim)
+        for name in ("k", "v", "k_scale", "v_scale"):
+            old: torch.Tensor | None = getattr(self, name)
+            if old is None:
+                continue
+            new = old.new_zeros(layers, rows, heads, slots, *old.shape[4:])
             new[:, :old_rows, :, :old_slots] = old
             setattr(self, name, new)
-        self._movable = _movable_view(self.k), _movable_view(self.v)
+        self._movable = tuple(map(_movable_view, self._parts()))
 
     def write(
         self,
@@ -44,8 +82,30 @@ class KVCache:
     ) -> None:
         """Store the keys and values of new tokens in their slots."""
         index = row, slice(None), slot
-        self.k[layer][index] = k.to(self.k.dtype)
-        self.v[layer][index] = v.to(self.v.dtype)
+        for x, part, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+            if scales is None:
+                part[layer][index] = x.to(part.dtype)
+                continue
+            peak = x.abs().amax(-1, keepdim=True).float()
+            part[layer][index] = (x.float() * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
+            scales[layer][index] = peak[..., 0] / INT8_LIMIT
+
+    def read(
+        self, layer: int, rows: Int[torch.Tensor, " b"], slots: int
+    ) -> tuple[Float[torch.Tensor, "b h s d"], Float[torch.Tensor, "b h s d"]]:
+        """Keys and values of the first slots of some rows."""
+
+        def read(part: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+            found = part[layer].index_select(0, rows)[:, :, :slots]
+            if scales is None:
+                return found
+            return (found * scales[layer].index_select(0, rows)[:, :, :slots, None]).to(self.dtype)
+
+        return read(self.k, self.k_scale), read(self.v, self.v_scale)
+
+    def keep(self, row: int, length: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
+        self.move(row, [length + node for node in path], length)
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
         """Copy the slots `source` of a row to `target, target+1, …`; source and target may overlap."""

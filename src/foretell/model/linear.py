@@ -11,8 +11,10 @@ INT8_BLOCK = 64
 """Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
 INT8_GROUP = 192
 """Inputs that share a scale."""
-UNQUANTIZED_MATRICES = ("router", "shared_gate")
-"""Matrices of mixture-of-experts layers that are not quantised: they select and weight experts, and are small."""
+UNQUANTIZED_MATRICES = ("router", "shared_gate", "gates")
+"""Matrices that are not quantised, because they are small and decide much: they select and weight experts, and give
+the decay of recurrent states.
+"""
 
 
 def widen(x: Float[torch.Tensor, "*any"]) -> Float[torch.Tensor, "*any"]:

@@ -3,41 +3,65 @@
 Dropless: a token's result does not depend on the other tokens of the pass.
 """
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
+from foretell.model.activation import Activation, gated
 from foretell.model.config import MoEConfig
 from foretell.model.linear import Linear, widen
 
+_LEAST_SUM = 1e-20
+"""Added to the sum of a token's weights before they are divided by it (as in transformers)."""
+
 
 class ExpertFeedForward(nn.Module):
-    """Router, experts and the optional shared expert of one block.
+    """Router, experts and the optional shared expert of one block; gate rows come before up rows.
 
-    `gate_up` is `[experts, 2 * ffn, hidden]` (gate rows first), `down` `[experts, hidden, ffn]`.
+    `selection_bias`: added to the router's scores where experts are chosen, but not to their weights (DeepSeek-V3,
+    arXiv 2412.19437). `shared`: gate and up, down, and the gate of the shared expert.
     """
 
     def __init__(
         self,
         experts: MoEConfig,
         router: Linear,
-        gate_up: Float[torch.Tensor, "e f2 d"],
-        down: Float[torch.Tensor, "e d f"],
+        gate_up: Sequence[Linear],
+        down: Sequence[Linear],
         shared: tuple[Linear, Linear, Linear | None] | None = None,
+        selection_bias: Float[torch.Tensor, " e"] | None = None,
+        activation: Activation = "silu",
     ) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.activation = experts, activation
         self.router = router
-        self.gate_up = nn.ModuleList(Linear(weight) for weight in gate_up)
-        self.down = nn.ModuleList(Linear(weight) for weight in down)
+        self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
         modules: tuple[Linear | None, Linear | None, Linear | None] = shared or (None, None, None)
         self.shared_gate_up, self.shared_down, self.shared_gate = modules
+        self.selection_bias = None if selection_bias is None else nn.Parameter(selection_bias, requires_grad=False)
 
     def route(self, x: Float[torch.Tensor, "t d"]) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
         """Weights and indices of the experts of each token."""
-        weight, index = torch.softmax(widen(self.router(x)), -1).topk(self.experts.active, -1)
-        return (weight / weight.sum(-1, keepdim=True) if self.experts.renormalize else weight), index
+        c, logits = self.experts, widen(self.router(x))
+        score = torch.sigmoid(logits) if c.scoring == "sigmoid" else torch.softmax(logits, -1)
+        wanted = score if self.selection_bias is None else score + self.selection_bias.to(score.dtype)
+        index = self._exclude_groups(wanted).topk(c.active, -1).indices
+        weight = score.gather(-1, index)
+        if c.renormalize:
+            weight = weight / (weight.sum(-1, keepdim=True) + _LEAST_SUM)
+        return (weight if c.scale == 1 else weight * c.scale), index
+
+    def _exclude_groups(self, score: Float[torch.Tensor, "t e"]) -> Float[torch.Tensor, "t e"]:
+        """The scores, -infinity outside the best groups: those with the largest sum of their best experts' scores."""
+        c = self.experts
+        if c.active_groups == c.groups:
+            return score
+        groups = score.view(len(score), c.groups, -1)
+        best = groups.topk(c.ranked_by, -1).values.sum(-1).topk(c.active_groups, -1).indices
+        excluded = torch.ones(len(score), c.groups, dtype=torch.bool, device=score.device).scatter(1, best, False)
+        return groups.masked_fill(excluded[:, :, None], float("-inf")).flatten(1)
 
     def forward(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """Weighted sum of each token's experts, plus the shared expert."""
@@ -50,11 +74,14 @@ class ExpertFeedForward(nn.Module):
         used = index.unique().tolist()
         for expert in used:
             token, place = torch.nonzero(index == expert, as_tuple=True)
-            gate, up = self.gate_up[expert](x[token]).chunk(2, -1)
-            part = self.down[expert](F.silu(gate) * up)
+            part = self._expert(x[token], self.gate_up[expert], self.down[expert])
             out.index_add_(0, token, part * weight[token, place, None].to(x.dtype))
         if self.shared_gate_up is not None and self.shared_down is not None:
-            gate, up = self.shared_gate_up(x).chunk(2, -1)
-            part = self.shared_down(F.silu(gate) * up)
+            part = self._expert(x, self.shared_gate_up, self.shared_down)
             out = out + (part if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * part)
         return out, len(used)
+
+    def _expert(self, x: Float[torch.Tensor, "n d"], gate_up: nn.Module, down: nn.Module) -> Float[torch.Tensor, "n d"]:
+        gate, up = gate_up(x).chunk(2, -1)
+        out: torch.Tensor = down(gated(gate, up, self.activation))
+        return out

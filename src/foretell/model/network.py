@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Int
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import BlockOutput, BlockRange, SkipSet
 from foretell.model.kernels import DynamicTrees
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 
 
@@ -30,7 +30,7 @@ class OuterNetwork(Protocol):
     def backend(self) -> Backend:
         """What computes the passes."""
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
@@ -47,7 +47,7 @@ class OuterNetwork(Protocol):
 class Network(OuterNetwork, Protocol):
     """A network that a `DecoderRunner` can run: the torch decoder, or the decoder on the CPU kernels."""
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
 
     def first_layers(self, layers: int) -> "Network":
@@ -66,7 +66,7 @@ class TreeNetwork(Protocol):
         tree: TokenTree,
         rows: Sequence[int],
         length: Sequence[int],
-        cache: KVCache,
+        cache: Cache,
         active: Bool[np.ndarray, "b n"],
         scored: Bool[np.ndarray, "b n"],
         hidden_layers: tuple[int, ...],
@@ -88,7 +88,7 @@ class DynamicTreeNetwork(Protocol):
         self,
         roots: Float[torch.Tensor, "b d"],
         trees: DynamicTrees,
-        cache: KVCache,
+        cache: Cache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
         """Grow trees below roots whose last block's outputs are given; `token_of`: the token of every row of the head
@@ -113,7 +113,7 @@ class NetworkWrapper:
         """What computes the passes."""
         return self._inner.backend
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> Cache:
         """An empty cache for this network."""
         return self._inner.new_cache()
 

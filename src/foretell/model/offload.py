@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import BlockForward, BlockOutput, BlockRange, SkipSet, run_blocks
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.network import NetworkWrapper, OuterNetwork
 
@@ -74,7 +74,7 @@ def weight_bytes(part: Any) -> int:
 class BlocklessNetwork(OuterNetwork, Protocol[B]):
     """A network without its blocks, and the forward pass of a block given as an argument."""
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[B]:
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[B]:
         """The forward pass of a block over this layout and cache."""
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "BlocklessNetwork[B]":
@@ -92,7 +92,7 @@ class OffloadedDecoder(NetworkWrapper, Generic[B]):
         super().__init__(outer)
         self._outer, self.store = outer, store
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; blocks that are not resident are in memory one at a time."""
         return run_blocks(x, blocks, self.store.get, self._outer.block_forward(layout, cache))
 

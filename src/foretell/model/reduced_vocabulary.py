@@ -3,9 +3,9 @@
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.cache import Cache
 from foretell.model.decoder import BlockOutput, BlockRange, SkipSet
 from foretell.model.kernels import DynamicTrees
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.network import DynamicTreeNetwork, Network, NetworkWrapper
 
@@ -20,7 +20,7 @@ class ReducedVocabulary(NetworkWrapper):
         super().__init__(network)
         self._network, self._token_of = network, token_of.to(network.device)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
         return self._network.run(x, layout, cache, blocks)
 
@@ -35,7 +35,7 @@ class ReducedVocabulary(NetworkWrapper):
         """Whether the inner network can."""
         return isinstance(self._network, DynamicTreeNetwork) and self._network.grows_dynamic_trees
 
-    def grow_dynamic_trees(self, roots: Float[torch.Tensor, "b d"], trees: DynamicTrees, cache: KVCache) -> None:
+    def grow_dynamic_trees(self, roots: Float[torch.Tensor, "b d"], trees: DynamicTrees, cache: Cache) -> None:
         """Grow trees with tokens of the whole vocabulary."""
         assert isinstance(self._network, DynamicTreeNetwork)
         self._network.grow_dynamic_trees(roots, trees, cache, self._token_of)

@@ -1,4 +1,4 @@
-"""A network with its key-value cache: forward passes over token trees, for targets and draft models."""
+"""A network with its cache: forward passes over token trees, for targets and draft models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.decoder import BlockRange
 from foretell.model.kernels import DynamicTrees
+from foretell.model.kernels.dynamic_tree import Noise
 from foretell.model.layout import Layout, index_marked
 from foretell.model.network import DynamicTreeNetwork, Network, TreeNetwork
 
@@ -56,12 +57,13 @@ class Runner(ABC):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
+        noise: Noise | None = None,
     ) -> DynamicTrees | None:
         """Run the prefixes, and grow a dynamic tree below each in one call, as `shape.DynamicTree` would; None: not
         supported, nothing ran.
 
-        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`. If a tree is a chain, all its
-        nodes but the last have run, in the slots after the prefix.
+        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`; `noise` as in
+        `DynamicTrees`. If a tree is a chain, all its nodes but the last have run, in the slots after the prefix.
         """
         return None
 
@@ -71,11 +73,15 @@ class Runner(ABC):
 
     @abstractmethod
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
+        """Forget a row's tokens from `length` on; recurrent states go back to `restorable(row, length)` tokens."""
+
+    def restorable(self, row: int, length: int) -> int:
+        """The number of tokens that `truncate(row, length)` leaves: at most `length` and those committed."""
+        return min(length, self.length(row))
 
 
 class DecoderRunner(Runner):
-    """A `Network` with a `KVCache`."""
+    """A `Network` with its cache."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -106,6 +112,7 @@ class DecoderRunner(Runner):
         self._reserve(rows, tree.nodes)
         active = tree.active if active is None else active
         length = [self._length[row] for row in rows]
+        self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
         if self._tree_network is not None and tree.probe_embeddings is None:
             marked = active if scored is None else scored
             return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
@@ -145,6 +152,7 @@ class DecoderRunner(Runner):
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
+        noise: Noise | None = None,
     ) -> DynamicTrees | None:
         """Run prefixes and grow trees below them; see `Runner.grow_dynamic_tree`."""
         if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
@@ -155,7 +163,7 @@ class DecoderRunner(Runner):
         )
         roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
         length = np.array([self._length[row] for row in rows]) + prefixes.prefix_length
-        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length)
+        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise)
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 
@@ -190,15 +198,19 @@ class DecoderRunner(Runner):
         self._length += [0] * (need - len(self._length))
         self.cache.reserve(need, max([self._length[row] for row in rows]) + nodes)
 
+    @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
-        # Ascending: the nodes are in place unless one is left out.
-        if path and path[-1] != len(path) - 1:
-            base = self._length[row]
-            self.cache.move(row, [base + node for node in path], base)
+        self.cache.keep(row, self._length[row], path)
         self._length[row] += len(path)
 
+    @torch.inference_mode()
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
+        """Forget a row's tokens from `length` on; see `Runner.truncate`."""
         if row < len(self._length):
-            self._length[row] = min(length, self._length[row])
+            self._length[row] = self.restorable(row, length)
+            self.cache.truncate(row, int(self._length[row]))
+
+    def restorable(self, row: int, length: int) -> int:
+        """The number of tokens that `truncate(row, length)` leaves."""
+        return self.cache.restorable(row, min(length, self.length(row)))

@@ -70,6 +70,10 @@ class StoredMatrix:
         """The rows of these indices, copied."""
         return StoredMatrix(self.kind, self.inputs, self.data.index_select(0, index))
 
+    def rounded(self, dtype: torch.dtype) -> "StoredMatrix":
+        """The numbers rounded to bfloat16 or float32."""
+        return StoredMatrix.of(self.widen().to(dtype))
+
     def widen(self) -> Float[torch.Tensor, "o i"]:
         """The numbers: of a quantised matrix in float32, as `gguf.quants` computes them; else in the stored dtype."""
         if not self.quantized:
@@ -93,3 +97,7 @@ def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
 def widen_rows(parts: Sequence[StoredMatrix]) -> Float[torch.Tensor, "o i"]:
     """Matrices of the same inputs, one below the other; in the common dtype of their numbers."""
     return torch.cat([part.widen() for part in parts])
+
+
+Matrix = torch.Tensor | StoredMatrix
+"""A matrix [out, in] in any float dtype, or as its checkpoint stores it."""

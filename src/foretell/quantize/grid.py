@@ -28,6 +28,12 @@ class Parameters:
         fields = tuple(torch.cat(field, 1) for field in zip(*(p.fields for p in parts), strict=True))
         return Parameters(torch.cat([p.scale for p in parts], 1), torch.cat([p.offset for p in parts], 1), fields)
 
+    @staticmethod
+    def stack(parts: "list[Parameters]") -> "Parameters":
+        """Parameters of rows below each other."""
+        fields = tuple(torch.cat(field) for field in zip(*(p.fields for p in parts), strict=True))
+        return Parameters(torch.cat([p.scale for p in parts]), torch.cat([p.offset for p in parts]), fields)
+
     def rows(self, first: int, last: int) -> "Parameters":
         """The parameters of some outputs."""
         return Parameters(self.scale[first:last], self.offset[first:last], tuple(f[first:last] for f in self.fields))

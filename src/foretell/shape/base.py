@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
+from foretell.core.noise import NOISE_CANDIDATES, target_noise
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
@@ -66,6 +67,7 @@ class TreeBuilder:
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
         self.depth = 0
         """Levels below the roots built so far."""
+        self._noise = target_noise(context, int(context.max_depth.max(initial=0)))
 
     def can_expand(self, row: int, node: int) -> bool:
         """Whether a node of the frontier may have children: it is valid and above the maximum depth."""
@@ -77,8 +79,15 @@ class TreeBuilder:
         return ProcessedDistributions(self.context, self.tree, logits, logit_index)
 
     def top_tokens(self, draft: Predictor, count: int) -> TopTokens:
-        """The drafter's most probable tokens after the frontier."""
-        return draft.top_tokens(self.tree, self.frontier, self.context, count)
+        """The drafter's most probable tokens after the frontier; where it may know the target's noise, given that."""
+        if self._noise is None:
+            return draft.top_tokens(self.tree, self.frontier, self.context, count)
+        found = draft.top_tokens(self.tree, self.frontier, self.context, max(count, NOISE_CANDIDATES))
+        probability, token = found.probability.copy(), found.token.copy()
+        for row, nodes in enumerate(self.frontier):
+            for place in {int(i) for i in found.logit_index[row, nodes] if i >= 0}:
+                probability[place], token[place] = self._noise.rank(row, self.depth, probability[place], token[place])
+        return TopTokens(probability[:, :count], token[:, :count], found.logit_index)
 
     def add_distribution(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
         """Store a distribution that nodes of `row` are sampled from; its index in `q`."""
@@ -193,7 +202,8 @@ def _child_tokens(
     """
     if not draw or distributions.sampling_params(row).temperature == 0:
         if tuple(ranks) == (0,):
-            return [(distributions.argmax(row, node), -1)]
+            coupled = builder.context.coupled and not draw
+            return [((distributions.sample if coupled else distributions.argmax)(row, node), -1)]
         confidence = distributions.confidence(row, node)
         best = confidence.topk(min(max(ranks) + 1, len(confidence))).indices.tolist()
         return [(best[r], -1) for r in ranks if r < len(best)]

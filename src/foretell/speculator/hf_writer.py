@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import Activation, ModelConfig, RopeConfig
+from foretell.model.activation import Activation
+from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
 from foretell.speculator.checkpoint import write_weights
@@ -36,7 +37,7 @@ def write_hf(
     write_weights(folder, tensors)
     _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if codec is not None:
-        _write_codec(folder, codec)
+        write_codec(folder, codec)
 
 
 def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -144,7 +145,8 @@ def _split_fused(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, 
     }
 
 
-def _write_codec(folder: Path, codec: TextCodec) -> None:
+def write_codec(folder: Path, codec: TextCodec) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`; files of these names are replaced."""
     _write(folder / "tokenizer.json", codec.tokenizer.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": codec.bos, "eos_token": codec.eos}
     config["chat_template"] = codec.chat_template

@@ -36,7 +36,7 @@ def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
     types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
     vocab = {t: i for i, t in enumerate(tokens)}
     if meta["tokenizer.ggml.model"] == "gpt2":
-        merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
+        merges = [tuple(m.split(" ")) for m in meta.get("tokenizer.ggml.merges", [])]
         tokenizer = Tokenizer(
             models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
         )

@@ -16,7 +16,9 @@ WINDOW = 64
 """Tokens over which rounding noise is measured."""
 _TOP_LOGITS = 8
 """Logits of a position that are compared: only the best ones can be chosen."""
-_MAX_RELATIVE_NOISE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.15}
+_MAX_RELATIVE_NOISE: Mapping[str, float] = {
+    "float32": 1e-4, "bfloat16": 0.05, "int8": 0.15, "int8-activations": 0.15, "int4": 0.15
+}  # fmt: skip
 """Largest difference, as a share of the largest logit, that rounding in a precision explains. A larger one is a bug of
 the target's forward pass.
 """

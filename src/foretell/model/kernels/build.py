@@ -102,7 +102,7 @@ def _without_forbidden() -> tuple[str, ...]:
 
 def build(flags: Sequence[str] = ()) -> BuildResult:
     """Load the kernels built with extra flags from the cache directory; compile them if they are not there."""
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         return BuildResult(
             None,
@@ -135,7 +135,8 @@ def _variants() -> list[_Variant]:
     return [_Variant(torch_runtime, ()), _Variant(own_runtime, ("-fopenmp",)), _Variant(none, none)]
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Path of the C++ compiler; None: there is none."""
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
@@ -179,7 +180,7 @@ def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequenc
         *link_flags,
         _machine_id(),
     ]
-    return _cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
+    return cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
 
 
 def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
@@ -204,8 +205,17 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
     return structures.declare_signatures(opened)
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """The user's cache directory of this package."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
+
+
+@functools.cache
+def packing_key() -> str:
+    """A hash of what the layout of packed weights depends on: the kernels, the code that packs, the instructions."""
+    files = [*sorted(SOURCE.parent.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))]
+    key = [path.read_bytes() for path in files if path.is_file()]
+    return hashlib.sha256(repr([*key, library().foretell_instructions()]).encode()).hexdigest()
 
 
 def _machine_id() -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import (
     BlockForward,
@@ -24,20 +25,25 @@ from foretell.model.decoder import (
     RMSNorm,
     SkipSet,
 )
+from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
-from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
+from foretell.model.kernels.embedding import NativeEmbedding
+from foretell.model.kernels.kv_cache import NativeKVCache
+from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
 from foretell.model.kernels.structures import Precision
-from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
+from foretell.model.linear import Linear
+from foretell.model.moe import ExpertFeedForward
+from foretell.model.stored_matrix import StoredMatrix
 
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
-    gate, up = block.mlp.gate_up.weight.chunk(2)
+    assert isinstance(block, DecoderBlock)
+    mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
         qkv=[block.qkv.weight],
@@ -47,11 +53,39 @@ def block_weights(block: nn.Module) -> BlockWeights:
         output=block.output.weight,
         output_bias=block.output.bias,
         mlp_norm=block.mlp_norm.weight,
-        gate=gate,
-        up=up,
-        down=block.mlp.down.weight,
+        gate=None if mlp is None else mlp.gate,
+        up=None if mlp is None else mlp.up,
+        down=None if mlp is None else mlp.down,
+        gate_bias=None if mlp is None else mlp.gate_bias,
+        up_bias=None if mlp is None else mlp.up_bias,
+        down_bias=None if mlp is None else mlp.down_bias,
+        sinks=block.sinks,
+        experts=expert_matrices(block.mlp) if isinstance(block.mlp, ExpertFeedForward) else None,
         post_attention_norm=_weight(block.post_attention_norm),
         post_mlp_norm=_weight(block.post_mlp_norm),
+    )
+
+
+def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
+    """The matrices of a gated feed-forward network in torch."""
+    assert isinstance(gate_up, Linear) and isinstance(down, Linear)
+    gate, up = gate_up.weight.chunk(2)
+    gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+    return GatedMatrices(gate, up, down.weight, gate_bias, up_bias, down.bias)
+
+
+def expert_matrices(mlp: ExpertFeedForward) -> ExpertMatrices:
+    """The matrices of a mixture of experts in torch."""
+    shared = None
+    if mlp.shared_gate_up is not None and mlp.shared_down is not None:
+        shared = gated_matrices(mlp.shared_gate_up, mlp.shared_down)
+    return ExpertMatrices(
+        mlp.router.weight,
+        map(gated_matrices, mlp.gate_up, mlp.down),
+        mlp.router.bias,
+        mlp.selection_bias,
+        shared,
+        None if mlp.shared_gate is None else mlp.shared_gate.weight,
     )
 
 
@@ -70,58 +104,79 @@ class NativeDecoder:
     device = torch.device("cpu")
 
     def __init__(self, decoder: Decoder, precision: Precision) -> None:
-        self.config, self.precision = decoder.config, precision
-        self._embedding = decoder.embedding.detach()
-        self._norm = decoder.norm.weight.detach()
+        head, table = decoder.head, decoder.embedding.detach()
         # The decoder's norm weights include the offset already.
-        config = replace(decoder.config, norm_offset=0.0)
-        self._stack = NativeStack(
-            config,
+        stack = NativeStack(
+            replace(decoder.config, norm_offset=0.0),
             [block_weights(b) for b in decoder.blocks],
             precision,
             decoder.rope_tables,
             decoder.local_rope_tables,
         )
-        self._head = NativeLinear(decoder.head.weight, decoder.head.bias, precision)
-        tied = decoder.head.weight.data_ptr() == self._embedding.data_ptr()
-        self._embeds_from_head = tied and not decoder.blocks and precision != "int8"
-        """Without blocks memory is limited: a tied embedding is read from the packed head, not kept twice."""
-        if self._embeds_from_head:
-            self._embedding = self._embedding.new_empty(0, decoder.config.hidden)
-        self._table, self._embedding_struct = pack_embedding(self._embedding, decoder.config.embedding_scale)
+        packed = NativeLinear(head.weight, head.bias, precision)
+        tied = head.weight.data_ptr() == table.data_ptr()
+        source = packed if tied and packed.holds_floats else StoredMatrix.of(table)
+        dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
+        self._assemble(
+            decoder.config,
+            NativeEmbedding(source, dtype, decoder.config.embedding_scale),
+            stack,
+            decoder.norm.weight.detach(),
+            packed,
+        )
+
+    @classmethod
+    def of_parts(
+        cls,
+        config: ModelConfig,
+        embedding: NativeEmbedding,
+        stack: NativeStack,
+        norm: Float[torch.Tensor, " d"],
+        head: NativeLinear,
+    ) -> "NativeDecoder":
+        """A decoder of packed parts; `norm` is the final norm's weight, its offset included."""
+        made = object.__new__(cls)
+        made._assemble(config, embedding, stack, norm, head)
+        return made
+
+    def _assemble(
+        self,
+        config: ModelConfig,
+        embedding: NativeEmbedding,
+        stack: NativeStack,
+        norm: Float[torch.Tensor, " d"],
+        head: NativeLinear,
+    ) -> None:
+        self.config, self.precision = config, head.precision
+        self.embedding, self.stack, self.norm, self.head = embedding, stack, norm, head
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels run this architecture."""
         return NativeStack.supports(config)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self) -> NativeKVCache:
         """An empty cache for this network."""
         c = self.config
-        return KVCache(
-            c.layers,
-            c.kv_heads,
-            c.head_dim,
-            torch.float32 if self.precision == "float32" else torch.bfloat16,
-            self.device,
-        )
+        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8")
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
-        x = self._head.gather_rows(token) if self._embeds_from_head else self._embedding.index_select(0, token).float()
-        return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
+        return self.embedding(token)
 
-    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: KVCache, blocks: BlockRange) -> BlockOutput:
+    def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
-        return BlockOutput(self._stack.run(x, layout, cache, *blocks))
+        expert_counts = list[int]()
+        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts)
+        return BlockOutput(states, tuple(expert_counts))
 
     def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """The final norm, from the last block's output to the input of the head."""
-        return rms_norm(x, self._norm, self.config.norm_eps)
+        return rms_norm(x, self.norm, self.config.norm_eps)
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
-        out = self._head(x)
+        out = self.head(x)
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
 
@@ -130,7 +185,7 @@ class NativeDecoder:
         tree: TokenTree,
         rows: Sequence[int],
         length: Sequence[int],
-        cache: KVCache,
+        cache: Cache,
         active: Bool[np.ndarray, "b n"],
         scored: Bool[np.ndarray, "b n"],
         hidden_layers: tuple[int, ...],
@@ -138,70 +193,80 @@ class NativeDecoder:
         """Run the active nodes of a tree from tokens to logits in one call; see `Runner.forward`.
 
         Raises:
-            ValueError: a token is outside the vocabulary, or a node outside the cache or the context.
+            ValueError: a node is outside the cache or the context.
         """
-        stack, width, layers = self._stack, self._head.outputs, self.config.layers
+        stack, width, layers = self.stack, self.head.outputs, self.config.layers
         (b, n), size = tree.token.shape, tree.token.size
-        work = np.empty(7 * size + 3 * b, np.int64)
-        nodes = work[: 6 * size].reshape(6, b, n)
-        nodes[0], nodes[1], nodes[2], nodes[3] = tree.token, tree.parent, active, scored
-        requests = work[6 * size : 6 * size + 3 * b].reshape(3, b)
+        work = np.empty(6 * size + 3 * b, np.int64)
+        nodes = work[: 5 * size].reshape(5, b, n)
+        nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
+        requests = work[5 * size : 5 * size + 3 * b].reshape(3, b)
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
-        at, per_request = work.ctypes.data, work.ctypes.data + 48 * size
-        inputs = (*(at + 8 * size * i for i in range(4)), *(per_request + 8 * b * i for i in range(3)))
-        outputs = at + 32 * size, at + 40 * size, per_request + 24 * b
+        at, per_request = work.ctypes.data, work.ctypes.data + 40 * size
+        inputs = (*(at + 8 * size * i for i in range(3)), *(per_request + 8 * b * i for i in range(3)))
+        outputs = at + 24 * size, at + 32 * size, per_request + 24 * b
         pass_struct = structures.TreePass(b, n, *inputs, *outputs)
         recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
         norm_all = layers + 1 in hidden_layers
         states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
+        states[recorded_count] = self.embedding(torch.from_numpy(tree.token[active]))
+        expert_counts = None if self.config.experts is None else (c_int32 * len(stack.layers))()
         normed = states[-1] if norm_all else torch.empty(count, self.config.hidden)
         logits = torch.empty(count, width)
         invalid = stack.kernels.foretell_tree_pass(
-            *(stack.model, stack.layers, len(stack.layers), self._embedding_struct, self._head.struct, width),
-            *(self._norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), torch.get_num_threads()),
+            *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
+            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
+            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), expert_counts),
+            torch.get_num_threads(),
         )
-        if invalid != -1:
+        if invalid >= 0:
+            slots = stack.cache_struct(cache).slots
             raise ValueError(
-                f"a token of the pass is not among {self._embedding_struct.vocab} tokens, or lies outside the cache of "
-                f"{cache.k.shape[1]} rows of {cache.k.shape[3]} slots and {stack.model.context} positions: token "
-                f"{tree.token[active].tolist()}"
+                f"token {invalid} of the pass lies outside the cache of {slots} slots and {stack.model.context} positions"
             )
+        experts = () if expert_counts is None else tuple(filter(None, expert_counts))
         hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
         if cap:
             # Numbers that the cap rounds to the same one have another argmax.
-            return ModelOutput(torch.tanh(logits / cap) * cap, nodes[5], hidden, nodes[4])
-        return ModelOutput(logits, nodes[5], hidden, nodes[4], argmax=work[6 * size + 3 * b :][:count])
+            return ModelOutput(torch.tanh(logits / cap) * cap, nodes[4], hidden, nodes[3], experts)
+        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
 
     @property
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
-        return Backend("native", "cpu", self.precision, instructions, batch_invariant=True)
+        return Backend(
+            "native", "cpu", self.precision, instructions, batch_invariant=True, cache_dtype=self.config.cache_dtype
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
-        return self._embedding.nbytes + self._norm.nbytes + self._head.nbytes
+        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
 
-    def pack_block(self, i: int, block: nn.Module) -> PackedBlock:
-        """Pack a block of the torch decoder as block `i`."""
-        return self._stack.pack_block(i, block_weights(block))
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that a pass reads: the blocks and the head."""
+        return self.head.nbytes + sum(block.nbytes for block in self.stack.blocks)
 
-    def block_forward(self, layout: Layout, cache: KVCache) -> BlockForward[PackedBlock]:
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeDecoder":
+        """The decoder of these packed blocks with this embedding, norm and head."""
+        return self._sharing(self.config, self.stack.with_blocks(blocks))
+
+    def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[PackedBlock]:
         """The forward pass of a block over this layout and cache."""
         stack, tokens, memory = (
-            self._stack,
-            self._stack.layout_struct(layout.token_count, layout),
-            self._stack.cache_struct(cache),
+            self.stack,
+            self.stack.layout_struct(layout.token_count, layout),
+            self.stack.cache_struct(cache),
         )
-        return lambda block, i, x: (stack.run_block(block, i, x, tokens, memory), 0)
+        return lambda block, i, x: stack.run_block(block, i, x, tokens, memory)
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "NativeDecoder":
         """The same embedding, norm and head for another configuration of the blocks."""
-        return self._sharing(config, self._stack.without_sublayers(skip.attention, skip.mlp))
+        return self._sharing(config, self.stack.without_sublayers(skip.attention, skip.mlp))
 
     @property
     def grows_dynamic_trees(self) -> bool:
@@ -212,7 +277,7 @@ class NativeDecoder:
         self,
         roots: Float[torch.Tensor, "b d"],
         trees: DynamicTrees,
-        cache: KVCache,
+        cache: Cache,
         token_of: Int[torch.Tensor, " v"] | None = None,
     ) -> None:
         """Grow trees below roots whose last layer's outputs are given; their keys are cached after the requests' own.
@@ -222,36 +287,37 @@ class NativeDecoder:
         Raises:
             ValueError: the cache has no room for the trees.
         """
-        stack = self._stack
+        stack = self.stack
         check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
+        memory = stack.cache_struct(cache)
         invalid = build.library().foretell_decoder_trees(
             *(
                 stack.model,
                 stack.layers,
                 len(stack.layers),
-                self._embedding_struct,
-                self._head.struct,
-                self._norm.data_ptr(),
+                self.embedding.struct,
+                self.head.struct,
+                self.norm.data_ptr(),
             ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(stack.cache_struct(cache), torch.get_num_threads()),
+            *(memory, torch.get_num_threads()),
         )
-        trees.check_result(invalid, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, memory.slots, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._sharing(replace(self.config, layers=layers), self._stack.first_layers(layers))
+        return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
 
     def without_sublayers(self, skip: SkipSet) -> "NativeDecoder":
         """The network without some sub-layers, sharing all weights."""
-        return self._sharing(self.config, self._stack.without_sublayers(skip.attention, skip.mlp))
+        return self._sharing(self.config, self.stack.without_sublayers(skip.attention, skip.mlp))
 
     def _sharing(self, config: ModelConfig, stack: NativeStack) -> "NativeDecoder":
         other = object.__new__(NativeDecoder)
         other.__dict__.update(self.__dict__)
-        other.config, other._stack = config, stack
+        other.config, other.stack = config, stack
         return other
 
 

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt64
 
 from foretell.model.kernels import structures
+
+Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
+"""Key per request and level, factor per request, and number of candidates; see `core.noise.TargetNoise`."""
 
 
 class DynamicTrees:
@@ -14,7 +17,7 @@ class DynamicTrees:
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
-    the root.
+    the root. `noise`: the target's, by which the most probable children of a node are ranked.
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class DynamicTrees:
         bounds: tuple[float, float],
         row: Int[np.ndarray, " b"] | Sequence[int] | None = None,
         length: Int[np.ndarray, " b"] | Sequence[int] | None = None,
+        noise: Noise | None = None,
     ) -> None:
         b, n = len(max_depth), sizes[2] + 1
         # One block of memory: an array's address takes longer to find than the array to make.
@@ -41,11 +45,12 @@ class DynamicTrees:
         """-1 for the root and after the last node."""
         self.score: Float[np.ndarray, "b n"] = nodes[2].view(np.float64)
         """Product of the drafter's probabilities along the path; 0 after the last node."""
-        self._inputs = inputs  # Kept alive here: the kernels read them.
+        self._inputs = inputs, noise  # Kept alive here: the kernels read them.
         caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
         first, size = out + 8 * b, 8 * b * n
         self.struct = structures.DynamicTree(
             *(b, *sizes, *bounds, at, *caches),
+            *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
             *(first, first + size, out, first + 2 * size),
         )
 

@@ -51,7 +51,7 @@ def amx_permitted() -> bool:
     if platform.system() != "Linux" or platform.machine() != "x86_64" or "amx_tile" not in processor_features():
         return False
     arguments = [ctypes.c_long(n) for n in (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)]
-    return ctypes.CDLL(None).syscall(*arguments) == 0
+    return bool(ctypes.CDLL(None).syscall(*arguments) == 0)
 
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (

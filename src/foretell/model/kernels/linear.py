@@ -2,14 +2,17 @@
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import Matrix, PackedWeight, copy_to_huge_pages, pack_rows, pad_bias
+from foretell.model.kernels.pack import Panels, pack, pad_bias, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
+from foretell.model.stored_matrix import Matrix
 
 
 class NativeLinear:
@@ -23,7 +26,22 @@ class NativeLinear:
         self._kernels = build.library()
         self.outputs, self.inputs = weight.shape
         self.precision: Precision = dtype
-        self._packed = PackedLinears([(pack_rows([weight], dtype, self._kernels), bias)])
+        self._packed = PackedLinears.pack([(plan_rows([weight], dtype), bias)], self._kernels)
+
+    @classmethod
+    def of_packed(cls, part: PackedPart, precision: Precision) -> "NativeLinear":
+        """A layer that was packed before; see `packed`."""
+        made = object.__new__(cls)
+        made._kernels, made.precision = build.library(), precision
+        first, *further = (struct for struct in part.structs if isinstance(struct, structures.Weight))
+        made._packed = PackedLinears([first], list(part.tensors), further)
+        made.inputs, made.outputs = first.input, sum(struct.output for struct in (first, *further))
+        return made
+
+    @property
+    def packed(self) -> PackedPart:
+        """Its structures and tensors."""
+        return PackedPart((*self._packed.structs, *self._packed.further), self._packed.tensors)
 
     @property
     def struct(self) -> structures.Weight:
@@ -44,6 +62,11 @@ class NativeLinear:
     def nbytes(self) -> int:
         """Bytes of the packed weight and bias."""
         return sum(tensor.nbytes for tensor in self._packed.tensors)
+
+    @property
+    def holds_floats(self) -> bool:
+        """Whether rows can be read back; see `gather_rows`."""
+        return self.struct.kind in (PANEL_KINDS.index("F32"), PANEL_KINDS.index("BF16"))
 
     def gather_rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, float32 [t, in]; only for weights that are packed as floats.
@@ -73,27 +96,33 @@ class NativeLinear:
         return probabilities, index
 
 
+@dataclass(frozen=True)
 class PackedLinears:
     """Packed linear layers that are read one after the other: their structures, and the tensors these point into.
 
-    A layer is its packed weights, one below the other, and the bias of all their outputs.
+    A layer is its weights, one below the other, and the bias of all their outputs.
     """
 
-    def __init__(self, layers: Sequence[tuple[Sequence[PackedWeight], Tensor | None]]) -> None:
-        words = iter(copy_to_huge_pages([weight.data for weights, _ in layers for weight in weights]))
-        self.structs: list[structures.Weight] = []
-        self.tensors: list[Tensor] = []
-        self._further: list[structures.Weight] = []
-        """Structures of the second and further weights of a layer."""
+    structs: list[structures.Weight]
+    tensors: list[Tensor]
+    further: list[structures.Weight]
+    """Structures of the second and further weights of a layer."""
+
+    @staticmethod
+    def pack(layers: Sequence[tuple[Sequence[Panels], Tensor | None]], kernels: ctypes.CDLL) -> "PackedLinears":
+        """Pack layers: for each its weights, one below the other, and its bias."""
+        words = iter(pack([weight for weights, _ in layers for weight in weights], kernels))
+        made = PackedLinears([], [], [])
         for weights, bias in layers:
             biases = [None] * len(weights) if bias is None else torch.split(bias, [w.outputs for w in weights])
-            parts = [self._struct(w, next(words), b) for w, b in zip(weights, biases, strict=True)]
+            parts = [made._struct(w, next(words), b) for w, b in zip(weights, biases, strict=True)]
             for part, following in pairwise(parts):
                 part.next = ctypes.addressof(following)
-            self.structs.append(parts[0])
-            self._further += parts[1:]
+            made.structs.append(parts[0])
+            made.further.extend(parts[1:])
+        return made
 
-    def _struct(self, weight: PackedWeight, words: Tensor, bias: Tensor | None) -> structures.Weight:
+    def _struct(self, weight: Panels, words: Tensor, bias: Tensor | None) -> structures.Weight:
         self.tensors.append(words)
         if bias is not None:
             self.tensors.append(pad_bias(bias))

@@ -4,104 +4,153 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from foretell.model.kernels.structures import LANES, PANEL, PANEL_KINDS, Precision
-from foretell.model.linear import INT8_BLOCK, INT8_GROUP
-from foretell.model.stored_matrix import StoredMatrix, widen_rows
-
-Matrix = Tensor | StoredMatrix
-"""A matrix [out, in] in any float dtype, or as its checkpoint stores it."""
+from foretell.model.stored_matrix import FLOAT_KINDS, Matrix, StoredMatrix
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
+_CHUNK = 1 << 20
+"""Numbers that a thread packs at a time: bounds the memory for widened rows."""
+_ROW_TYPES = list(FLOAT_KINDS)
+"""Float rows that the kernels read, in the order of `RowType` in csrc/pack.h."""
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """Outputs of a linear layer that are packed alike."""
+class Panels:
+    """Outputs of a linear layer that are packed alike, and the matrices that they come from."""
 
-    data: Tensor
-    """Bytes, [panels, bytes of a panel]."""
-    inputs: int
+    parts: tuple[StoredMatrix, ...]
+    order: Int[np.ndarray, " rows"]
+    """Rows of all parts, counted through, in the order of the outputs, padded to whole panels; -1: a row of zeros."""
     outputs: int
     kind: str
     """One of `PANEL_KINDS`."""
     operand: Precision
     """What the inputs of the product are rounded to; one of `structures.OPERANDS`."""
+    through_bfloat16: bool = False
+    """Numbers are rounded to bfloat16 before they become int8."""
+
+    @property
+    def inputs(self) -> int:
+        """Length of a row."""
+        return self.parts[0].inputs
+
+    def panel_bytes(self, kernels: ctypes.CDLL) -> int:
+        """Bytes of a panel."""
+        return 4 * int(kernels.foretell_panel_words(PANEL_KINDS.index(self.kind), self.inputs))
+
+    def nbytes(self, kernels: ctypes.CDLL) -> int:
+        """Bytes of all panels."""
+        return len(self.order) // PANEL * self.panel_bytes(kernels)
+
+    def tasks(self, words: Tensor, kernels: ctypes.CDLL) -> Iterator[Callable[[], None]]:
+        """Calls that pack a few panels each into `words`."""
+        size, step = self.panel_bytes(kernels), max(_CHUNK // self.inputs // PANEL, 1) * PANEL
+        for first in range(0, len(self.order), step):
+            yield partial(self._pack, self.order[first : first + step], words[first // PANEL * size :], kernels)
+
+    def _pack(self, order: Int[np.ndarray, " rows"], words: Tensor, kernels: ctypes.CDLL) -> None:
+        kinds = {part.kind for part in self.parts}
+        as_stored = len(kinds) == 1 and (self.kind in kinds or kinds <= FLOAT_KINDS.keys())
+        address, first = np.zeros(len(order), np.uint64), 0
+        widened = []
+        """Rows that are alive until they are packed."""
+        for part in self.parts:
+            here = np.flatnonzero((order >= first) & (order < first + part.outputs))
+            rows, data = order[here] - first, part.data
+            first += part.outputs
+            if not as_stored:
+                data = part.rows(torch.from_numpy(rows)).widen().float().contiguous().view(torch.uint8)
+                rows = np.arange(len(rows))
+                widened.append(data)
+            address[here] = data.data_ptr() + rows * data.stride(0)
+        row_type = next(iter(kinds)) if as_stored else "F32"
+        kernels.foretell_pack_rows(
+            *(PANEL_KINDS.index(self.kind), _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0),
+            *(self.through_bfloat16, address.ctypes.data, len(order) // PANEL, self.inputs, words.data_ptr()),
+        )
 
 
-def pack_rows(parts: Sequence[Matrix], precision: Precision, kernels: ctypes.CDLL) -> list[PackedWeight]:
-    """Pack matrices of the same inputs, one below the other; neighbours of one kind become one weight.
+def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
+    """How to pack matrices of the same inputs, one below the other; neighbours of one kind become one weight.
 
     Quantised matrices keep their blocks, unless the precision is int8 or a part would end within a panel.
     """
-    stored = [part if isinstance(part, StoredMatrix) else StoredMatrix.of(part) for part in parts]
+    stored = [_stored(part) for part in parts]
     if precision == "int8" or not all(m.quantized for m in stored) or any(m.outputs % PANEL for m in stored[:-1]):
-        return [pack_floats(widen_rows(stored), precision, kernels)]
-    return [pack_blocks(list(same), precision, kernels) for _, same in groupby(stored, key=lambda m: m.kind)]
+        return [_float_panels(parts, np.arange(sum(m.outputs for m in stored)), precision)]
+    found = []
+    for kind, same in groupby(stored, key=lambda m: m.kind):
+        run = tuple(same)
+        rows = sum(m.outputs for m in run)
+        found.append(Panels(run, _pad(np.arange(rows), PANEL), rows, kind, precision))
+    return found
 
 
-def pack_gate_up(gate: Matrix, up: Matrix, precision: Precision, kernels: ctypes.CDLL) -> PackedWeight:
-    """Pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
-    pair = [part if isinstance(part, StoredMatrix) else StoredMatrix.of(part) for part in (gate, up)]
-    order = _interleaved(pair[0].outputs)
+def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
+    """How to pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
+    pair = _stored(gate), _stored(up)
+    order = _turns(pair[0].outputs)
     if precision != "int8" and pair[0].quantized and pair[0].kind == pair[1].kind:
-        return pack_blocks(pair, precision, kernels, order)
-    rows = pad(widen_rows(pair), (0, 0, 0, 1))  # index -1 is a row of zeros
-    return pack_floats(rows[order], precision, kernels)
+        return Panels(pair, order, len(order), pair[0].kind, precision)
+    return _float_panels((gate, up), order, precision)
 
 
-def _interleaved(width: int) -> Tensor:
+def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """The biases of gate and up in the order of `plan_gate_up`; None: there are none."""
+    if gate is None or up is None:
+        return None
+    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(_turns(len(gate)))]  # index -1 is a zero
+
+
+def _turns(width: int) -> Int[np.ndarray, " rows"]:
     """Rows of gate (0 .. width - 1) and up (from `width` on) in turns of 16; -1: a row of zeros."""
-    gate = pad(torch.arange(width), (0, -width % LANES), value=-1)
-    up = torch.where(gate < 0, -1, gate + width)
-    return torch.stack([gate.view(-1, LANES), up.view(-1, LANES)], 1).flatten()
+    turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
+    return np.stack(turns, 1).ravel()
 
 
-def pack_blocks(
-    parts: Sequence[StoredMatrix], precision: Precision, kernels: ctypes.CDLL, order: Tensor | None = None
-) -> PackedWeight:
-    """Pack quantised matrices of one kind, one below the other, without changing their numbers.
+def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], precision: Precision) -> Panels:
+    """A float or int8 weight; with int8 activations, bfloat16.
 
-    `order`: the rows of the result as rows of the parts, -1 for a row of zeros; None: all rows as they are.
+    int8 weights are rotated first and have one scale per output and group of inputs, stored after the group. Those of
+    a checkpoint are rounded to bfloat16 before.
     """
-    data = parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts])
-    data = data.contiguous()
-    order = torch.arange(len(data)) if order is None else order.contiguous()
-    kind, inputs = parts[0].kind, parts[0].inputs
-    number = PANEL_KINDS.index(kind)
-    panels = torch.empty(-(-len(order) // PANEL), 4 * kernels.foretell_panel_words(number, inputs), dtype=torch.uint8)
-    kernels.foretell_pack_blocks(
-        *(number, data.data_ptr(), data.shape[1], order.data_ptr(), len(order), inputs, panels.data_ptr()),
-        torch.get_num_threads(),
-    )
-    return PackedWeight(panels, inputs, len(order), kind, precision)
-
-
-def pack_floats(weight: Tensor, precision: Precision, kernels: ctypes.CDLL) -> PackedWeight:
-    """Pack a [out, in] weight of any float dtype in a precision; with int8 activations, in bfloat16.
-
-    int8 weights are rotated first and have one scale per output and group of inputs, stored after the group.
-    """
-    outputs, inputs = weight.shape
+    kinds = {"float32": "F32", "bfloat16": "BF16", "int8": "int8", "int8-activations": "BF16"}
     operand: Precision = "bfloat16" if precision == "int8-activations" else precision
-    dtype = torch.bfloat16 if operand == "bfloat16" else torch.float32
-    weight = pad(weight.detach().to(dtype), (0, 0, 0, -outputs % PANEL))
-    if operand == "float32":
-        return PackedWeight(_panels(weight, 1), inputs, outputs, "F32", operand)
-    if operand == "bfloat16":
-        return PackedWeight(_panels(pad(weight, (0, inputs % 2)), 2), inputs, outputs, "BF16", operand)
-    weight = pad(weight, (0, -inputs % INT8_BLOCK)).contiguous().clone()
-    kernels.foretell_hadamard(weight.data_ptr(), weight.numel())
-    groups = torch.cat([_quantize_group(group) for group in torch.split(weight, INT8_GROUP, 1)], 1)
-    return PackedWeight(groups, inputs, outputs, "int8", operand)
+    rounded = precision != "float32" and any(isinstance(part, StoredMatrix) for part in parts)
+    stored = tuple(map(_stored, parts))
+    return Panels(stored, _pad(order, PANEL), len(order), kinds[precision], operand, rounded)
+
+
+def _stored(part: Matrix) -> StoredMatrix:
+    return part if isinstance(part, StoredMatrix) else StoredMatrix.of(part)
+
+
+def _pad(numbers: Int[np.ndarray, " n"], multiple: int) -> Int[np.ndarray, " rows"]:
+    return np.pad(numbers, (0, -len(numbers) % multiple), constant_values=-1)
+
+
+def pack(weights: Sequence[Panels], kernels: ctypes.CDLL) -> list[Tensor]:
+    """Pack weights into one block of huge pages, which takes fewer TLB misses to stream, on all threads."""
+    sizes = [weight.nbytes(kernels) for weight in weights]
+    packed = list(torch.split(allocate(sum(sizes)), sizes))
+    tasks = [t for weight, words in zip(weights, packed, strict=True) for t in weight.tasks(words, kernels)]
+    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            done.result()
+    return packed
 
 
 def pad_bias(vector: Tensor) -> Tensor:
@@ -109,16 +158,8 @@ def pad_bias(vector: Tensor) -> Tensor:
     return pad(vector.detach().float(), (0, -vector.shape[0] % PANEL)).contiguous()
 
 
-def copy_to_huge_pages(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Copy byte tensors into one block of huge pages, which takes fewer TLB misses to stream."""
-    sizes = [part.numel() for part in parts]
-    copies = list(torch.split(_allocate(sum(sizes)), sizes))
-    for copy, part in zip(copies, parts, strict=True):
-        copy.copy_(part.view(-1))
-    return copies
-
-
-def _allocate(size: int) -> Tensor:
+def allocate(size: int) -> Tensor:
+    """Uninitialised bytes in huge pages, where the system has them."""
     if sys.platform != "linux":
         return torch.empty(size, dtype=torch.uint8)
     block = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -127,16 +168,3 @@ def _allocate(size: int) -> Tensor:
     memory = torch.frombuffer(block, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + size]
-
-
-def _quantize_group(weight: Tensor) -> Tensor:
-    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    levels = (weight / scale).round().add(128).to(torch.uint8)
-    return torch.cat([_panels(levels, 4), scale.view(-1, PANEL).view(torch.uint8)], 1)
-
-
-def _panels(numbers: Tensor, depth: int) -> Tensor:
-    """[out, in] to bytes [out / 32, (in / depth, 32, depth)]."""
-    outputs, inputs = numbers.shape
-    words = numbers.view(outputs // PANEL, PANEL, inputs // depth, depth).transpose(1, 2)
-    return words.contiguous().view(outputs // PANEL, -1).view(torch.uint8)

@@ -13,14 +13,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
+from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import build, structures
+from foretell.model.kernels.experts import PackedExperts
+from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Matrix, pack_gate_up, pack_rows
-from foretell.model.kernels.structures import ACTIVATIONS, PANEL_KINDS, Precision
-from foretell.model.kv_cache import KVCache
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
+from foretell.model.stored_matrix import Matrix
+
+_LAYER_LINEARS = 4
+"""Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +40,48 @@ class BlockWeights:
     """One matrix, or query, key and value apart."""
     output: Matrix
     mlp_norm: Tensor
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    gate: Matrix | None
+    up: Matrix | None
+    down: Matrix | None
+    """None: the layer has experts."""
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     output_bias: Tensor | None = None
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    """A score per query head that joins the softmax over its keys."""
+    experts: ExpertMatrices | None = None
 
 
-@dataclass(frozen=True)
-class PackedBlock:
-    """A packed decoder block: its structure, and the linear layers and norms that this points into."""
+def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
+    """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
+    feed-forward network gate and up, and its output.
+    """
+    attention = [plan_rows(block.qkv, precision), plan_rows([block.output], precision)]
+    if block.gate is None or block.up is None or block.down is None:
+        return attention
+    return [*attention, [plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
 
-    struct: structures.Layer
-    linears: PackedLinears
-    norms: tuple[Tensor, ...]
+
+class PackedBlock(PackedPart):
+    """A packed decoder block: its structure first, and all memory that this points into."""
+
+    @property
+    def struct(self) -> structures.Layer:
+        """The argument of the kernels."""
+        found = self.structs[0]
+        assert isinstance(found, structures.Layer)
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return sum(tensor.nbytes for tensor in (*self.linears.tensors, *self.norms))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class NativeStack:
@@ -85,28 +112,43 @@ class NativeStack:
         self._tensors: list[Tensor] = []
         self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
+        if config.unrotated_layers:
+            self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
         self.model = structures.Model(
             *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(PANEL_KINDS.index("F32" if precision == "float32" else "BF16"), ACTIVATIONS.index(config.activation)),
+            *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap),
         )
-        self._blocks = [self.pack_block(i, block) for i, block in enumerate(blocks)]
-        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in self._blocks))
+        self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+
+    def _set_blocks(self, blocks: Sequence[PackedBlock]) -> None:
+        self.blocks = blocks
+        self.layers = (structures.Layer * len(blocks))(*(block.struct for block in blocks))
+
+    def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeStack":
+        """A stack of packed blocks with the rotary tables of this one."""
+        other = object.__new__(NativeStack)
+        other.__dict__.update(self.__dict__)
+        other._set_blocks(blocks)
+        return other
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the kernels support this architecture: dense, gated, sequential blocks with rotary positions."""
-        plain = not (
-            config.experts or config.latent or config.learned_positions or config.parallel_blocks or config.mlp_bias
-        )
+        """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
+        plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        plain = plain and not (config.state or config.attention_gate)
+        plain = plain and config.residual_scale == 1 and config.logit_scale == 1
+        if config.experts is not None:
+            plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        shaped = config.head_dim % 16 == 0 and config.heads // config.kv_heads <= 16
+        shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
+        shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
         return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
 
     def __call__(
-        self, x: Tensor, layout: Layout, cache: KVCache, first: int, last: int, attention_input: Tensor | None = None
+        self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, attention_input: Tensor | None = None
     ) -> Tensor:
         """Run blocks first .. last - 1 on the residual stream, float32 [t, hidden]; returns the result in a new tensor.
 
@@ -121,14 +163,15 @@ class NativeStack:
         self,
         x: Tensor,
         layout: Layout,
-        cache: KVCache,
+        cache: Cache,
         first: int,
         last: int,
         hidden_layers: Sequence[int] = (),
         attention_input: Tensor | None = None,
+        expert_counts: list[int] | None = None,
     ) -> tuple[Tensor, ...]:
         """As a call, but returns the residual stream before every block of `hidden_layers`, ascending, and then the
-        result.
+        result. `expert_counts` is extended by the number of experts that every mixture-of-experts layer read.
 
         Raises:
             ValueError: as a call, or `hidden_layers` names a block that does not run.
@@ -143,13 +186,16 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
+        counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
         invalid = self.kernels.foretell_stack(
             *(self.model, self.layers, first, last, out[-1].data_ptr()),
             *(None if attention_input is None else attention_input.data_ptr(), layout_struct, cache_struct),
-            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr()),
+            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr(), counts),
             torch.get_num_threads(),
         )
         self.check_result(invalid, layout, cache_struct)
+        if counts is not None and expert_counts is not None:
+            expert_counts += filter(None, counts)
         return out.unbind()
 
     def check_result(self, invalid: int, layout: Layout, cache: structures.Cache) -> None:
@@ -197,29 +243,42 @@ class NativeStack:
             block.post_attention_norm,
             block.post_mlp_norm,
         )
-        how = self.precision, self.kernels
-        packed = PackedLinears(
-            [
-                (pack_rows(block.qkv, *how), block.qkv_bias),
-                (pack_rows([block.output], *how), block.output_bias),
-                ([pack_gate_up(block.gate, block.up, *how)], None),
-                (pack_rows([block.down], *how), None),
-            ]
-        )
+        layers = plan_block(block, self.precision)
+        gate_up_bias = interleave_bias(block.gate_bias, block.up_bias)
+        biases = (block.qkv_bias, block.output_bias, gate_up_bias, block.down_bias)
+        packed = PackedLinears.pack(list(zip(layers, biases, strict=False)), self.kernels)
         offset, window = self.config.norm_offset, self.config.window_of(i)
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
+        scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
+        experts = None
+        if block.experts is not None:
+            assert self.config.experts is not None
+            experts = PackedExperts(self.config.experts, block.experts, self.precision, self.kernels)
+        structs = [*packed.structs, structures.Weight(), structures.Weight()]
         struct = structures.Layer(
-            *packed.structs,
+            *structs[:_LAYER_LINEARS],
             *(None if scale is None else scale.data_ptr() for scale in scales),
-            *self._ropes[window > 0],
-            *(window, 1, 1),
+            None if experts is None else ctypes.addressof(experts.structs[0]),
+            *(None, None, window, 1, 1),
         )
-        return PackedBlock(struct, packed, tuple(scale for scale in scales if scale is not None))
+        memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
+        further: list[structures.Memory] = [struct, *packed.further]
+        if experts is not None:
+            memory += experts.tensors
+            further += experts.structs
+        return self.attach(i, PackedBlock(further, memory))
+
+    def attach(self, i: int, block: PackedBlock) -> PackedBlock:
+        """Let a packed block, as block `i`, point to the rotary tables of this stack."""
+        unrotated = i in self.config.unrotated_layers
+        block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
+        return block
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
-    ) -> Tensor:
-        """The residual stream after a packed block that is block `i` of the stack.
+    ) -> tuple[Tensor, int]:
+        """The residual stream after a packed block that is block `i` of the stack, and the number of experts that the
+        block read (0: it is dense).
 
         Raises:
             ValueError: a token has no visible slot or lies outside the cache.
@@ -227,14 +286,14 @@ class NativeStack:
         layers = (structures.Layer * (i + 1))()
         layers[i] = block.struct
         layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
-        out = x.clone()
+        out, count = x.clone(), c_int32(0)
         invalid = self.kernels.foretell_stack(
-            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
+            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
             torch.get_num_threads(),
         )
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")
-        return out
+        return out, count.value
 
     def _keep(self, tensor: Tensor) -> int:
         """Keep a tensor as long as the stack lives; returns its address."""
@@ -255,11 +314,15 @@ class NativeStack:
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         return structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
 
-    def cache_struct(self, cache: KVCache) -> structures.Cache:
+    def cache_struct(self, cache: Cache) -> structures.Cache:
         """A cache as an argument of the kernels."""
+        if not isinstance(cache, NativeKVCache):
+            raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
-        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         shape = (max(layers, len(self.layers)), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        return structures.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, slots)
+        if slots % structures.LANES:
+            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
+        return cache.struct

@@ -15,13 +15,17 @@ PANEL_KINDS = (
 """How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+SCORINGS = ("softmax", "sigmoid")
 ABI_VERSION = 1
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
-"""Numbers per vector."""
+"""Numbers per vector, and slots per block of the key-value cache."""
+MAX_HEAD_DIM = 512
+MAX_GROUP = 16
+"""Query heads per key-value head."""
 
 
 class Weight(ctypes.Structure):
@@ -33,13 +37,30 @@ class Weight(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """The mixture of experts of a layer."""
+
+    _fields_ = (
+        *(("router", Weight), ("selection_bias", c_void_p), ("gate_up", c_void_p), ("down", c_void_p)),
+        *((name, Weight) for name in ("shared_gate_up", "shared_down")),
+        *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
+        *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
+        ("scale", c_float),
+    )
+
+
+Memory = ctypes.Structure | ctypes.Array[Weight]
+"""Structures that another one points to."""
+
+
 class Layer(ctypes.Structure):
     """One decoder block."""
 
     _fields_ = (
         *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "cos", "sin")),
+        *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
+        *((name, c_void_p) for name in ("experts", "cos", "sin")),
         *((name, c_int32) for name in ("window", "attention", "mlp")),
     )
 
@@ -89,7 +110,9 @@ class DynamicTree(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("requests", "depth", "width", "budget")),
         *(("min_score", c_double), ("min_expand_score", c_double)),
-        *((name, c_void_p) for name in ("max_depth", "row", "length", "token", "parent", "sizes", "score")),
+        *((name, c_void_p) for name in ("max_depth", "row", "length")),
+        *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
+        *((name, c_void_p) for name in ("token", "parent", "sizes", "score")),
     )
 
 
@@ -107,7 +130,7 @@ class TreePass(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("requests", "nodes")),
-        *((name, c_void_p) for name in ("token", "parent", "active", "scored", "prefix_length", "row", "length")),
+        *((name, c_void_p) for name in ("parent", "active", "scored", "prefix_length", "row", "length")),
         *((name, c_void_p) for name in ("hidden_index", "logit_index", "argmax")),
     )
 
@@ -133,7 +156,10 @@ class Sampling(ctypes.Structure):
 class Cache(ctypes.Structure):
     """The key-value cache."""
 
-    _fields_ = (("k", c_void_p), ("v", c_void_p), ("rows", c_int32), ("slots", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int32) for name in ("rows", "slots")),
+    )
 
 
 Argument = Any
@@ -144,7 +170,7 @@ _TREES = (POINTER(DynamicTree), POINTER(Cache), _I)
 SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_stack": (
         _I,
-        (*_STACK, _I, _P, _P, POINTER(Layout), POINTER(Cache), POINTER(_I), _I, _P, _I),
+        (*_STACK, _I, _P, _P, POINTER(Layout), POINTER(Cache), POINTER(_I), _I, _P, _P, _I),
     ),
     "foretell_eagle_forward": (
         _I,
@@ -166,8 +192,8 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_tree_pass": (
         _I,
         (
-            *(*_STACK, POINTER(Embedding), POINTER(Weight), _I, _P, POINTER(TreePass), POINTER(Cache)),
-            *(_P, _I, _P, _P, _I, _P, _I),
+            *(*_STACK, POINTER(Weight), _I, _P, POINTER(TreePass), POINTER(Cache)),
+            *(_P, _I, _P, _P, _I, _P, _P, _I),
         ),
     ),
     "foretell_linear": (None, (POINTER(Weight), _P, _P, _I, _I, _I)),
@@ -177,11 +203,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_argmax": (None, (_P, _P, _I, _I, _I)),
     "foretell_topk": (None, (_P, _P, _P, _I, _I, _I, _I)),
     "foretell_topk_softmax": (None, (_P, _P, _P, _I, _I, _I, _I)),
-    "foretell_pack_blocks": (None, (_I, _P, c_int64, _P, _I, _I, _P, _I)),
+    "foretell_pack_rows": (None, (_I, _I, _I, _P, _I, _I, _P)),
+    "foretell_widen_rows": (None, (_I, _P, _I, _I, _P)),
+    "foretell_round_rows": (None, (_I, _I, _P, _I, _I, _P)),
     "foretell_panel_words": (c_int64, (_I, _I)),
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
-    "foretell_hadamard": (None, (_P, c_int64)),
+    "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""
@@ -193,11 +221,26 @@ def interface() -> str:
         "version": ABI_VERSION,
         "panel": PANEL,
         "lanes": LANES,
+        "max_head_dim": MAX_HEAD_DIM,
+        "max_group": MAX_GROUP,
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
     structures = (
-        *(Weight, Layer, Model, Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass, Layout, Sampling),
+        *(
+            Weight,
+            Experts,
+            Layer,
+            Model,
+            Stage,
+            Embedding,
+            EagleInput,
+            DynamicTree,
+            EagleRead,
+            TreePass,
+            Layout,
+            Sampling,
+        ),
         Cache,
     )
     lines = [f"{name} {value}" for name, value in constants.items()]

@@ -11,7 +11,7 @@ from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.load.weights import Weights, build_block, build_decoder, build_without_blocks
+from foretell.model.load.weights import Weights, block_names, build_block, build_decoder, build_without_blocks
 from foretell.model.network import Network
 
 
@@ -56,12 +56,9 @@ class Checkpoint(ABC):
         """
         c, h = self.config, hashlib.sha256()
         h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
-        names = [
-            f"model.layers.{i}.{n}.weight"
-            for i in range(c.layers)
-            for n in ("input_layernorm", "post_attention_layernorm")
-        ]
-        for name in [*names, "model.norm.weight"]:
+        names = block_names(c)
+        norms = [f"model.layers.{i}.{n}" for i in range(c.layers) for n in (names.attention_norm, names.mlp_norm)]
+        for name in [f"{norm}.weight" for norm in (*norms, names.final_norm)]:
             h.update(self._weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
         return h.hexdigest()[:16]
 

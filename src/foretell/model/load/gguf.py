@@ -5,20 +5,36 @@ tensors are dequantised by `gguf.quants`.
 import mmap
 import struct
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from foretell.model.stored_matrix import KINDS, StoredMatrix
+from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_KIND_OF_TYPE: Mapping[int, Kind] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    30: "BF16", 39: "MXFP4",
+}  # fmt: skip
+"""The known storage types by their numbers in the file; the `gguf` package, which takes time to import, knows more."""
+
+
+def _block_size(ggml_type: int) -> tuple[int, int]:
+    """Numbers and bytes of a block."""
+    if ggml_type in _KIND_OF_TYPE:
+        return BLOCKS[_KIND_OF_TYPE[ggml_type]]
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,19 @@ class _Cursor:
         self.position += size
         return raw.decode("utf-8", errors="replace")
 
+    def strings(self, count: int) -> list[str]:
+        """Consecutive strings; a vocabulary has many."""
+        data, position, end, size_of = self.data, self.position, len(self.data), struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            first = position + 8
+            position = first + size_of(data, position)[0]
+            if position > end:
+                raise struct.error("string past the end")
+            found.append(data[first:position].decode("utf-8", errors="replace"))
+        self.position = position
+        return found
+
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
@@ -59,7 +88,7 @@ class _Cursor:
                 values = struct.unpack_from(f"<{size}{_SCALARS[inner]}", self.data, self.position)
                 self.position += struct.calcsize(f"<{size}{_SCALARS[inner]}")
                 return list(values)
-            return [self.value(inner) for _ in range(size)]
+            return self.strings(size) if inner == _STRING else [self.value(inner) for _ in range(size)]
         return self.scalar(_SCALARS[kind])
 
 
@@ -110,9 +139,7 @@ class GGUF:
 
     @staticmethod
     def _bytes(e: TensorInfo) -> int:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(e.ggml_type)]
+        per_block, block_bytes = _block_size(e.ggml_type)
         return int(prod(e.shape) // per_block * block_bytes)
 
     def release_pages(self) -> None:
@@ -120,27 +147,50 @@ class GGUF:
         if sys.platform == "linux":
             self._data.madvise(mmap.MADV_DONTNEED)
 
-    def stored_matrix(self, name: str) -> StoredMatrix | None:
-        """A view of the file's bytes of a matrix; None: not a matrix, or of a type that `Kind` does not have."""
-        from gguf.constants import GGMLQuantizationType
+    @property
+    def storage(self) -> Literal["quantized", "float32", "half"]:
+        """How the matrices of the blocks are stored, most of them."""
+        types = [e.ggml_type for n, e in self.tensors.items() if n.startswith("blk.") and len(e.shape) > 1]
+        kinds = Counter(FLOAT_KINDS.get(_KIND_OF_TYPE.get(t, "Q8_0")) for t in types)
+        most = kinds.most_common(1)[0][0] if kinds else torch.float32
+        return "quantized" if most is None else "float32" if most == torch.float32 else "half"
 
-        e = self.tensors[name]
-        kind = GGMLQuantizationType(e.ggml_type).name
-        if len(e.shape) != 2 or kind not in KINDS:
+    def stored_matrix(self, name: str, expert: int | None = None) -> StoredMatrix | None:
+        """A view of the file's bytes of a matrix, or of one expert's matrix in a tensor of all; None: not a matrix, or
+        of a type that `Kind` does not have.
+        """
+        e = self._part(name, expert)
+        kind = _KIND_OF_TYPE.get(e.ggml_type)
+        if len(e.shape) != 2 or kind is None:
             return None
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
         return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1))
 
-    def load_tensor(self, name: str) -> Float[torch.Tensor, "*shape"]:
-        """Load a tensor, dequantised to float32."""
+    def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
+        """Load a tensor, or one expert's part of it, dequantised to float32."""
+        e = self._part(name, expert)
+        raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
+        kind = _KIND_OF_TYPE.get(e.ggml_type)
+        if kind == "F32":
+            return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
+        if kind == "F16":
+            return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        e = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
-        if e.ggml_type == GGMLQuantizationType.F32:
-            return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
-        if e.ggml_type == GGMLQuantizationType.F16:
-            return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
         rows = prod(e.shape[:-1])
         return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type)).reshape(e.shape))
+
+    def _part(self, name: str, expert: int | None) -> TensorInfo:
+        """Where a tensor is, or one expert's part of it.
+
+        Raises:
+            ValueError: the tensor has no such part.
+        """
+        e = self.tensors[name]
+        if expert is None:
+            return e
+        if len(e.shape) < 2 or expert >= e.shape[0]:
+            raise ValueError(f"{self.path}: {name} of shape {e.shape} has no part for expert {expert}")
+        part = TensorInfo(e.shape[1:], e.ggml_type, e.offset)
+        return TensorInfo(part.shape, part.ggml_type, e.offset + expert * self._bytes(part))

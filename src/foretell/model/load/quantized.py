@@ -5,7 +5,7 @@ exact product `scale * (level - zero)`; engines that dequantise in 16 bits round
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int, Int32, UInt8
 
 from foretell.model.load.quantization_config import Layout, Quantization, Scheme
-from foretell.model.load.weights import SafetensorsWeights, Weights, candidate_names, refuse_quantized
+from foretell.model.load.weights import SafetensorsWeights, Storage, Weights, candidate_names, refuse_quantized
 from foretell.model.stored_matrix import StoredMatrix
 
 Tensor = torch.Tensor
@@ -342,6 +342,7 @@ class QuantizedWeights(Weights):
             found[name] = (file, dtype)
 
         self._inner = SafetensorsWeights(path, note)
+        self.files = self._inner.files
         self._modules: dict[str, tuple[_Format, Scheme]] = {}
         for name, (file, dtype) in found.items():
             self._find_module(file, name, dtype)
@@ -423,6 +424,30 @@ class QuantizedWeights(Weights):
             stored = _narrowest(found.widen())
         self._checked(name, torch.empty(stored.shape, device="meta"), (outputs, inputs))
         return stored
+
+    @property
+    def storage(self) -> Storage:
+        """Quantised."""
+        return "quantized"
+
+    def maps(self, name: str) -> bool:
+        """Whether it is not quantised."""
+        return all(candidate not in self._modules for candidate in candidate_names(name.removesuffix(_WEIGHT)))
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
+        """The output matrix in the nearest storage type."""
+        return self.matrix("lm_head.weight", vocab, hidden)
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts; of blocks, their bytes.
+
+        Raises:
+            ValueError: the tensor is missing or has another shape.
+        """
+        if self._read(name) is None:
+            return self._inner.expert_matrices(name, count, outputs, inputs)
+        whole = self.matrix(name, count * outputs, inputs)
+        return (StoredMatrix(whole.kind, inputs, rows) for rows in whole.data.view(count, outputs, -1))
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, as in `SafetensorsWeights`.

@@ -2,9 +2,11 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -12,11 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
+from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.linear import Linear
+from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
+from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.moe import ExpertFeedForward
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
@@ -34,10 +39,28 @@ _HEAD = "lm_head.weight"
 _AGAIN = "download it again"
 
 
+Storage = Literal["quantized", "float32", "half"]
+"""How a checkpoint stores its matrices: as quantised blocks, in float32, or in a float of 16 bits."""
+
+
 class Weights(ABC):
     """The tensors of a checkpoint by their Hugging Face names, whatever its format."""
 
     source: str
+    files: Sequence[Path] = ()
+    """Files that the tensors come from; none: they are made up."""
+
+    variant = ""
+    """What distinguishes the weights from others of the same files."""
+
+    @property
+    def storage(self) -> Storage:
+        """How the matrices of the blocks are stored, most of them."""
+        return "float32"
+
+    def maps(self, name: str) -> bool:
+        """Whether `matrix` gives this one as a view of a mapped file, so that keeping it takes no memory."""
+        return False
 
     @abstractmethod
     def get(self, name: str) -> Float[Tensor, "*shape"] | None:
@@ -62,6 +85,14 @@ class Weights(ABC):
         """
         return StoredMatrix.of(self.require(name, outputs, inputs))
 
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        return (StoredMatrix.of(each.T) for each in self.require(name, count, inputs, outputs))
+
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
 
@@ -70,6 +101,16 @@ class Weights(ABC):
         """
         found = self.get(_HEAD)
         return None if found is None else self._checked(_HEAD, found, (vocab, hidden))
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """As `head`, but as the file stores it."""
+        found = self.head(vocab, hidden)
+        return None if found is None else StoredMatrix.of(found)
+
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The output matrix as the file stores it; the embedding where the two are tied."""
+        own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
+        return self.matrix("model.embed_tokens.weight", config.vocab, config.hidden) if own is None else own
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
@@ -122,6 +163,7 @@ class SafetensorsWeights(Weights):
                 )
             raise ValueError(f"{path}: no model.safetensors here")
         self._files, self._path = files, path
+        self.files = [path / name for name in files]
         self._readers: dict[str, Callable[[str], Tensor]] = {}
         self._open(check)
 
@@ -145,6 +187,16 @@ class SafetensorsWeights(Weights):
             if candidate in self._readers:
                 return self._readers[candidate](candidate)
         return None
+
+    @property
+    def storage(self) -> Storage:
+        """By the embedding, which is there in every checkpoint."""
+        table = self.get("model.embed_tokens.weight")
+        return "float32" if table is not None and table.dtype == torch.float32 else "half"
+
+    def maps(self, name: str) -> bool:
+        """True: all tensors are views."""
+        return True
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, because transformers would initialise a missing one at random.
@@ -186,8 +238,25 @@ _GGUF_BLOCK = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_GGUF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_GGUF_EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 _GGUF_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_GGUF_GPT_OSS_NORMS = {"post_attention_layernorm": "post_attention_norm"}
 _GGUF_GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -206,38 +275,79 @@ def gguf_config(file: GGUF) -> ModelConfig:
     return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
 
 
+def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
+    """The name in GGUF of the tensor that holds this tensor of Hugging Face, and the index of the expert whose part it
+    is; None: all of it.
+    """
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name], None
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    stem, _, kind = rest.rpartition(".")
+    if rest == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight", None
+    part = _GGUF_EXPERT.fullmatch(stem)
+    if part is not None:
+        return f"blk.{layer}.{_GGUF_EXPERTS.get(part[2])}.{kind}", int(part[1])
+    norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
+    block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
+    return f"blk.{layer}.{block.get(stem)}.{kind}", None
+
+
 class GGUFWeights(Weights):
     """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
-        self._block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else _GGUF_NORMS)
+        self.files = [file.path]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        gguf_name = self._name_in_file(name)
-        if gguf_name is None:
+        place = self._place_in_file(name)
+        if place is None:
             return None
-        tensor: Tensor = self._file.load_tensor(gguf_name)
+        tensor: Tensor = self._file.load_tensor(*place)
         return tensor[self._half_split_order(len(tensor))] if self._is_interleaved(name) else tensor
+
+    def require(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name and shape; a matrix of one row may be stored as a vector.
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        found = self.get(name)
+        if found is not None and shape[0] == 1 and found.shape == shape[1:]:
+            return found.unsqueeze(0)
+        checked: Tensor = super().require(name, *shape)
+        return checked
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it: a view of the mapped file where rows keep their
         order. Storage types without a `Kind` are widened.
         """
-        gguf_name = self._name_in_file(name)
-        found = None if gguf_name is None else self._file.stored_matrix(gguf_name)
+        place = self._place_in_file(name)
+        found = None if place is None else self._file.stored_matrix(*place)
         if found is None or found.shape != (outputs, inputs):
             return super().matrix(name, outputs, inputs)
         return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
 
-    def _name_in_file(self, name: str) -> str | None:
-        found = _GGUF_NAMES.get(name)
-        if found is None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            stem, _, kind = rest.rpartition(".")
-            found = f"blk.{layer}.{self._block.get(stem)}.{kind}"
-        return found if found in self._file.tensors else None
+    @property
+    def storage(self) -> Storage:
+        """By the types of the tensors in the blocks."""
+        return self._file.storage
+
+    def maps(self, name: str) -> bool:
+        """Whether the file stores it in one of the known kinds."""
+        place = self._place_in_file(name)
+        return place is not None and self._file.stored_matrix(*place) is not None
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """The output matrix as the file stores it; None: it is tied to the embedding."""
+        return None if self._place_in_file(_HEAD) is None else self.matrix(_HEAD, vocab, hidden)
+
+    def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
+        """The tensor that holds this one, and the index of the expert whose part it is."""
+        found, expert = gguf_place(name, self._config)
+        return (found, expert) if found in self._file.tensors else None
 
     def _is_interleaved(self, name: str) -> bool:
         """Whether the rows of a head are in llama.cpp's order: pairs of the two halves."""
@@ -251,6 +361,45 @@ class GGUFWeights(Weights):
         self._file.release_pages()
 
 
+@dataclass(frozen=True)
+class BlockNames:
+    """Names of the modules of a block in its checkpoint."""
+
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    """The same as `gate`: one matrix holds the rows of both."""
+    down: str = "mlp.down_proj"
+    final_norm: str = "model.norm"
+
+
+_LFM2 = BlockNames(
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    output="self_attn.out_proj",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    final_norm="model.embedding_norm",
+)
+_GRANITE_HYBRID = BlockNames(
+    gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
+)
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID}
+"""By architecture, where they are not those of Llama."""
+
+
+def block_names(config: ModelConfig) -> BlockNames:
+    """Names of the modules of a block in a checkpoint of this architecture."""
+    return _NAMES.get(config.architecture, BlockNames())
+
+
 def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build the decoder of a configuration from a checkpoint, in `dtype` on `device`.
 
@@ -258,7 +407,8 @@ def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, dev
         ValueError: a tensor is missing or has another shape.
     """
     # Fails early on a configuration with too many layers.
-    weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
+    last = f"model.layers.{config.layers - 1}.{block_names(config).attention_norm}.weight"
+    weights.require(last, config.hidden)
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         outer = pool.submit(lambda: build_without_blocks(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
@@ -268,7 +418,7 @@ def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, dev
 def build_without_blocks(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build a decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.require("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
-    norm = _norm(config, weights, "model.norm", config.hidden, device)
+    norm = _norm(config, weights, block_names(config).final_norm, config.hidden, device)
     head = None if config.tied else weights.head(config.vocab, config.hidden)
     return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
 
@@ -294,27 +444,60 @@ def build_block(
     def norm(name: str, width: int) -> RMSNorm:
         return _norm(c, weights, prefix + name, width, device)
 
-    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    names = block_names(c)
     mlp: FeedForward | ExpertFeedForward
     if c.experts is not None and i in c.experts.layers:
         mlp = _experts(c, prefix, weights, place)
     else:
+        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up else c.ffn)
         mlp = FeedForward(
-            stack(*(matrix(f"mlp.{n}", c.ffn, c.hidden, c.mlp_bias) for n in ("gate_proj", "up_proj"))),
-            stack(matrix("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias)),
+            stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
+            stack(matrix(names.down, c.hidden, c.ffn, c.mlp_bias)),
             c.activation,
         )
+    if i in c.state_layers:
+        parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place)
+        return DecoderBlock(
+            attention_norm=norm(names.attention_norm, c.hidden),
+            qkv=parts.input,
+            output=parts.output,
+            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp=mlp,
+            mixer=parts.mixer,
+            residual_scale=c.residual_scale,
+        )
+    attention = [matrix(f"self_attn.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
+    queries = matrix("self_attn.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
+    if c.attention_gate:
+        queries, gate = _split_gate(queries, c.head_dim)
+        attention.append(gate)
     return DecoderBlock(
-        attention_norm=norm("input_layernorm", c.hidden),
-        qkv=stack(*(matrix(f"self_attn.{n}", width, c.hidden, c.qkv_bias) for n, width in attention.items())),
-        output=stack(matrix("self_attn.o_proj", c.hidden, q, c.output_bias)),
-        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
+        attention_norm=norm(names.attention_norm, c.hidden),
+        qkv=stack(queries, *attention),
+        output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
+        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else names.mlp_norm, c.hidden),
         mlp=mlp,
-        q_norm=norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        q_norm=norm(names.q_norm, c.head_dim) if c.qk_norm else None,
+        k_norm=norm(names.k_norm, c.head_dim) if c.qk_norm else None,
         post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
+        attention_gate=c.attention_gate,
+        residual_scale=c.residual_scale,
+        sinks=weights.require(f"{prefix}self_attn.sinks", c.heads).float().to(device) if c.sinks else None,
     )
+
+
+def _split_gate(
+    queries: tuple[Tensor, Tensor | None], head_dim: int
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """A query projection whose heads are [query; gate] as two projections."""
+
+    def half(part: Tensor, which: int) -> Tensor:
+        return part.view(-1, 2, head_dim, *part.shape[1:])[:, which].flatten(0, 1)
+
+    weight, bias = queries
+    first, second = ((half(weight, i), None if bias is None else half(bias, i)) for i in range(2))
+    return first, second
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str, width: int, device: torch.device) -> RMSNorm:
@@ -326,22 +509,29 @@ def _experts(
 ) -> ExpertFeedForward:
     c, experts = config, config.experts
     assert experts is not None
-    if c.architecture == "mixtral":
-        prefix, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
-    else:
-        prefix, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
 
-    def gate_up_down(name: str, width: int) -> tuple[Tensor, Tensor]:
-        gate, up = (weights.require(f"{name}{n}.weight", width, c.hidden) for n in names[:2])
-        return place(torch.cat([gate, up])), place(weights.require(f"{name}{names[2]}.weight", c.hidden, width))
+    def linear(matrices: Sequence[Matrix], *biases: Tensor | None) -> Linear:
+        bias = [b for b in biases if b is not None]
+        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices]
+        return Linear(place(torch.cat(wide)), place(torch.cat(bias)) if bias else None)
 
-    each = [gate_up_down(f"{prefix}experts.{j}.", experts.ffn) for j in range(experts.count)]
-    shared = None
-    if experts.shared_ffn:
-        gate_up, down = gate_up_down(f"{prefix}shared_expert.", experts.shared_ffn)
-        gate = weights.require(f"{prefix}shared_expert_gate.weight", 1, c.hidden) if experts.shared_gate else None
-        shared = Linear(gate_up), Linear(down), None if gate is None else Linear(place(gate))
-    router = Linear(place(weights.require(f"{prefix}gate.weight", experts.count, c.hidden)))
+    def gate_up(m: GatedMatrices) -> Linear:
+        return linear((m.gate, m.up), m.gate_bias, m.up_bias)
+
+    def unrounded(tensor: Tensor) -> Tensor:
+        """A tensor of the router or of a gate, which stay in float32."""
+        placed = place(tensor)
+        return placed if placed.dtype == torch.float64 else tensor.to(placed.device, torch.float32)
+
+    read = read_expert_layer(c, prefix, weights)
+    each = [(gate_up(m), linear((m.down,), m.down_bias)) for m in read.experts]
+    gate = None if read.shared_gate is None else Linear(unrounded(read.shared_gate))
     return ExpertFeedForward(
-        experts, router, torch.stack([e[0] for e in each]), torch.stack([e[1] for e in each]), shared
+        experts,
+        Linear(unrounded(read.router), None if read.router_bias is None else unrounded(read.router_bias)),
+        [pair[0] for pair in each],
+        [pair[1] for pair in each],
+        None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
+        None if read.selection_bias is None else unrounded(read.selection_bias),
+        c.activation,
     )

@@ -33,7 +33,8 @@ def forward_blocks(
     angles = [rope_angles(rope, position) for rope in ropes]
     for i, block in enumerate(blocks, first):
         assert isinstance(block, DecoderBlock)
-        x = block(x, config, angles[config.window_of(i) > 0], i, attention)
+        rotation = None if i in config.unrotated_layers else angles[config.window_of(i) > 0]
+        x = block(x, config, rotation, i, attention)
     return x
 
 
@@ -49,13 +50,16 @@ class CausalAttention(AttentionBackend):
         q: Float[torch.Tensor, "b s h e"],
         k: Float[torch.Tensor, "b s g e"],
         v: Float[torch.Tensor, "b s g e"],
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b s he"]:
         """Every position attends to itself and earlier ones."""
         c, window, s = self._config, self._config.window_of(layer), q.shape[1]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if c.attention_softcap or 0 < window < s:
+        if c.attention_softcap or 0 < window < s or sinks is not None:
             k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
-            out = masked_attention(q, k, v, _causal_mask(s, window, q.device), c.scale, c.attention_softcap)
+            mask = _causal_mask(s, window, q.device)
+            sinks = None if sinks is None else sinks[:, None].expand(-1, s)
+            out = masked_attention(q, k, v, mask, c.scale, c.attention_softcap, sinks)
         else:
             out = causal_attention(q, k, v, c.scale)
         merged: torch.Tensor = out.transpose(1, 2).flatten(2)

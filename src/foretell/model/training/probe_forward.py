@@ -37,13 +37,15 @@ def probe_forward(
     y = inputs.to(x.dtype).repeat(g, 1).expand(b, n, -1)
     for i, block in enumerate(decoder.blocks):
         assert isinstance(block, DecoderBlock)
-        local = c.window_of(i) > 0
+        rotation, probe_rotation = (
+            None if i in c.unrotated_layers else each[c.window_of(i) > 0] for each in (angles, probe_angles)
+        )
         with torch.no_grad():
             if i + 1 < len(decoder.blocks):
-                x = block(x, c, angles[local], i, sequence)
+                x = block(x, c, rotation, i, sequence)
             else:
-                sequence.store(*block.project(block.attention_norm(x), c, angles[local])[1:])
-        y = block(y, c, probe_angles[local], i, probes)
+                sequence.store(*block.project(block.attention_norm(x), c, rotation)[1:])
+        y = block(y, c, probe_rotation, i, probes)
     return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
 
@@ -73,6 +75,7 @@ class _SequenceAttention(AttentionBackend):
         q: Float[torch.Tensor, "b n h e"],
         k: Float[torch.Tensor, "b n g e"],
         v: Float[torch.Tensor, "b n g e"],
+        sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b n he"]:
         """Attention over the keys that the mask of each position allows."""
         c, earlier = self._config, self._earlier
@@ -82,7 +85,8 @@ class _SequenceAttention(AttentionBackend):
             keys, values = torch.cat((earlier._k, keys), 2), torch.cat((earlier._v, values), 2)
         keys, values = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (keys, values))
         mask = self._window_mask if c.window_of(layer) else self._mask
-        out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap)
+        sinks = None if sinks is None else sinks[:, None].expand(-1, q.shape[1])
+        out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap, sinks)
         merged: torch.Tensor = out.transpose(1, 2).flatten(2)
         return merged
 

@@ -17,6 +17,7 @@ from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeEagle, NativeStack
+from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.rope import rope_tables
@@ -144,12 +145,12 @@ class EagleNetwork(Speculator):
         """Layers of the target whose hidden states it reads."""
         return self.config.recorded_layers
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """Dtype of keys and values: its own, or that of the CPU kernels."""
+    def new_cache(self, device: torch.device) -> KVCache:
+        """An empty cache, in the network's own dtype or in that of the CPU kernels."""
+        c = self.config
         if self.native_stack is None:
-            return self.dtype
-        return torch.float32 if self.native_stack.precision == "float32" else torch.bfloat16
+            return KVCache(c.layers, c.kv_heads, c.head_dim, self.dtype, device)
+        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.native_stack.precision)
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
         """Its own embedding of tokens, without a scale, or the target's."""

@@ -1,7 +1,16 @@
 // Attention of new tokens over the key-value cache.
+//
+// Keys of a token are numbered in sequence order, and numbers are cut into chunks of kChunk keys. A chunk gives a
+// partial result per query: the largest score, the sum of e^(score - largest), and the values weighted with these.
+// Partial results are merged in the order of the chunks (online softmax: Milakov and Gimelshein, arXiv 1805.02867), by
+// one thread or, for few tokens over long texts, after several threads have computed them (Flash-Decoding, Dao et al.
+// 2023). The arithmetic is the same in both cases, so a token's result depends on its own keys only.
 
 #pragma once
 
+#include <vector>
+
+#include "cache.h"
 #include "interface.h"
 #include "linear.h"
 #include "precisions.h"
@@ -44,28 +53,115 @@ class Visibility {
   const Buffer<VisibleKeys> keys_;
 };
 
-constexpr int kMaxQueries = kAccumulators / 2;  // per tile of scores: sums stay in registers
-constexpr int kMaxSharedTokens = 16;  // tokens that share one load of the keys
+// New tokens first .. last - 1, all of one cache row, which read the keys and values together.
+struct TokenTile {
+  int first, last;
+  std::vector<int> extra_blocks;  // blocks of the cache that hold the tokens' extra slots
+};
 
-// rows[i] = products of query i with 16 keys, given as transposed words. Unrolled by query, so that the sums stay in
-// registers.
-template <class C, size_t... Q>
-void score(const Word* keys, int words, const uint32_t* const* queries, float* const* rows, std::index_sequence<Q...>) {
-  Float sums[] = {((void)Q, Float{})...};
-  const uint32_t* const query[] = {queries[Q]...};
-  for (int w = 0; w < words; ++w) ((sums[Q] = C::step(sums[Q], keys[w], splat(query[Q][w]))), ...);
-  (store(rows[Q], sums[Q]), ...);
-}
-
-template <class C, size_t... N>
-void score_all(const Word* keys, int words, const uint32_t* const* queries, float* const* rows, int count,
-               std::index_sequence<N...>) {
-  for (int i = 0; i < count; i += kMaxQueries) {
-    const int some = std::min(kMaxQueries, count - i);
-    ((some == (int)N + 1 ? score<C>(keys, words, queries + i, rows + i, std::make_index_sequence<N + 1>()) : void()),
-     ...);
+// The tokens of a pass in tiles, and the place of every extra slot among the blocks of its tile.
+class TokenTiles {
+ public:
+  TokenTiles(const Visibility& visibility, int tokens_per_tile)
+      : width_(visibility.layout().max_extra_slots), places_((size_t)visibility.layout().count * width_) {
+    const Layout& layout = visibility.layout();
+    for (int t = 0; t < layout.count; ++t) {
+      if (tiles_.empty() || layout.row[t] != layout.row[t - 1] || t - tiles_.back().first == tokens_per_tile)
+        tiles_.push_back({t, t, {}});
+      tiles_.back().last = t + 1;
+      for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
+        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_blocks, visibility[t].extra_slots[i]);
+    }
+    for (const TokenTile& tile : tiles_) most_blocks_ = std::max(most_blocks_, (int)tile.extra_blocks.size());
   }
+  const std::vector<TokenTile>& all() const { return tiles_; }
+  int most_extra_blocks() const { return most_blocks_; }
+  // The number of a token's extra slot among those of its tile's blocks.
+  int place_of(int token, int extra) const { return places_[(size_t)token * width_ + extra]; }
+
+ private:
+  static int place(std::vector<int>& blocks, int slot) {
+    size_t i = 0;
+    while (i < blocks.size() && blocks[i] != slot / kLanes) ++i;
+    if (i == blocks.size()) blocks.push_back(slot / kLanes);
+    return (int)i * kLanes + slot % kLanes;
+  }
+  const int width_;
+  std::vector<int> places_;
+  std::vector<TokenTile> tiles_;
+  int most_blocks_ = 0;
+};
+
+// Key blocks, or value vectors, of a tile, and its queries: their sums fit in registers.
+constexpr int kTileBlocks = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
+constexpr int kTileQueries = kAccumulators / kTileBlocks;
+
+// Products of Q queries with K blocks of 16 keys, `words` words each: out[q] receives 16 * K scores. Meanwhile as many
+// bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
+template <class C, int Q, int K>
+void score_tile(const uint32_t* keys, int words, const uint32_t* const* queries, float* const* out, const char* ahead) {
+  Float sums[Q][K] = {};
+  for (int w = 0; w < words; ++w) {
+    Word key[K];
+    if (ahead)
+      for (int k = 0; k < K; ++k) __builtin_prefetch(ahead + 64 * ((size_t)w * K + k), 0, 2);
+#pragma GCC unroll 8
+    for (int k = 0; k < K; ++k) key[k] = load<Word>(keys + ((size_t)k * words + w) * kLanes);
+#pragma GCC unroll 8
+    for (int q = 0; q < Q; ++q) {
+      const Word x = splat(queries[q][w]);
+#pragma GCC unroll 8
+      for (int k = 0; k < K; ++k) sums[q][k] = C::step(sums[q][k], key[k], x);
+    }
+  }
+  for (int q = 0; q < Q; ++q)
+    for (int k = 0; k < K; ++k) store(out[q] + k * kLanes, sums[q][k]);
 }
+
+// Sums of value words from .. to - 1, each a row of `stride` words, weighted with the words of Q queries: out[q]
+// receives V vectors. Every sum begins at 0. Meanwhile as many bytes from `ahead` on (null: none) are prefetched.
+template <class C, int Q, int V>
+void mix_tile(const uint32_t* values, int stride, int from, int to, const uint32_t* const* weights, float* const* out,
+              const char* ahead) {
+  Float sums[Q][V] = {};
+  for (int i = from; i < to; ++i) {
+    Word value[V];
+    if (ahead)
+      for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * ((size_t)(i - from) * V + v), 0, 2);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) value[v] = load<Word>(values + (size_t)i * stride + v * kLanes);
+#pragma GCC unroll 8
+    for (int q = 0; q < Q; ++q) {
+      const Word weight = splat(weights[q][i]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[q][v] = C::step(sums[q][v], value[v], weight);
+    }
+  }
+  for (int q = 0; q < Q; ++q)
+    for (int v = 0; v < V; ++v) store(out[q] + v * kLanes, sums[q][v]);
+}
+
+using ScoreTile = void (*)(const uint32_t*, int, const uint32_t* const*, float* const*, const char*);
+using MixTile = void (*)(const uint32_t*, int, int, int, const uint32_t* const*, float* const*, const char*);
+
+template <class C, size_t... I>
+ScoreTile score_tile_of(int queries, int blocks, std::index_sequence<I...>) {
+  constexpr ScoreTile all[] = {score_tile<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
+  return all[(queries - 1) * kTileBlocks + blocks - 1];
+}
+template <class C, size_t... I>
+MixTile mix_tile_of(int queries, int vectors, std::index_sequence<I...>) {
+  constexpr MixTile all[] = {mix_tile<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
+  return all[(queries - 1) * kTileBlocks + vectors - 1];
+}
+constexpr auto kTileSizes = std::make_index_sequence<kTileQueries * kTileBlocks>();
+
+// The result of a query over some of its keys.
+struct Partial {
+  float* mixed;    // [head_dim]: values weighted with e^(score - highest)
+  float* highest;  // the largest score
+  float* total;    // sum of e^(score - highest); 0: the query sees none of these keys
+};
 
 // The attention of a decoder block between its qkv product and its output product. C: precision of keys and values.
 template <class C>
@@ -74,64 +170,97 @@ class Attention {
   Attention(const Model& model, const Visibility& visibility, const Cache& cache, const Team& team)
       : m_(model),
         visibility_(visibility),
-        cache_(cache),
+        cache_(cache, model.kv_heads, model.head_dim),
         words_(model.head_dim / C::kDepth),
         group_(model.heads / model.kv_heads),
-        score_stride_((size_t)round_up(visibility.longest(), kLanes)),
-        tile_tokens_(tokens_per_tile()),
+        tile_tokens_(kMaxQueries / group_),
+        tile_queries_(tile_tokens_ * group_),
+        tiles_(visibility, tile_tokens_),
+        chunks_((visibility.longest() + kChunk - 1) / kChunk),
+        splits_text_(chunks_ > 1 && team.threads > 1 &&
+                     (int)tiles_.all().size() * model.kv_heads < kUnitsPerThread * team.threads),
         queries_(buffer<uint32_t>((size_t)visibility.layout().count * model.heads * words_)),
-        keys_size_((size_t)round_up(words_, kLanes)),
-        keys_(buffer<Word>(team.threads * keys_size_)),
-        scores_(buffer<float>((size_t)team.threads * tile_tokens_ * group_ * score_stride_)),
-        head_(buffer<float>((size_t)team.threads * model.head_dim)) {}
+        scratch_size_(scratch_size()),
+        scratch_(buffer<float>(team.threads * scratch_size_)),
+        partials_(buffer<float>(splits_text_ ? (size_t)visibility.layout().count * model.heads * chunks_ *
+                                                   partial_size()
+                                             : 0)) {}
 
   // Norms and rotates queries and keys, writes keys and values to the cache, and keeps the queries for `attend`.
   void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team) const {
+    if (team.thread == 0) next_unit_.store(0, std::memory_order_relaxed);
     const int heads = m_.heads + 2 * m_.kv_heads;
     const auto [from, to] = team.share(visibility_.layout().count * heads);
     for (int i = from; i < to; ++i)
       rotate_and_store_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
   }
 
-  // Writes out [tokens, heads * head_dim] as operands of the output product. A thread's share of a cache row is a
-  // contiguous range of (key-value head, token) pairs, so that few keys and values are read by two threads. A token's
-  // weight in the division is its number of visible keys.
+  // Writes out [tokens, heads * head_dim] as operands of the output product. Threads take units of work one by one: a
+  // tile of tokens, a key-value head and, where the text is split, a chunk.
   void attend(const Layer& layer, int index, float* out, const Team& team) const {
-    const Layout& layout = visibility_.layout();
-    for (int first = 0, end = 0; first < layout.count; first = end) {
-      int64_t seen = 0;
-      for (; end < layout.count && layout.row[end] == layout.row[first]; ++end) seen += visibility_[end].length;
-      const int64_t all = seen * m_.kv_heads, from = all * team.thread / team.threads,
-                    to = all * (team.thread + 1) / team.threads;
-      for (int kv = 0; kv < m_.kv_heads; ++kv) {
-        int t = skip_keys(first, end, from - kv * seen);
-        for (const int last = skip_keys(first, end, to - kv * seen); t < last; t += tile_tokens_)
-          attend_some(layer, index, kv, t, std::min(t + tile_tokens_, last), out, team);
-      }
+    const int tiles = (int)tiles_.all().size(), parts = splits_text_ ? chunks_ : 1, units = tiles * m_.kv_heads * parts;
+    for (;;) {
+      const int unit = next_unit_.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= units) break;
+      const TokenTile& tile = tiles_.all()[(size_t)(unit / parts / m_.kv_heads)];
+      const int kv = unit / parts % m_.kv_heads;
+      if (splits_text_)
+        attend_chunk(layer, index, tile, kv, unit % parts, team,
+                     [&](int i) { return partial(tile, kv, i, unit % parts); });
+      else
+        attend_tile(layer, index, tile, kv, out, team);
     }
+    if (!splits_text_) return;
+    team.barrier();
+    const auto [from, to] = team.share(visibility_.layout().count * m_.heads);
+    for (int i = from; i < to; ++i) merge_chunks(layer, i, out);
   }
 
  private:
-  // Tokens that share one load of the keys: as many as keep their scores within kScoresInCache.
-  int tokens_per_tile() const {
-    return std::max(1, std::min((int)(kScoresInCache / (group_ * score_stride_)), kMaxSharedTokens));
-  }
+  static constexpr int kChunk = 256;        // keys: a multiple of 16 * kTileBlocks
+  static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
+  static_assert(kMaxGroup <= kMaxQueries && kChunk % (kTileBlocks * kLanes) == 0);
+  static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
 
-  // The first token from `first` on before which the tokens have at least `seen` visible keys in all.
-  int skip_keys(int first, int end, int64_t seen) const {
-    for (; first < end && seen > 0; ++first) seen -= visibility_[first].length;
-    return first;
-  }
+  size_t partial_size() const { return (size_t)m_.head_dim + kLanes; }
 
-  size_t head_at(int index, int row, int kv) const {
-    return (((size_t)index * cache_.rows + row) * m_.kv_heads + kv) * cache_.slots * words_;
+  // Memory of a thread: scores of a chunk and of the extra blocks, partial results of a chunk and merged ones, a head,
+  // and keys and values of a chunk that are not stored as words.
+  size_t scratch_size() const {
+    const size_t per_query = kChunk + (size_t)tiles_.most_extra_blocks() * kLanes + 2 * partial_size();
+    return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) + cache_.scratch_words(kChunk);
+  }
+  float* scratch(const Team& team) const { return scratch_.get() + team.thread * scratch_size_; }
+  float* scores_of(int i, const Team& team) const { return scratch(team) + (size_t)i * kChunk; }
+  int extra_stride() const { return tiles_.most_extra_blocks() * kLanes; }
+  float* extra_scores_of(int i, const Team& team) const {
+    return scratch(team) + (size_t)tile_queries_ * kChunk + (size_t)i * extra_stride();
+  }
+  Partial partial_at(float* at) const { return {at, at + m_.head_dim, at + m_.head_dim + 1}; }
+  // Of query i of a tile: of one chunk (which = 0), and merged (which = 1).
+  Partial own_partial(int i, int which, const Team& team) const {
+    float* first = scratch(team) + (size_t)tile_queries_ * (kChunk + extra_stride());
+    return partial_at(first + (size_t)(which * tile_queries_ + i) * partial_size());
+  }
+  float* head_of(const Team& team) const {
+    return scratch(team) + (size_t)tile_queries_ * (kChunk + extra_stride() + 2 * partial_size());
+  }
+  uint32_t* words_of(const Team& team) const { return (uint32_t*)head_of(team) + round_up(m_.head_dim, kPanel); }
+
+  // Of query i of a tile over a chunk, where the text is split.
+  Partial partial(const TokenTile& tile, int kv, int i, int chunk) const {
+    const int token = tile.first + i / group_, head = kv * group_ + i % group_;
+    return stored_partial(token * m_.heads + head, chunk);
+  }
+  Partial stored_partial(int token_head, int chunk) const {
+    return partial_at(partials_.get() + ((size_t)token_head * chunks_ + chunk) * partial_size());
   }
 
   void rotate_and_store_head(const Layer& layer, int index, int token, int head, const float* source,
                              const Team& team) const {
     const Layout& layout = visibility_.layout();
     const int dim = m_.head_dim, half = m_.rotary_dim / 2;
-    float* x = head_.get() + (size_t)team.thread * dim;
+    float* x = head_of(team);
     std::memcpy(x, source, 4 * (size_t)dim);
     if (head < m_.heads + m_.kv_heads) {
       const float* norm = head < m_.heads ? layer.q_norm : layer.k_norm;
@@ -148,232 +277,285 @@ class Attention {
       C::pack(x, dim, queries_.get() + ((size_t)token * m_.heads + head) * words_);
       return;
     }
-    const int kv = (head - m_.heads) % m_.kv_heads;
-    uint32_t* side = head < m_.heads + m_.kv_heads ? cache_.k : cache_.v;
-    C::pack(x, dim, side + head_at(index, layout.row[token], kv) + (size_t)layout.slot[token] * words_);
+    const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.kv_heads);
+    if (head < m_.heads + m_.kv_heads)
+      cache_.store_key(at, layout.slot[token], x);
+    else
+      cache_.store_value(at, layout.slot[token], x);
   }
 
   int first_visible(const Layer& layer, int token) const {
     return layer.window ? std::max(0, visibility_[token].length - layer.window) : 0;
   }
 
-  float* scores_of(int i, const Team& team) const {
-    return scores_.get() + ((size_t)team.thread * tile_tokens_ * group_ + i) * score_stride_;
+  const uint32_t* query(const TokenTile& tile, int kv, int i) const {
+    return queries_.get() + ((size_t)(tile.first + i / group_) * m_.heads + kv * group_ + i % group_) * words_;
   }
 
-  // Tokens first .. last - 1, all of one row, and the query heads that read one key-value head.
-  void attend_some(const Layer& layer, int index, int kv, int first, int last, float* out, const Team& team) const {
-    const size_t at = head_at(index, visibility_.layout().row[first], kv);
-    int blocks = 0;
-    for (int t = first; t < last; ++t) blocks = std::max(blocks, contiguous_blocks(t));
-    for (int block = 0; block < blocks; ++block) score_contiguous(layer, at, kv, first, last, block, team);
-    for (int t = first; t < last; ++t)
-      for (int block = contiguous_blocks(t); block * kLanes < visibility_[t].length; ++block)
-        score_gathered(layer, at, kv, t, first, block, team);
-    Query queries[kMaxMixedQueries];
+  // All chunks of a tile's text, one after the other.
+  void attend_tile(const Layer& layer, int index, const TokenTile& tile, int kv, float* out, const Team& team) const {
+    const int queries = (tile.last - tile.first) * group_;
+    for (int i = 0; i < queries; ++i) *own_partial(i, 1, team).total = 0;
+    int begin = visibility_[tile.first].length, end = 0;
+    for (int t = tile.first; t < tile.last; ++t)
+      begin = std::min(begin, first_visible(layer, t)), end = std::max(end, visibility_[t].length);
+    for (int chunk = begin / kChunk; chunk * kChunk < end; ++chunk) {
+      attend_chunk(layer, index, tile, kv, chunk, team, [&](int i) { return own_partial(i, 0, team); });
+      for (int i = 0; i < queries; ++i) merge(own_partial(i, 0, team), own_partial(i, 1, team));
+    }
+    for (int i = 0; i < queries; ++i)
+      finish(layer, tile.first + i / group_, kv * group_ + i % group_, own_partial(i, 1, team), out);
+  }
+
+  // A token's head, number i of all, from the partial results of all chunks.
+  void merge_chunks(const Layer& layer, int i, float* out) const {
+    const Partial merged = stored_partial(i, 0);
+    const int chunks = (visibility_[i / m_.heads].length + kChunk - 1) / kChunk;
+    for (int chunk = 1; chunk < chunks; ++chunk) merge(stored_partial(i, chunk), merged);
+    finish(layer, i / m_.heads, i % m_.heads, merged, out);
+  }
+
+  // Adds the result over later keys to that over earlier ones.
+  void merge(const Partial& later, const Partial& earlier) const {
+    if (*later.total == 0) return;
+    const bool first = *earlier.total == 0;
+    const float scale = m_.softcap > 0 ? 1 : m_.scale,
+                highest = first ? *later.highest : std::max(*earlier.highest, *later.highest);
+    const Float a = first ? Float{} : exponential(splat((*earlier.highest - highest) * scale)),
+                b = exponential(splat((*later.highest - highest) * scale));
+    for (int i = 0; i < m_.head_dim; i += kLanes) {
+      const Float old = first ? Float{} : load<Float>(earlier.mixed + i) * a;
+      store(earlier.mixed + i, fma(load<Float>(later.mixed + i), b, old));
+    }
+    const float total = first ? 0 : *earlier.total * a[0];
+    *earlier.total = total + *later.total * b[0];
+    *earlier.highest = highest;
+  }
+
+  // Divides by the sum of e^score, which a sink joins.
+  void finish(const Layer& layer, int token, int head, const Partial& result, float* out) const {
+    float divisor = *result.total, scale = 1;
+    if (layer.sinks) {
+      const float unit = m_.softcap > 0 ? 1 : m_.scale, sink = layer.sinks[head] / unit,
+                  highest = std::max(*result.highest, sink);
+      scale = exponential(splat((*result.highest - highest) * unit))[0];
+      divisor = divisor * scale + exponential(splat((sink - highest) * unit))[0];
+    }
+    const Float factor = splat(scale / divisor);
+    for (int i = 0; i < m_.head_dim; i += kLanes)
+      store_operand(layer.output.operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
+                    load<Float>(result.mixed + i) * factor);
+  }
+
+  // Keys of a chunk that a token sees, counted from the chunk's first key; `shared` of them, from the first on, are
+  // contiguous in the cache.
+  struct Range {
+    int from, to, shared;
+    bool empty() const { return from >= to; }
+  };
+  Range range_of(const Layer& layer, int token, int chunk) const {
+    const int first = chunk * kChunk;
+    const auto within = [&](int key) { return std::min(std::max(key - first, 0), kChunk); };
+    return {within(first_visible(layer, token)), within(visibility_[token].length), within(visibility_[token].prefix)};
+  }
+
+  // Partial results of a tile's queries over one chunk of their keys; partial_of(i) is that of query i.
+  template <class PartialOf>
+  void attend_chunk(const Layer& layer, int index, const TokenTile& tile, int kv, int chunk, const Team& team,
+                    const PartialOf& partial_of) const {
+    const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv);
+    int from = kChunk, shared = 0;
+    bool has_extra = false;
+    for (int t = tile.first; t < tile.last; ++t) {
+      const Range range = range_of(layer, t, chunk);
+      if (range.empty()) continue;
+      from = std::min(from, range.from / kLanes * kLanes), shared = std::max(shared, range.shared);
+      has_extra = has_extra || range.shared < range.to;
+    }
+    score_contiguous(at, tile, kv, chunk, from, shared, team);
+    if (has_extra) score_extra(layer, at, tile, kv, chunk, team);
+    Query queries[kMaxQueries];
     int count = 0;
-    for (int t = first; t < last; ++t)
+    for (int t = tile.first; t < tile.last; ++t) {
+      const Range range = range_of(layer, t, chunk);
       for (int h = 0; h < group_; ++h) {
-        float* scores = scores_of((t - first) * group_ + h, team);
-        const float factor = softmax(layer, t, scores);
-        const Query query = {t,
-                             layer.output.operand,
-                             first_visible(layer, t),
-                             (const uint32_t*)scores,
-                             factor,
-                             out + (size_t)t * m_.heads * m_.head_dim,
-                             (kv * group_ + h) * m_.head_dim};
-        if (count == kMaxMixedQueries || (count && query.from != queries[0].from))
-          mix_values(cache_.v + at, queries, std::exchange(count, 0));
-        queries[count++] = query;
+        const int i = (t - tile.first) * group_ + h;
+        const Partial partial = partial_of(i);
+        if (range.empty()) {
+          *partial.total = 0;
+          continue;
+        }
+        softmax(at, t, chunk, range, from, scores_of(i, team), partial);
+        queries[count++] = {t, range, (const uint32_t*)scores_of(i, team), partial.mixed};
       }
-    mix_values(cache_.v + at, queries, count);
-  }
-
-  // Number of blocks of 16 visible keys that are contiguous in the cache, and so the same for other tokens of the row.
-  int contiguous_blocks(int token) const {
-    const VisibleKeys& keys = visibility_[token];
-    return keys.prefix == keys.length ? (keys.prefix + kLanes - 1) / kLanes : keys.prefix / kLanes;
-  }
-
-  // Words of 16 keys, transposed: one vector per word. slots(i) is the slot of key i.
-  template <class Slots>
-  const Word* fetch_keys(size_t at, const Slots& slots, const Team& team) const {
-    Word* keys = keys_.get() + team.thread * keys_size_;
-    for (int w = 0; w < words_; w += kLanes) {
-      for (int i = 0; i < kLanes; ++i)
-        keys[w + i] = load_part<Word>(cache_.k + at + (size_t)slots(i) * words_ + w, words_ - w);
-      transpose(keys + w);
     }
-    return keys;
+    if (count) mix(at, chunk, from, queries, count, team);
   }
 
-  // Prefetches the keys or values of a block into the second-level cache.
-  void prefetch(const uint32_t* first, int block) const {
-    const char* at = (const char*)(first + (size_t)block * kLanes * words_);
-    for (int i = 0; i < kLanes * words_ * 4; i += 64) __builtin_prefetch(at + i, 0, 2);
+  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole blocks.
+  void score_contiguous(const CacheHead& at, const TokenTile& tile, int kv, int chunk, int from, int shared,
+                        const Team& team) const {
+    const int queries = (tile.last - tile.first) * group_;
+    for (int key = from; key < shared; key += kTileBlocks * kLanes) {
+      const int blocks = std::min(kTileBlocks, (shared - key + kLanes - 1) / kLanes), slot = chunk * kChunk + key;
+      score_blocks(at, slot / kLanes, blocks, tile, kv, queries, team,
+                   [&](int i) { return scores_of(i, team) + key; });
+    }
   }
 
-  void score_contiguous(const Layer& layer, size_t at, int kv, int first, int last, int block, const Team& team) const {
-    int tokens[kMaxSharedTokens], count = 0;
-    for (int t = first; t < last; ++t)
-      if (block < contiguous_blocks(t) && (block + 1) * kLanes > first_visible(layer, t)) tokens[count++] = t;
-    if (!count) return;
-    prefetch(cache_.k + at, block + 2), prefetch(cache_.v + at, block);
-    // Indices past the end of the cache are clamped: no token sees those keys.
-    const Word* keys = fetch_keys(at, [&](int i) { return std::min(block * kLanes + i, cache_.slots - 1); }, team);
-    score_block(layer, keys, kv, tokens, count, first, block, team);
+  // Scores of a tile's queries for blocks of the cache.
+  template <class Row>
+  void score_blocks(const CacheHead& at, int block, int blocks, const TokenTile& tile, int kv, int queries,
+                    const Team& team, const Row& row) const {
+    const char* ahead = cache_.values_at(at, block * kLanes);
+    const uint32_t* keys = cache_.key_words(at, block, blocks, words_of(team), ahead);
+    for (int i = 0; i < queries; i += kTileQueries) {
+      const int count = std::min(kTileQueries, queries - i);
+      const uint32_t* some[kTileQueries];
+      float* rows[kTileQueries];
+      for (int q = 0; q < count; ++q) some[q] = query(tile, kv, i + q), rows[q] = row(i + q);
+      score_tile_of<C>(count, blocks, kTileSizes)(keys, words_, some, rows,
+                                               i || cache_.scales_values() ? nullptr : ahead);
+      for (int q = 0; q < count; ++q) cache_.scale_scores(at, block, blocks, rows[q]);
+    }
   }
 
-  void score_gathered(const Layer& layer, size_t at, int kv, int token, int first, int block, const Team& team) const {
-    if ((block + 1) * kLanes <= first_visible(layer, token)) return;
-    const int end = visibility_[token].length - 1;
-    const Word* keys =
-        fetch_keys(at, [&](int i) { return visibility_[token].slot(std::min(block * kLanes + i, end)); }, team);
-    score_block(layer, keys, kv, &token, 1, first, block, team);
-  }
-
-  // Scores of 16 keys for some tokens; -infinity for keys that a token does not see.
-  void score_block(const Layer& layer, const Word* keys, int kv, const int* tokens, int count, int first, int block,
+  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra blocks, from which every
+  // token takes its own.
+  void score_extra(const Layer& layer, const CacheHead& at, const TokenTile& tile, int kv, int chunk,
                    const Team& team) const {
-    const uint32_t* queries[kMaxSharedTokens * kMaxGroup];
-    float* rows[kMaxSharedTokens * kMaxGroup];
-    for (int o = 0, i = 0; o < count; ++o)
-      for (int h = 0; h < group_; ++h, ++i)
-        queries[i] = query(tokens[o], kv, h),
-        rows[i] = scores_of((tokens[o] - first) * group_ + h, team) + block * kLanes;
-    score_all<C>(keys, words_, queries, rows, count * group_, std::make_index_sequence<kMaxQueries>());
-    if (m_.softcap > 0)
-      for (int i = 0; i < count * group_; ++i)
-        store(rows[i], splat(m_.softcap) * tanh_of(load<Float>(rows[i]) * splat(m_.scale / m_.softcap)));
-    const Int place = kIota + splat((int32_t)(block * kLanes));
-    for (int o = 0; o < count; ++o) {
-      const int from = first_visible(layer, tokens[o]), to = visibility_[tokens[o]].length;
-      if (block * kLanes >= from && (block + 1) * kLanes <= to) continue;
-      const Int visible = (place >= splat((int32_t)from)) & (place < splat((int32_t)to));
-      for (int h = 0; h < group_; ++h) {
-        float* row = rows[o * group_ + h];
-        store(row, select(visible, load<Float>(row), splat(-INFINITY)));
+    const int queries = (tile.last - tile.first) * group_;
+    for (size_t b = 0; b < tile.extra_blocks.size(); ++b)
+      score_blocks(at, tile.extra_blocks[b], 1, tile, kv, queries, team,
+                   [&](int i) { return extra_scores_of(i, team) + b * kLanes; });
+    for (int t = tile.first; t < tile.last; ++t) {
+      const Range range = range_of(layer, t, chunk);
+      for (int key = range.shared; key < range.to; ++key) {
+        const int place = tiles_.place_of(t, chunk * kChunk + key - visibility_[t].prefix);
+        for (int i = (t - tile.first) * group_; i < (t - tile.first + 1) * group_; ++i)
+          scores_of(i, team)[key] = extra_scores_of(i, team)[place];
       }
     }
   }
 
-  const uint32_t* query(int token, int kv, int h) const {
-    return queries_.get() + ((size_t)token * m_.heads + kv * group_ + h) * words_;
-  }
-
-  // Replaces scores by words of e^(score - largest); returns the reciprocal of their sum.
-  float softmax(const Layer& layer, int token, float* scores) const {
-    const int from = first_visible(layer, token) / kLanes * kLanes, to = visibility_[token].length;
+  // Replaces scores by words of weights, e^(score - highest) times what the values must be multiplied with; 0 from key
+  // `begin` on for keys that the token does not see.
+  void softmax(const CacheHead& at, int token, int chunk, const Range& range, int begin, float* scores,
+               const Partial& partial) const {
+    const int from = range.from / kLanes * kLanes;
     const Float scale = splat(m_.softcap > 0 ? 1 : m_.scale);  // capped scores are scaled already
     Float highest = splat(-INFINITY), total = {};
-    for (int i = from; i < to; i += kLanes) highest = larger(highest, load<Float>(scores + i));
-    const Float top = splat(largest(highest));
-    for (int i = from; i < to; i += kLanes) {
+    for (int i = from; i < range.to; i += kLanes) {
+      Float score = load<Float>(scores + i);
+      if (m_.softcap > 0) score = splat(m_.softcap) * tanh_of(score * splat(m_.scale / m_.softcap));
+      if (i < range.from || i + kLanes > range.to) {
+        const Int place = kIota + splat(i);
+        score = select((place >= splat(range.from)) & (place < splat(range.to)), score, splat(-INFINITY));
+      }
+      if (m_.softcap > 0 || i < range.from || i + kLanes > range.to) store(scores + i, score);
+      highest = larger(highest, score);
+    }
+    *partial.highest = largest(highest);
+    const Float top = splat(*partial.highest);
+    std::memset((uint32_t*)scores + begin / C::kDepth, 0, 4 * (size_t)(from - begin) / C::kDepth);
+    for (int i = from; i < range.to; i += kLanes) {
       float e[kLanes];
-      store(e, exponential((load<Float>(scores + i) - top) * scale));
-      total += load<Float>(e);
+      const Float weight = exponential((load<Float>(scores + i) - top) * scale);
+      total += weight;
+      store(e, cache_.scales_values() ? weight * value_scales(at, token, chunk * kChunk + i) : weight);
       C::pack(e, kLanes, (uint32_t*)scores + i / C::kDepth);
     }
-    return 1 / sum(total);
+    *partial.total = sum(total);
   }
 
-  // One query head of a token: the sum of the values from visible key `from` on, weighted with the words of `weights`,
-  // times `factor`, is written to `row` from element `first` on, as `operand`.
+  // Scales of the values of 16 keys; 0 past the last one that the token sees.
+  Float value_scales(const CacheHead& at, int token, int key) const {
+    const VisibleKeys& keys = visibility_[token];
+    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at) + key);
+    float scales[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      scales[i] = key + i < keys.length ? cache_.value_scales(at)[keys.slot(key + i)] : 0;
+    return load<Float>(scales);
+  }
+
+  // One query head of a token, and its weighted sum of a chunk's values.
   struct Query {
-    int token, operand, from;
+    int token;
+    Range range;
     const uint32_t* weights;
-    float factor;
-    float* row;
-    int first;
+    float* mixed;
   };
 
-  // Two vectors per value word; each interleaves the elements of kDepth values, as one word of weights covers kDepth
-  // values.
-  struct Columns {
-    Word word[2][C::kDepth];
-  };
-
-  template <class Value>
-  Columns columns(const Value& value, int w) const {
-    Columns out;
-    for (int half = 0; half < 2; ++half) {
-      const int first = w + kLanes * half;
-      Word rows[C::kDepth];
-      for (int d = 0; d < C::kDepth; ++d)
-        rows[d] = first < words_ ? load_part<Word>(value(d) + first, words_ - first) : Word{};
-      C::interleave_rows(rows, out.word[half]);
-    }
-    return out;
+  // Queries that share the loads of values: as many whole groups as fit in a tile, or an equal part of a group.
+  int queries_per_mix() const {
+    if (group_ <= kTileQueries) return kTileQueries / group_ * group_;
+    const int parts = (group_ + kTileQueries - 1) / kTileQueries;
+    return (group_ + parts - 1) / parts;
   }
 
-  struct Sums {  // weighted sums of Columns
-    Float of[2][C::kDepth];
-    void add(const Columns& values, uint32_t weight) {
-      for (int half = 0; half < 2; ++half)
-        for (int d = 0; d < C::kDepth; ++d) of[half][d] = C::step(of[half][d], values.word[half][d], splat(weight));
-    }
-  };
+  // Weighted sums over values from .. of a chunk.
+  void mix(const CacheHead& at, int chunk, int from, const Query* queries, int count, const Team& team) const {
+    int most = 0;
+    for (int i = 0; i < count; ++i) most = std::max(most, queries[i].range.shared);
+    const int slot = chunk * kChunk + from;
+    const char* ahead = cache_.keys_at(at, slot / kChunk * kChunk + kChunk);
+    const uint32_t* values = cache_.value_words(at, slot, most - from, words_of(team), ahead);
+    values -= (size_t)from / C::kDepth * m_.head_dim;
+    for (int i = 0; i < count; i += queries_per_mix())
+      mix_some(at, values, chunk, from, queries + i, std::min(queries_per_mix(), count - i),
+               i || cache_.scales_values() ? nullptr : ahead);
+  }
 
-  // Weighted sums for queries that begin at the same key. They share the loads of the values that are contiguous in the
-  // cache. Unrolled by query: sums stay in registers only where every index is a constant.
-  template <size_t... Q>
-  void mix_values_unrolled(const uint32_t* values, const Query* queries, std::index_sequence<Q...>) const {
-    constexpr int D = C::kDepth;
-    const int shared = std::min({visibility_[queries[Q].token].prefix...}) / D;
-    for (int w = 0; w < words_; w += 2 * kLanes) {
-      Sums sums[sizeof...(Q)] = {};
-      int i = queries[0].from / D;
-      for (const uint32_t* value = values + (size_t)i * D * words_; i < shared; ++i, value += D * words_) {
-        const Columns read = columns([&](int d) { return value + d * words_; }, w);
-        (sums[Q].add(read, queries[Q].weights[i]), ...);
-      }
-      (finish_values(values, queries[Q], i, w, sums[Q]), ...);
+  void mix_some(const CacheHead& at, const uint32_t* values, int chunk, int from, const Query* queries, int count,
+                const char* ahead) const {
+    int shared = kChunk;
+    const uint32_t* weights[kTileQueries];
+    for (int q = 0; q < count; ++q)
+      shared = std::min(shared, queries[q].range.shared), weights[q] = queries[q].weights;
+    const int begin = from / C::kDepth, end = std::max(begin, shared / C::kDepth);
+    for (int first = 0; first < m_.head_dim; first += kTileBlocks * kLanes) {
+      const int vectors = std::min(kTileBlocks, (m_.head_dim - first) / kLanes);
+      float* mixed[kTileQueries];
+      for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
+      mix_tile_of<C>(count, vectors, kTileSizes)(values + first, m_.head_dim, begin, end, weights, mixed,
+                                             first ? nullptr : ahead);
+    }
+    for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots
+      const int same = q;
+      while (q < count && queries[q].token == queries[same].token) ++q;
+      for (int i = end; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
     }
   }
 
-  // Adds a query's remaining values, from word i of its weights on; values past its visible keys have weight 0.
-  void finish_values(const uint32_t* values, const Query& query, int i, int w, Sums sums) const {
-    constexpr int D = C::kDepth;
-    const VisibleKeys keys = visibility_[query.token];
-    for (; i * D < keys.length; ++i) {
-      const auto value = [&](int d) {
-        return values + (size_t)keys.slot(std::min(i * D + d, keys.length - 1)) * words_;
-      };
-      sums.add(columns(value, w), query.weights[i]);
+  // Adds word i of a chunk's values to the sums of some heads of one token.
+  void mix_word(const CacheHead& at, int chunk, int i, const Query* queries, int count) const {
+    const VisibleKeys& keys = visibility_[queries[0].token];
+    int slots[C::kDepth];
+    for (int d = 0; d < C::kDepth; ++d) {
+      const int key = chunk * kChunk + i * C::kDepth + d;
+      slots[d] = key < keys.length ? keys.slot(key) : -1;
     }
-    for (int half = 0; half < 2; ++half) {
-      Float ordered[D];
-      C::restore_order(sums.of[half], ordered);
-      for (int d = 0; d < D; ++d) {
-        const int first = (w + kLanes * half) * D + kLanes * d;
-        if (first < m_.head_dim) store_operand(query.operand, query.row, query.first + first, ordered[d] * splat(query.factor));
+    for (int first = 0; first < m_.head_dim; first += kLanes) {
+      const Word value = cache_.value_word(at, slots, first);
+      for (int q = 0; q < count; ++q) {
+        float* sum = queries[q].mixed + first;
+        store(sum, C::step(load<Float>(sum), value, splat(queries[q].weights[i])));
       }
     }
   }
 
-  template <size_t... N>
-  void mix_values_dispatch(const uint32_t* values, const Query* queries, int count, std::index_sequence<N...>) const {
-    ((count == (int)N + 1 ? mix_values_unrolled(values, queries, std::make_index_sequence<N + 1>()) : void()), ...);
-  }
-  void mix_values(const uint32_t* values, const Query* queries, int count) const {
-    mix_values_dispatch(values, queries, count, std::make_index_sequence<kMaxMixedQueries>());
-  }
-
-  static constexpr int kMaxMixedQueries = std::max(1, kAccumulators / 4);  // that share the loads of values
-  static constexpr int kMaxGroup = 16;          // query heads per key-value head
-  static constexpr int kScoresInCache = 65536;  // floats per thread: 256 KiB, a part of the second-level cache
   const Model& m_;
   const Visibility& visibility_;
-  const Cache& cache_;
-  const int words_, group_;
-  const size_t score_stride_;
-  const int tile_tokens_;
+  const CacheLayout<C> cache_;
+  const int words_, group_, tile_tokens_, tile_queries_;
+  const TokenTiles tiles_;
+  const int chunks_;
+  const bool splits_text_;  // whether chunks of one text are shared among threads
   const Buffer<uint32_t> queries_;
-  const size_t keys_size_;
-  const Buffer<Word> keys_;
-  const Buffer<float> scores_;
-  const Buffer<float> head_;
+  const size_t scratch_size_;
+  const Buffer<float> scratch_;
+  const Buffer<float> partials_;  // [token, head, chunk], where the text is split
+  mutable std::atomic<int> next_unit_{0};
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 
 namespace {
@@ -24,19 +25,26 @@ class ForwardPass {
         ffn_(round_up(model.ffn, kLanes)),
         visibility_(layout),
         attention_(model, visibility_, cache, team),
-        operands_(layout.count, std::max({layers[first].qkv.in, model.hidden, model.heads * model.head_dim, ffn_}),
+        experts_of_(first_experts(layers, first, last)),
+        operands_(layout.count,
+                  std::max({layers[first].qkv.in, model.hidden, model.heads * model.head_dim, ffn_,
+                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0}),
                   team),
         qkv_(buffer<float>((size_t)layout.count * qkv_width_)),
         inner_(buffer<float>((size_t)layout.count * std::max(ffn_, model.heads * model.head_dim))),
-        product_(buffer<float>((size_t)layout.count * model.hidden)) {}
+        product_(buffer<float>((size_t)layout.count * model.hidden)) {
+    if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
+  }
 
-  // Every thread of the team runs this.
-  void run(const HiddenLayers& hidden, const Team& team) const {
+  // Every thread of the team runs this. expert_counts [last - first]: receives the number of experts that each layer
+  // read, 0 for dense layers; or null.
+  void run(const HiddenLayers& hidden, int32_t* expert_counts, const Team& team) const {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
       if (layers_[i].attention) attend(i, team);
-      if (layers_[i].mlp) feed_forward(i, team);
+      const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
+      if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
     }
   }
 
@@ -57,16 +65,27 @@ class ForwardPass {
     team.barrier();
     attention_.attend(layer, i, inner_.get(), team);
     team.barrier();
-    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, &layer.gate_up, team);
+    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm,
+                    layer.experts ? &layer.experts->router : &layer.gate_up, team);
   }
 
-  void feed_forward(int i, const Team& team) const {
+  static const Experts* first_experts(const Layer* layers, int first, int last) {
+    for (int i = first; i < last; ++i)
+      if (layers[i].experts) return layers[i].experts;
+    return nullptr;
+  }
+
+  // Returns the number of experts that were read; 0: the layer is dense.
+  int feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
+    const Weight* following = i + 1 < last_ ? &layers_[i + 1].qkv : nullptr;
+    if (layer.experts) return experts_->run(layer, x_, operands_, following, team);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
                        {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, layer.down.operand}, &layer.down,
                        team);
     team.barrier();
-    add_to_residual(ffn_, layer.down, layer.post_mlp_norm, i + 1 < last_ ? &layers_[i + 1].qkv : nullptr, team);
+    add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
+    return 0;
   }
 
   // The output of attention or of the gate as operands, in rows of `stride` numbers.
@@ -99,17 +118,19 @@ class ForwardPass {
   const int tokens_, qkv_width_, ffn_;
   const Visibility visibility_;
   const Attention<C> attention_;
+  const Experts* const experts_of_;  // of the first layer that has some; all have the same sizes
   const Operands operands_;
+  std::optional<ExpertPass> experts_;
   const Buffer<float> qkv_, inner_, product_;
 };
 
 template <class C>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
-               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads) {
+               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* expert_counts, int threads) {
   const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)
-  pass.run(hidden, Team::current(barrier_state));
+  pass.run(hidden, expert_counts, Team::current(barrier_state));
 }
 
 // The first token that points outside the cache or the rotary tables, or has no visible key; -1: there is none.
@@ -126,11 +147,12 @@ int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache
 }
 
 int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
-              const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads) {
+              const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads,
+              int32_t* expert_counts = nullptr) {
   const int invalid = first_invalid_token(m, layout, cache);
   if (invalid >= 0 || !layout.count || first == last) return invalid;
   const auto run = m.cache_kind == kFloat32 ? run_stack<Float32> : run_stack<Bfloat16>;
-  run(m, layers, first, last, x, attention_input, layout, cache, hidden, threads);
+  run(m, layers, first, last, x, attention_input, layout, cache, hidden, expert_counts, threads);
   return -1;
 }
 

@@ -6,6 +6,9 @@
 
 extern "C" {
 
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxGroup = 16;  // query heads per key-value head
+
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
@@ -27,7 +30,8 @@ enum Kind : int32_t {
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
@@ -37,10 +41,24 @@ struct Weight {           // one packed linear layer
   const Weight* next;  // further outputs of the same inputs, of another kind; or null
 };
 
+struct Experts {  // the mixture of experts of a layer
+  Weight router;                // a logit per expert, then the gate of the shared expert where it has one
+  const float* selection_bias;  // [count], added to the scores where experts are chosen; or null
+  const Weight *gate_up, *down;  // [count]
+  Weight shared_gate_up, shared_down;
+  int32_t count, active, ffn, shared_ffn;  // shared_ffn: 0 where there is no shared expert
+  int32_t shared_gate;                     // 1: the shared expert has a gate
+  int32_t scoring, renormalize;
+  int32_t groups, active_groups, ranked_by;  // see `MoEConfig` in config.py
+  float scale;
+};
+
 struct Layer {
   Weight qkv, output, gate_up, down;
   const float *attention_norm, *mlp_norm;
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
+  const float* sinks;  // [heads], scores that join the softmax over the keys; or null
+  const Experts* experts;  // null: the layer is dense
   const float *cos, *sin;                                              // [context, rotary_dim / 2]
   int32_t window;                                                      // 0: full attention
   int32_t attention, mlp;                                              // 0: this sub-layer is skipped
@@ -83,6 +101,11 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
+  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
+  // most probable `candidates` children of a node are ranked with it.
+  const uint64_t* noise;
+  const double* noise_scale;
+  int32_t candidates;
   // Receive per request a tree of the root and at most `budget` nodes below it: tokens, parents (-1 for the root) and
   // scores, [requests, 1 + budget] each, and the number of nodes below the root. The root's token is not written.
   int64_t *token, *parent, *sizes;
@@ -104,7 +127,7 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
   int32_t requests, nodes;
-  const int64_t *token, *parent;                // [requests, nodes]
+  const int64_t* parent;                        // [requests, nodes]
   const int64_t *active, *scored;               // 1: the node is read; its logits are wanted
   const int64_t *prefix_length, *row, *length;  // per request; `length`: cached tokens
   int64_t *hidden_index, *logit_index;          // receive the number of every node among those read and scored, or -1
@@ -124,8 +147,9 @@ struct Sampling {  // of one row of logits
   int32_t top_k;   // 0: all
 };
 
-struct Cache {  // [layers, rows, kv_heads, slots, head_dim]
-  uint32_t *k, *v;
+struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+  void *k, *v;
+  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
   int32_t rows, slots;
 };
 }

@@ -12,6 +12,7 @@
 // what its inputs are rounded to.
 
 #include "abi.h"
+#include "pack.h"
 #include "sampler.h"
 #include "speculators.h"
 #include "tree_pass.h"
@@ -20,13 +21,15 @@ extern "C" {
 
 // Runs the residual stream x [tokens, hidden] in place through layers first .. last - 1. attention_input [tokens, in of
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
-// the stream before the layers that `hidden_layers` names, ascending. Returns -1, or the first token that points
+// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the number of
+// experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
 // outside the cache or the rotary tables; then nothing was computed.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
-                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t threads) {
+                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* expert_counts,
+                       int32_t threads) {
   return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
-               threads);
+               threads, expert_counts);
 }
 
 // Index of the largest number of each row of x [tokens, width], the lowest of equals.
@@ -36,13 +39,15 @@ void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width
 }
 
 // A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
-// layers that `hidden_layers` names, ascending, and last the output of the last layer. normed: receives the final norm
+// layers that `hidden_layers` names, ascending; the last of them is the embeddings, and receives the output of the
+// last layer. normed: receives the final norm
 // of that output, [tokens, hidden], or, where `norm_scored_only` is set, [scored, hidden]. logits [scored, outputs of
 // the head]. Returns as foretell_stack, or -2: a token does not exist.
-int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Embedding* e,
-                           const Weight* head, int32_t width, const float* norm, const TreePass* pass,
+int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Weight* head,
+                           int32_t width, const float* norm, const TreePass* pass,
                            const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
-                           float* normed, int32_t norm_scored_only, float* logits, int32_t threads) {
+                           float* normed, int32_t norm_scored_only, float* logits, int32_t* expert_counts,
+                           int32_t threads) {
   const int nodes = pass->requests * pass->nodes;
   number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
   number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
@@ -50,13 +55,8 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   const size_t d = (size_t)m->hidden;
   const int tokens = trees.layout().count;
   float* x = hidden_states + (size_t)count * (size_t)tokens * d;
-  for (int i = 0; i < nodes; ++i) {
-    if (pass->hidden_index[i] < 0) continue;
-    if (pass->token[i] < 0 || pass->token[i] >= e->vocab) return -2;
-    embed(*e, pass->token[i], m->hidden, x + (size_t)pass->hidden_index[i] * d);
-  }
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
-                                {hidden_layers, count, hidden_states}, threads);
+                                {hidden_layers, count, hidden_states}, threads, expert_counts);
   if (invalid >= 0) return invalid;
   int scored = 0;
   for (int i = 0; i < nodes; ++i)
@@ -113,7 +113,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = std::min(b->width, width);
+            k = candidate_count(*b, width);
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -223,31 +223,29 @@ void foretell_topk(const float* x, float* values, int64_t* indices, int32_t toke
     topk_row(x + (size_t)t * width, width, k, values + (size_t)t * k, indices + (size_t)t * k);
 }
 
-// Packs rows of GGUF blocks, `bytes` each, as panels of 32 outputs. Row i is row order[i]; rows beyond the last are
-// zero, as is every row with a negative index.
-void foretell_pack_blocks(int32_t kind, const uint8_t* rows, int64_t bytes, const int64_t* order, int32_t out,
-                          int32_t in, uint32_t* words, int32_t threads) {
-  with_blocks(kind, [&](auto k) {
-    using K = typename decltype(k)::Type;
-    const int panels = (out + kPanel - 1) / kPanel, blocks = in / K::kInputs;
-    const size_t size = quantized_panel_words<K>(in);
-#pragma omp parallel for num_threads(threads)
-    for (int p = 0; p < panels; ++p) {
-      uint32_t* panel = words + p * size;
-      std::memset(panel, 0, 4 * size);
-      for (int i = p * kPanel; i < std::min((p + 1) * kPanel, out); ++i) {
-        if (order[i] < 0) continue;
-        const uint8_t* row = rows + order[i] * bytes;
-        for (int b = 0; b < blocks; ++b) K::pack(row + b * K::kBytes, panel + b * K::kWords, i % kPanel);
-      }
-    }
-  });
+// Packs rows as `panels` panels of 32 outputs of a kind: 32 addresses per panel, null for a row of zeros. A kind of GGUF
+// blocks needs rows of such blocks, the others rows of floats of a `RowType`. through_bfloat16: floats are rounded to
+// bfloat16 first.
+void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, const void* const* rows, int32_t panels,
+                        int32_t in, uint32_t* words) {
+  if (kind > kInt8)
+    pack_blocks(kind, (const uint8_t* const*)rows, panels, in, words);
+  else
+    pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
-// Words of a panel of GGUF blocks.
-int64_t foretell_panel_words(int32_t kind, int32_t in) {
-  return (int64_t)with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
+// Rows of GGUF blocks of a kind as float32, [count, in].
+void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count, int32_t in, float* out) {
+  widen_blocks(kind, rows, count, in, out);
 }
+
+// Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.
+void foretell_round_rows(int32_t kind, int32_t type, const void* const* rows, int32_t count, int32_t in, uint8_t* out) {
+  round_rows(kind, type, rows, count, in, out);
+}
+
+// Words of a panel.
+int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_words(kind, in); }
 
 // A token from each of the rows x + place[i] * width; -1 where no logit is above -infinity.
 void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
@@ -261,9 +259,14 @@ int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* 
   return keep_row(x, *sampling, width, tokens, weights, threads);
 }
 
-// The Hadamard rotation of int8 weights, in place: x [count], a multiple of Int8::kBlock.
-void foretell_hadamard(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += Int8::kBlock) Int8::rotate(x + i);
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
+// is copied to a later one. kind: kFloat32 or kBfloat16.
+void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
+                         int32_t row, const int32_t* source, int32_t count, int32_t target) {
+  if (kind == kFloat32)
+    move_slots(CacheLayout<Float32>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
+  else
+    move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
 }
 
 // Vector instructions that the kernels were compiled for.
@@ -276,15 +279,21 @@ const char* foretell_abi() {
     describe_constant(out, "version", kAbiVersion);
     describe_constant(out, "panel", kPanel);
     describe_constant(out, "lanes", kLanes);
+    describe_constant(out, "max_head_dim", kMaxHeadDim);
+    describe_constant(out, "max_group", kMaxGroup);
     describe_constant(out, "int8_block", Int8::kBlock);
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next));
+    S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
+      F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
+      F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
+      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
-      F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
+      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
       F(Model, softcap));
@@ -295,18 +304,19 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length), F(DynamicTree, token), F(DynamicTree, parent), F(DynamicTree, sizes),
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates),
+      F(DynamicTree, token), F(DynamicTree, parent), F(DynamicTree, sizes),
       F(DynamicTree, score));
     S(EagleRead, F(EagleRead, states), F(EagleRead, state_rows), F(EagleRead, token), F(EagleRead, place),
       F(EagleRead, count));
-    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, token), F(TreePass, parent), F(TreePass, active),
+    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, rows), F(Cache, slots));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -324,11 +334,13 @@ const char* foretell_abi() {
     S(foretell_argmax);
     S(foretell_topk);
     S(foretell_topk_softmax);
-    S(foretell_pack_blocks);
+    S(foretell_pack_rows);
+    S(foretell_widen_rows);
+    S(foretell_round_rows);
     S(foretell_panel_words);
     S(foretell_sample);
     S(foretell_kept_tokens);
-    S(foretell_hadamard);
+    S(foretell_cache_move);
     S(foretell_instructions);
 #undef S
     return out;

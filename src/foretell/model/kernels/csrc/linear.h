@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "interface.h"
 #include "precisions.h"
 #include "quantized.h"
@@ -65,11 +66,14 @@ inline size_t row_words(int32_t operand, int in) {
 
 inline bool rounds_each_number(int32_t operand) { return operand <= kBfloat16Operand; }
 
-inline size_t panel_words(const Weight& w) {
-  if (has_blocks(w)) return with_blocks(w.kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(w.in); });
-  if (w.kind == kInt8) return Int8::panel_words(w.in);
-  return w.kind == kFloat32 ? FloatProduct<Float32>::panel_words(w.in) : FloatProduct<Bfloat16>::panel_words(w.in);
+inline size_t panel_words(int32_t kind, int in) {
+  if (kind > kInt8)
+    return with_blocks(kind, [&](auto k) { return quantized_panel_words<typename decltype(k)::Type>(in); });
+  if (kind == kInt8) return Int8::panel_words(in);
+  return kind == kFloat32 ? FloatProduct<Float32>::panel_words(in) : FloatProduct<Bfloat16>::panel_words(in);
 }
+
+inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.in); }
 
 // What is done with a product: it is stored, added to what is there, or gated: activation(gate) * up becomes an operand
 // of the next product.
@@ -99,7 +103,7 @@ inline void apply_epilogue(const Output& output, const Weight& w, const Float* t
     for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
   float* row = output.y + (size_t)token * output.stride;
   if (output.epilogue == Epilogue::kGate) {
-    store_operand(output.operand, row, kLanes * panel, activate(v[0], output.activation) * v[1]);
+    store_operand(output.operand, row, kLanes * panel, gated(v[0], v[1], output.activation));
     return;
   }
   for (int i = 0; i < 2; ++i) {
@@ -200,9 +204,49 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
     }
 }
 
+inline bool uses_tiles(const Weight& w, int tokens) {
+  if (!kHasTiles || w.operand == kFloat32Operand) return false;
+  return w.operand == kBfloat16Operand || tokens >= kTileTokens;
+}
+
+// y = x W^T for this thread's panels, with AMX's tiles.
+inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  const size_t size = panel_words(w);
+  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
+  const TileRows tiles(tokens);
+  const TileScope scope(tiles.rows, w.operand == kInt8BlocksOperand ? kGroupWords : kTileWords);
+  alignas(64) float sums[kTilesAtOnce * kTileSums];
+  alignas(64) uint32_t widened[kTileChunkWords * kPanel];
+  for (int p = from; p < to; ++p) {
+    const uint32_t* panel = w.words + p * size;
+    const auto finish = [&](int token, const Float* out) { apply_epilogue(output, w, out, p, token); };
+    if (w.operand == kInt8Operand) {
+      multiply_panel_int8(panel, w.in, x.words, x.stride, tiles, sums, finish);
+    } else if (!has_blocks(w)) {
+      const auto words = [&](int first, int) { return panel + kPanel * first; };
+      multiply_panel_bfloat16(w.in, x.words, x.stride, tiles, sums, words, finish);
+    } else {
+      with_blocks(w.kind, [&](auto k) {
+        using K = typename decltype(k)::Type;
+        if (w.operand == kInt8BlocksOperand)
+          return multiply_panel_quantized<K>(panel, w.in, x.words, x.stride, tiles, sums, finish);
+        constexpr int kWords = kGroupInputs / Bfloat16::kDepth, kGroups = K::kInputs / kGroupInputs;
+        const auto words = [&](int first, int count) {
+          for (int group = first / kWords; group < (first + count) / kWords; ++group)
+            widen_group<Bfloat16, K>(panel + group / kGroups * K::kWords, group % kGroups,
+                                     widened + (group * kWords - first) * kPanel);
+          return (const uint32_t*)widened;
+        };
+        multiply_panel_bfloat16(w.in, x.words, x.stride, tiles, sums, words, finish);
+      });
+    }
+  }
+}
+
 // y = x W^T for this thread's panels of one weight; its `next` is not read.
 inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
                      const Team& team) {
+  if (uses_tiles(w, tokens)) return multiply_in_tiles(w, x, tokens, output, team);
   if (!has_blocks(w))
     return with_operand(w.operand, [&](auto o) {
       using P = typename decltype(o)::Type;

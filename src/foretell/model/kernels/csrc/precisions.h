@@ -11,12 +11,13 @@ namespace {
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
-  // Turns kDepth rows of words into kDepth vectors whose words hold the same element of every row.
-  static void interleave_rows(const Word* rows, Word* columns) { columns[0] = rows[0]; }
+  // Number i of every word as number 0, the others 0; and number 0 of every word as number i.
+  static Word take(Word w, int) { return w; }
+  static Word place(Word w, int) { return w; }
+  // The words of 16 * kDepth numbers.
+  static Word from_int8(const int8_t* x) { return (Word)to_float(load_bytes<int8_t>(x)); }
   // Words of kDepth numbers for each lane.
   static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
-  // Puts sums over such columns back into element order.
-  static void restore_order(const Float* acc, Float* out) { out[0] = acc[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
   static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
 };
@@ -24,9 +25,19 @@ struct Float32 {
 struct Bfloat16 {
   static constexpr int kDepth = 2;
   static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
-  static void interleave_rows(const Word* rows, Word* columns) {
-    columns[0] = (rows[0] & splat(0xFFFFu)) | rows[1] << 16;
-    columns[1] = rows[0] >> 16 | (rows[1] & splat(0xFFFF0000u));
+  static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
+  static Word place(Word w, int i) { return i ? w << 16 : w; }
+  static Word from_int8(const int8_t* x) {
+    const Float low = to_float(load_bytes<int8_t>(x)), high = to_float(load_bytes<int8_t>(x + kLanes));
+#if FORETELL_BF16
+    return (Word)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+    float numbers[2 * kLanes];
+    uint32_t words[kLanes];
+    store(numbers, low), store(numbers + kLanes, high);
+    pack(numbers, 2 * kLanes, words);
+    return load<Word>(words);
+#endif
   }
   static uint32_t round(float x) {  // to nearest, ties to even
     uint32_t bits;
@@ -57,15 +68,6 @@ struct Bfloat16 {
     }
     return rounded[0] | rounded[1] << 16;
 #endif
-  }
-  template <int Half, size_t... L>
-  static Float interleave(Float a, Float b, std::index_sequence<L...>) {
-    return shuffle<(L / 2 + Half * (kLanes / 2) + (L % 2 ? kLanes : 0))...>(a, b);
-  }
-  static void restore_order(const Float* acc, Float* out) {
-    constexpr auto lanes = std::make_index_sequence<kLanes>();
-    out[0] = interleave<0>(acc[0], acc[1], lanes);
-    out[1] = interleave<1>(acc[0], acc[1], lanes);
   }
 };
 

@@ -314,6 +314,13 @@ struct QuantizedProduct {
     unrolled(panel, x, stride, in, out, std::make_index_sequence<T>());
   }
 
+  // The step of a group's sums for one token; `number`: word of its activations that the offset is multiplied with.
+  __attribute__((always_inline)) static void finish(Int sum, Float scale, Float offset, const uint32_t* x, int number,
+                                                    Float& out) {
+    const Float step = scale * (Float)splat(x[Int8Blocks::kScale]);
+    out = fma(to_float(sum), step, fma(offset, (Float)splat(x[number]), out));
+  }
+
  private:
   template <size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Float* out,
@@ -343,12 +350,6 @@ struct QuantizedProduct {
   __attribute__((always_inline)) static void add(Word low, Word high, Word x, Int& low_sum, Int& high_sum) {
     low_sum = K::kZero < 128 ? dot_u7s8(low_sum, low, x) : dot_u8s8(low_sum, low, x);
     high_sum = K::kZero < 128 ? dot_u7s8(high_sum, high, x) : dot_u8s8(high_sum, high, x);
-  }
-
-  __attribute__((always_inline)) static void finish(Int sum, Float scale, Float offset, const uint32_t* x, int number,
-                                                    Float& out) {
-    const Float step = scale * (Float)splat(x[Int8Blocks::kScale]);
-    out = fma(to_float(sum), step, fma(offset, (Float)splat(x[number]), out));
   }
 };
 

@@ -34,6 +34,11 @@
 #else
 #define FORETELL_VNNI 0
 #endif
+#if FORETELL_AVX512 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define FORETELL_AMX 1
+#else
+#define FORETELL_AMX 0
+#endif
 #if FORETELL_AVX512 || FORETELL_AVX2
 #include <immintrin.h>
 #elif FORETELL_NEON
@@ -62,6 +67,11 @@ constexpr char kInstructions[] =
     "+i8mm"
 #elif FORETELL_NEON && defined(__ARM_FEATURE_DOTPROD)
     "+dotprod"
+#endif
+#if FORETELL_AMX
+    "+amx"
+#elif defined(FORETELL_AMX_MODEL)
+    "+amx-model"
 #endif
     ;
 

@@ -30,10 +30,9 @@ constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds a
 constexpr double kLeastExponent = -40.0;  // e^x weighs nothing below
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2High = 0.6931471803691238, kLn2Low = 1.9082149292705877e-10;
-// Taylor series of e^r for |r| <= ln(2) / 2, from r^12 down.
-constexpr double kExponential[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
-                                   1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
-                                   0.5,             1.0,            1.0};
+// Taylor series of e^r for |r| <= ln(2) / 2, from r^10 down: to 3e-13.
+constexpr double kExponential[] = {1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120,
+                                   1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
 constexpr double kLn2 = 0.6931471805599453, kRootHalf = 0.7071067811865476;
 constexpr int kLogTerms = 12;  // of the series of the inverse hyperbolic tangent
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
@@ -101,12 +100,14 @@ float largest_logit(const float* x, int n) {
 }
 
 int64_t sum_weights(const Weigher& weigh, const float* x, int n) {
-  Long sum = {};
-  for (int i = 0; i < n; i += kWide) {
-    const Wide logits = widen_part(x + i, n - i);
-    sum += weigh(logits);
+  Long sum = {}, other = {};
+  int i = 0;
+  for (; i + 2 * kWide <= n; i += 2 * kWide) {
+    sum += weigh(widen(x + i));
+    other += weigh(widen(x + i + kWide));
   }
-  return total(sum);
+  for (; i < n; i += kWide) sum += weigh(widen_part(x + i, n - i));
+  return total(sum + other);
 }
 
 // SplitMix64's finalizer (Steele et al., OOPSLA 2014).

@@ -8,6 +8,7 @@
 
 #include "decoder.h"
 #include "row_ops.h"
+#include "sampler.h"
 
 namespace {
 
@@ -151,8 +152,8 @@ class TreeBuilder {
     for (; i; i = (*this)[i].parent) slots[(*this)[i].depth - 1] = (*this)[i].slot;
   }
 
-  // Adds the children of the frontier, `count` per node with their probabilities; the best of them are the next
-  // frontier.
+  // Adds the children of the frontier, the first `width` of `count` per node with their probabilities; the best of them
+  // are the next frontier.
   void add_children(const float* probabilities, const int64_t* tokens, int count) {
     struct Child {
       int64_t token;
@@ -162,6 +163,7 @@ class TreeBuilder {
     std::vector<Child> children;
     for (const int i : frontier_)
       for (int j = 0; j < count; ++j, ++probabilities, ++tokens) {
+        if (j >= options_.width) continue;
         const double score = (*this)[i].score * (double)*probabilities;
         if (score > 0 && score >= options_.min_score) children.push_back({*tokens, i, score});
       }
@@ -204,6 +206,33 @@ class TreeBuilder {
   int drafted_ = 0;
 };
 
+// Children of a node among which the best `width` are chosen.
+int candidate_count(const DynamicTree& b, int outputs) {
+  return std::min(b.noise ? std::max(b.width, b.candidates) : b.width, outputs);
+}
+
+// Reorders the k candidates after a node by probability given the target's noise; distributions/coupling.py does the
+// same.
+void couple(uint64_t key, double scale, int k, float* probabilities, int64_t* tokens) {
+  struct Child {
+    int64_t token;
+    double score;
+  };
+  std::vector<Child> children;
+  double mass = 0, total = 0, best = -INFINITY;
+  for (int i = 0; i < k; ++i) {
+    const double p = probabilities[i];
+    const double score = std::log(p) - scale * std::log(exponential_variate(noise_bits(key, tokens[i])));
+    mass += p, best = std::max(best, score), children.push_back({tokens[i], score});
+  }
+  for (Child& child : children) total += child.score = std::exp(child.score - best);
+  std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
+  for (int i = 0; i < k; ++i) {
+    probabilities[i] = (float)(children[(size_t)i].score / total * mass);
+    tokens[i] = children[(size_t)i].token;
+  }
+}
+
 struct NodeRef {  // a node that is run next
   int request, node;
 };
@@ -227,6 +256,12 @@ int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k,
     if (invalid >= 0) return invalid;
     if (token_of)
       for (int64_t& each : found) each = token_of[each];
+    for (size_t i = 0; b.noise && i < nodes.size(); ++i) {
+      const int request = nodes[i].request;
+      if (b.noise_scale[request] > 0)
+        couple(b.noise[(size_t)request * b.depth + level], b.noise_scale[request], k,
+               probabilities.data() + i * (size_t)k, found.data() + i * (size_t)k);
+    }
     for (size_t i = 0; i < nodes.size();) {
       TreeBuilder& tree = trees[(size_t)nodes[i].request];
       const size_t mine = tree.frontier().size();
@@ -279,7 +314,7 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
                               const Layers& layers, int threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
-  const int k = std::min(b.width, output.head->out);
+  const int k = candidate_count(b, output.head->out);
   const Buffer<float> outputs = buffer<float>((size_t)b.requests * (1 + (size_t)b.width * b.depth) * m.hidden);
   std::memcpy(outputs.get(), roots, 4 * (size_t)b.requests * m.hidden);
   int64_t count = 0;

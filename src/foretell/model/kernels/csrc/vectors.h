@@ -92,6 +92,13 @@ inline Float activate(Float x, int32_t kind) {
   return splat(0.5f) * x * (splat(1.0f) + tanh_of(splat(0.7978845608f) * cubic));
 }
 
+// activation(gate) * up, or what stands for it.
+inline Float gated(Float gate, Float up, int32_t kind) {
+  if (kind != kClampedSwiglu) return activate(gate, kind) * up;
+  const Float limit = splat(7.0f), g = smaller(gate, limit), u = larger(smaller(up, limit), -limit);
+  return (u + splat(1.0f)) * (g / (splat(1.0f) + exponential(splat(-1.702f) * g)));
+}
+
 // GELU with the error function itself, to about 2e-7 (Abramowitz and Stegun, 7.1.26).
 inline Float gelu(Float x) {
   const Float z = larger(x, -x) * splat(0.70710678f), t = splat(1.0f) / fma(z, splat(0.3275911f), splat(1.0f));
@@ -100,21 +107,5 @@ inline Float gelu(Float x) {
   const Float tail = splat(0.5f) * p * t * exponential(-z * z);
   return x * select(x < Float{}, tail, splat(1.0f) - tail);
 }
-
-// Step S of a 16 x 16 transposition: exchanges the off-diagonal S x S blocks of the rows a = i and b = i + S.
-template <int S, size_t... L>
-inline void exchange(Word& a, Word& b, std::index_sequence<L...>) {
-  const Word low = shuffle<((L & S) ? kLanes + L - S : L)...>(a, b);
-  b = shuffle<((L & S) ? kLanes + L : L + S)...>(a, b);
-  a = low;
-}
-
-template <int S>
-inline void exchange_all(Word* r) {
-  for (int i = 0; i < kLanes; ++i)
-    if (!(i & S)) exchange<S>(r[i], r[i + S], std::make_index_sequence<kLanes>());
-}
-
-inline void transpose(Word* r) { exchange_all<8>(r), exchange_all<4>(r), exchange_all<2>(r), exchange_all<1>(r); }
 
 }  // namespace

@@ -1,0 +1,157 @@
+"""Writes a GGUF file of random weights in the shape of a published model, with the embedded model's tokenizer.
+
+Every program that reads GGUF files runs it; what it says is noise, its times and its memory are those of the real one.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foretell.load import DEFAULT_MODEL, resolve_reference
+from foretell.model.config import ModelConfig
+from foretell.model.stored_matrix import BLOCKS, Kind
+from foretell.roofline.model_configs import find_model
+from foretell.utils.names import unknown
+
+WEIGHTS: dict[str, Kind] = {"bf16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K"}
+"""Storage types of the matrices, by the names of `--weights`. The head of Q4_K is Q6_K, of other quantised types Q8_0,
+as llama.cpp has them.
+"""
+_WIDE_ROWS: dict[Kind, Kind] = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""Types of matrices whose rows are no whole blocks of 256."""
+_ROWS_BYTES = 64 << 20
+"""Bytes that are drawn at a time."""
+_UNUSED = 5
+"""Token type of the fillers that pad the vocabulary."""
+_NORM = 1e-5
+
+
+def random_model_file(shape: str, weights: str, folder: Path) -> Path:
+    """The file of a shape and a storage type, written at the first call.
+
+    Raises:
+        ValueError: an unknown shape or type, or an architecture that is not Llama's.
+    """
+    if weights not in WEIGHTS:
+        raise unknown("type of weights", weights, WEIGHTS)
+    name, config = find_model(shape)
+    if config.architecture != "llama":
+        raise ValueError(f"--weights writes models of the Llama architecture; {shape} is {config.architecture}")
+    path = folder / f"random-{name}-{weights}.gguf"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            _write(part, config, WEIGHTS[weights])
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _write(target: Path, config: ModelConfig, kind: Kind) -> None:
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+
+    writer = GGUFWriter(target, "llama")
+    reader = GGUFReader(resolve_reference(DEFAULT_MODEL))
+    vocab = config.vocab
+    for name, field in reader.fields.items():
+        if not name.startswith("tokenizer."):
+            continue
+        value, inner = field.contents(), field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        if name.endswith((".tokens", ".token_type", ".scores")):
+            vocab = max(vocab, len(value))
+            value = [*value, *_fillers(name, len(value), vocab)]
+        writer.add_key_value(name, value, field.types[0], sub_type=inner)
+    writer.add_vocab_size(vocab)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.ffn)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta if config.rope else 1e4)
+    writer.add_layer_norm_rms_eps(_NORM)
+    tensors = list(_tensors(config, vocab, kind))
+    for name, shape, form in tensors:
+        per_block, size = BLOCKS[form]
+        stored = (*shape[:-1], shape[-1] // per_block * size)
+        quantized = form not in ("F32", "BF16")
+        writer.add_tensor_info(
+            name, stored if quantized else shape, np.dtype(np.uint8 if quantized else np.float32),
+            int(np.prod(stored)), GGMLQuantizationType[form],
+        )  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    random = np.random.Generator(np.random.SFC64(0))
+    with target.open("ab") as file:
+        file.write(bytes(-file.tell() % 32))
+        for name, shape, form in tensors:
+            written = sum(file.write(part) for part in _random_rows(random, name, shape, form))
+            file.write(bytes(-written % 32))
+    writer.close()
+
+
+def _fillers(name: str, first: int, last: int) -> list[Any]:
+    if name.endswith(".tokens"):
+        return [f"<filler {i}>" for i in range(first, last)]
+    return [_UNUSED if name.endswith(".token_type") else 0.0] * (last - first)
+
+
+def _tensors(config: ModelConfig, vocab: int, kind: Kind) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
+    """Names, shapes and types of all tensors."""
+    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def fitting(form: Kind, inputs: int) -> Kind:
+        return _WIDE_ROWS.get(form, form) if inputs % BLOCKS[form][0] else form
+
+    head: Kind = {"BF16": "BF16", "Q4_K": "Q6_K"}.get(kind, "Q8_0")  # type: ignore[assignment]
+    yield "token_embd.weight", (vocab, c.hidden), fitting(head if c.tied else kind, c.hidden)
+    yield "output_norm.weight", (c.hidden,), "F32"
+    if not c.tied:
+        yield "output.weight", (vocab, c.hidden), fitting(head, c.hidden)
+    sizes = {
+        "attn_q": (q, c.hidden), "attn_k": (kv, c.hidden), "attn_v": (kv, c.hidden), "attn_output": (c.hidden, q),
+        "ffn_gate": (c.ffn, c.hidden), "ffn_up": (c.ffn, c.hidden), "ffn_down": (c.hidden, c.ffn),
+    }  # fmt: skip
+    for i in range(c.layers):
+        yield f"blk.{i}.attn_norm.weight", (c.hidden,), "F32"
+        yield f"blk.{i}.ffn_norm.weight", (c.hidden,), "F32"
+        for stem, shape in sizes.items():
+            yield f"blk.{i}.{stem}.weight", shape, fitting(kind, shape[1])
+
+
+_STEP: dict[Kind, float] = {"Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q8_0": 74.0, "Q4_K": 190.0, "Q6_K": 1360.0}
+"""Standard deviation of a weight whose block has random levels, in units of the block's scale."""
+
+
+def _random_rows(random: np.random.Generator, name: str, shape: tuple[int, ...], form: Kind) -> Iterator[bytes]:
+    """The bytes of a tensor in pieces: ones for norms, else numbers with a variance of 1 over the inputs."""
+    deviation = shape[-1] ** -0.5
+    if len(shape) == 1:
+        yield np.ones(shape, np.float32).tobytes()
+        return
+    per_block, size = BLOCKS[form]
+    row = shape[1] // per_block * size
+    step = max(_ROWS_BYTES // row, 1)
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        if form == "BF16":
+            numbers = random.standard_normal(count * shape[1], np.float32) * deviation
+            yield (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            continue
+        blocks = np.frombuffer(bytearray(random.bytes(count * row)), np.uint8).reshape(-1, size)
+        scale = np.float16(deviation / _STEP[form])
+        at = size - 2 if form == "Q6_K" else 0
+        blocks[:, at : at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
+        if form in ("Q4_1", "Q4_K"):  # a minimum that makes the mean zero
+            least = np.float16(-7.5 * scale if form == "Q4_1" else 7.5 * scale)
+            blocks[:, 2:4] = np.frombuffer(least.tobytes(), np.uint8)
+        yield blocks.tobytes()

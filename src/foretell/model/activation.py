@@ -1,0 +1,27 @@
+"""Activations of gated feed-forward networks."""
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
+
+
+def gated(
+    gate: Float[torch.Tensor, "*t f"], up: Float[torch.Tensor, "*t f"], kind: Activation
+) -> Float[torch.Tensor, "*t f"]:
+    """The two factors of a gated feed-forward network in one: `activation(gate) * up` (Shazeer, arXiv 2002.05202)."""
+    if kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
+    if kind == "silu":
+        return F.silu(gate) * up
+    if kind == "relu":
+        return F.relu(gate) * up
+    return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up

@@ -1,0 +1,105 @@
+"""What a network keeps of the tokens it has read: the interface of all caches, and a cache of several stores."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+class Cache(ABC):
+    """What the layers of a network keep of the tokens of every batch row: keys and values, or recurrent states.
+
+    A cache is one store for all layers (`KVCache`), or one store per kind of layer (`LayeredCache`).
+    """
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Number of batch rows that there is room for."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+
+    @abstractmethod
+    def reserve(self, rows: int, slots: int) -> None:
+        """Grow to at least `rows` rows of `slots` tokens each, the nodes of a tree included; the contents stay."""
+
+    def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
+        """Announce a pass over a tree of `nodes` nodes, for each of its rows after `lengths[i]` tokens; the first
+        `prefixes[i]` nodes are the tree's prefix.
+        """
+        return
+
+    @abstractmethod
+    def keep(self, row: int, length: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the row's last tree, in order, as the tokens after its first `length`; forget the others.
+
+        The path includes the tree's prefix, or is empty.
+        """
+
+    def restorable(self, row: int, length: int) -> int:
+        """The most tokens, up to `length` of those kept, that `truncate` can go back to."""
+        return length
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on, which `restorable` returned. Keys and values need no action: they
+        are written again before they are read.
+        """
+        return
+
+    def store(self, layer: int) -> "tuple[Cache, int]":
+        """The store of a layer, and the layer's index in it."""
+        return self, layer
+
+
+class LayeredCache(Cache):
+    """A cache of several stores.
+
+    `places`: for every layer the index of its store and its index there. Layers with the same place share what is
+    kept, as the last layers of Gemma 4 share keys and values.
+    """
+
+    def __init__(self, stores: Sequence[Cache], places: Sequence[tuple[int, int]]) -> None:
+        self.stores, self._places = tuple(stores), tuple(places)
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows that there is room for."""
+        return min(store.rows for store in self.stores)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stores."""
+        return sum(store.nbytes for store in self.stores)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Grow every store."""
+        for store in self.stores:
+            store.reserve(rows, slots)
+
+    def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
+        """Announce a pass to every store."""
+        for store in self.stores:
+            store.begin(rows, lengths, prefixes, nodes)
+
+    def keep(self, row: int, length: int, path: Sequence[int]) -> None:
+        """Keep these nodes in every store."""
+        for store in self.stores:
+            store.keep(row, length, path)
+
+    def restorable(self, row: int, length: int) -> int:
+        """The most tokens up to `length` that every store can go back to."""
+        found = length
+        while (least := min(store.restorable(row, found) for store in self.stores)) < found:
+            found = least
+        return found
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on."""
+        for store in self.stores:
+            store.truncate(row, length)
+
+    def store(self, layer: int) -> tuple[Cache, int]:
+        """The store of a layer, and the layer's index in it."""
+        store, index = self._places[layer]
+        return self.stores[store], index

@@ -1,0 +1,37 @@
+"""The matrices of gated feed-forward networks and of mixtures of experts, as a decoder or its checkpoint has them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+
+from foretell.model.stored_matrix import Matrix
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class GatedMatrices:
+    """The matrices of a gated feed-forward network, and their biases (None: there are none)."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    gate_bias: Float[Tensor, " f"] | None = None
+    up_bias: Float[Tensor, " f"] | None = None
+    down_bias: Float[Tensor, " d"] | None = None
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """The router, the experts and the shared expert of a layer. None: the architecture has none."""
+
+    router: Float[Tensor, "e d"]
+    experts: Iterable[GatedMatrices]
+    """One after the other; may be read while it is iterated, and then only once."""
+    router_bias: Float[Tensor, " e"] | None = None
+    selection_bias: Float[Tensor, " e"] | None = None
+    """Added to the router's scores where experts are chosen, but not to their weights."""
+    shared: GatedMatrices | None = None
+    shared_gate: Float[Tensor, "1 d"] | None = None

@@ -1,0 +1,182 @@
+// How keys and values lie in the key-value cache.
+//
+// A *number* is a float32, a bfloat16, or an int8 that is multiplied with a scale per token and head. Numbers lie as
+// inner products read them: keys in blocks of 16 slots, [word of the head][slot][number of the word]; values in groups
+// of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
+// dimensions of a group of values. int8 numbers are widened to words when they are read.
+
+#pragma once
+
+#include <cmath>
+
+#include "interface.h"
+#include "precisions.h"
+#include "threads.h"
+
+namespace {
+
+// The part of the cache that belongs to one key-value head of a layer and row.
+struct CacheHead {
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;  // [slots], for int8
+};
+
+// A cache whose numbers are multiplied as C's.
+template <class C>
+class CacheLayout {
+ public:
+  CacheLayout(const Cache& cache, int kv_heads, int head_dim)
+      : cache_(cache),
+        kv_heads_(kv_heads),
+        dim_(head_dim),
+        words_(head_dim / C::kDepth),
+        is_int8_(cache.k_scale != nullptr),
+        number_bytes_(is_int8_ ? 1 : 4 / C::kDepth) {}
+
+  CacheHead head(int layer, int row, int kv) const {
+    const size_t i = (((size_t)layer * cache_.rows + row) * kv_heads_ + kv) * cache_.slots;
+    return {(uint8_t*)cache_.k + i * dim_ * number_bytes_, (uint8_t*)cache_.v + i * dim_ * number_bytes_,
+            is_int8_ ? cache_.k_scale + i : nullptr, is_int8_ ? cache_.v_scale + i : nullptr};
+  }
+
+  // Where the keys and values of slots from a multiple of 16 on begin.
+  const char* keys_at(const CacheHead& at, int slot) const {
+    return (const char*)at.keys + (size_t)slot * dim_ * number_bytes_;
+  }
+  const char* values_at(const CacheHead& at, int slot) const {
+    return (const char*)at.values + (size_t)slot * dim_ * number_bytes_;
+  }
+
+  // Threads may store different slots at the same time.
+  void store_key(const CacheHead& at, int slot, const float* x) const {
+    const size_t first = (size_t)(slot / kLanes) * words_ * kLanes + slot % kLanes;  // in words
+    if (is_int8_) {
+      int8_t numbers[kMaxHeadDim];
+      at.key_scales[slot] = quantize(x, numbers);
+      for (int i = 0; i < dim_; ++i)
+        at.keys[(first + (size_t)(i / C::kDepth) * kLanes) * C::kDepth + i % C::kDepth] = (uint8_t)numbers[i];
+      return;
+    }
+    uint32_t words[kMaxHeadDim];
+    C::pack(x, dim_, words);
+    for (int w = 0; w < words_; ++w) ((uint32_t*)at.keys)[first + (size_t)w * kLanes] = words[w];
+  }
+
+  void store_value(const CacheHead& at, int slot, const float* x) const {
+    const size_t first = (size_t)(slot / C::kDepth) * dim_ * C::kDepth + slot % C::kDepth;  // in numbers
+    if (is_int8_) {
+      int8_t numbers[kMaxHeadDim];
+      at.value_scales[slot] = quantize(x, numbers);
+      for (int i = 0; i < dim_; ++i) at.values[first + (size_t)i * C::kDepth] = (uint8_t)numbers[i];
+      return;
+    }
+    uint32_t words[kMaxHeadDim];
+    C::pack(x, dim_, words);
+    if constexpr (C::kDepth == 1)
+      std::memcpy((uint32_t*)at.values + first, words, 4 * (size_t)dim_);
+    else
+      for (int i = 0; i < dim_; ++i) ((uint16_t*)at.values)[first + (size_t)i * 2] = ((const uint16_t*)words)[i];
+  }
+
+  // Copies slots of a head; source and target may be the same slot.
+  void copy(const CacheHead& at, int source, int target) const {
+    const auto key = [&](int slot) {
+      return at.keys + ((size_t)(slot / kLanes) * words_ * kLanes + slot % kLanes) * C::kDepth * number_bytes_;
+    };
+    const int word_bytes = C::kDepth * number_bytes_, step = kLanes * word_bytes;
+    for (int w = 0; w < words_; ++w) std::memcpy(key(target) + w * step, key(source) + w * step, (size_t)word_bytes);
+    const auto value = [&](int slot) {
+      return at.values + ((size_t)(slot / C::kDepth) * dim_ * C::kDepth + slot % C::kDepth) * number_bytes_;
+    };
+    for (int i = 0; i < dim_; ++i)
+      std::memcpy(value(target) + i * word_bytes, value(source) + i * word_bytes, (size_t)number_bytes_);
+    if (!is_int8_) return;
+    at.key_scales[target] = at.key_scales[source];
+    at.value_scales[target] = at.value_scales[source];
+  }
+
+  // Words of scratch memory that reading so many keys or values at once needs.
+  size_t scratch_words(int keys) const { return is_int8_ ? (size_t)keys * words_ : 0; }
+
+  // The words of blocks of 16 keys, [block][word][key]. Where they must be widened, as many bytes from `ahead` on are
+  // prefetched meanwhile.
+  const uint32_t* key_words(const CacheHead& at, int block, int blocks, uint32_t* scratch,
+                            const char* ahead) const {
+    const size_t first = (size_t)block * words_ * kLanes;
+    if (!is_int8_) return (const uint32_t*)at.keys + first;
+    return widen((const int8_t*)at.keys + first * C::kDepth, blocks * words_, scratch, ahead);
+  }
+
+  // The words of the values of slots first_slot .. first_slot + count - 1, [slot / kDepth][dimension]; first_slot is a
+  // multiple of kDepth.
+  const uint32_t* value_words(const CacheHead& at, int first_slot, int count, uint32_t* scratch,
+                              const char* ahead) const {
+    const size_t first = (size_t)first_slot / C::kDepth * dim_;
+    if (!is_int8_) return (const uint32_t*)at.values + first;
+    return widen((const int8_t*)at.values + first * C::kDepth, count / C::kDepth * (dim_ / kLanes), scratch,
+                 ahead);
+  }
+
+  // 16 words of values: dimensions first .. first + 15 of kDepth slots; 0 for slot -1.
+  Word value_word(const CacheHead& at, const int* slots, int first) const {
+    Word out = {};
+    for (int d = 0; d < C::kDepth; ++d) {
+      if (slots[d] < 0) continue;
+      const size_t where = (size_t)(slots[d] / C::kDepth) * dim_ + first;
+      const Word read = is_int8_ ? widened((const int8_t*)at.values + where * C::kDepth)
+                                 : load<Word>((const uint32_t*)at.values + where);
+      out |= C::place(C::take(read, slots[d] % C::kDepth), d);
+    }
+    return out;
+  }
+
+  // Multiplies scores of blocks of keys with the keys' scales.
+  void scale_scores(const CacheHead& at, int block, int blocks, float* scores) const {
+    if (!is_int8_) return;
+    for (int i = 0; i < blocks * kLanes; i += kLanes)
+      store(scores + i, load<Float>(scores + i) * load<Float>(at.key_scales + (size_t)block * kLanes + i));
+  }
+
+  bool scales_values() const { return is_int8_; }
+  const float* value_scales(const CacheHead& at) const { return at.value_scales; }
+
+ private:
+  // int8 numbers and their scale.
+  float quantize(const float* x, int8_t* numbers) const {
+    Float most = {};
+    for (int i = 0; i < dim_; i += kLanes) most = larger(most, larger(load<Float>(x + i), -load<Float>(x + i)));
+    const float peak = largest(most), inverse = peak > 0 ? 127 / peak : 0;
+    for (int i = 0; i < dim_; i += kLanes) {
+      const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
+      store_bytes(numbers + i, (Int)rounded - splat((int32_t)0x4B400000));
+    }
+    return peak / 127;
+  }
+
+  static Word widened(const int8_t* numbers) { return C::from_int8(numbers); }
+
+  // Words of int8 numbers; meanwhile as many bytes from `ahead` on are prefetched.
+  static const uint32_t* widen(const int8_t* numbers, int vectors, uint32_t* out, const char* ahead) {
+    for (int i = 0; i < vectors; ++i) {
+      const size_t first = (size_t)i * kLanes * C::kDepth;
+      __builtin_prefetch(ahead + first, 0, 2);
+      store(out + (size_t)i * kLanes, widened(numbers + first));
+    }
+    return out;
+  }
+
+  const Cache& cache_;
+  const int kv_heads_, dim_, words_;
+  const bool is_int8_;
+  const int number_bytes_;
+};
+
+// Copies slots of a row to target, target + 1, ... in all layers.
+template <class C>
+void move_slots(const CacheLayout<C>& cache, int layers, int kv_heads, int row, const int32_t* source, int count,
+                int target) {
+  for (int i = 0; i < layers * kv_heads; ++i)
+    for (int j = 0; j < count; ++j) cache.copy(cache.head(i / kv_heads, row, i % kv_heads), source[j], target + j);
+}
+
+}  // namespace

@@ -1,0 +1,246 @@
+// Mixture-of-experts feed-forward networks.
+//
+// A pass routes all tokens, sorts (token, expert) pairs by expert, and multiplies every expert that has a token with
+// its tokens. Each product goes to a place of its own, and a token's products are added in order of expert index, so
+// that its numbers do not depend on the other tokens. Experts without tokens are not read.
+
+#pragma once
+
+#include <optional>
+
+#include "linear.h"
+
+namespace {
+
+inline Float sigmoid(Float x) { return splat(1.0f) / (splat(1.0f) + exponential(-x)); }
+
+// Chooses the experts of a token from the router's logits.
+class Router {
+ public:
+  Router(const Experts& experts, int threads)
+      : size_((size_t)round_up(experts.count, kLanes)),
+        numbers_(buffer<float>(threads * 4 * size_)),
+        indices_(buffer<int64_t>(threads * size_)) {}
+
+  // Writes the token's experts, ascending, and their weights. Of equals the lower index comes first.
+  void route(const Experts& e, const float* logits, int32_t* expert, float* weight, int thread) const {
+    float *score = numbers_.get() + thread * 4 * size_, *choice = score + size_, *best = choice + size_,
+          *group = best + size_;
+    int64_t* index = indices_.get() + thread * size_;
+    score_experts(e, logits, score);
+    for (int i = 0; i < e.count; ++i)
+      choice[i] = (e.scoring == kSigmoid ? score[i] : logits[i]) + (e.selection_bias ? e.selection_bias[i] : 0.0f);
+    if (e.active_groups < e.groups) exclude_groups(e, choice, best, group, index);
+    topk_row(choice, e.count, e.active, best, index);
+    std::sort(index, index + e.active);
+    float total = 1e-20f;
+    for (int j = 0; j < e.active; ++j) {
+      expert[j] = (int32_t)index[j];
+      weight[j] = score[index[j]];
+      total += weight[j];
+    }
+    for (int j = 0; j < e.active; ++j) weight[j] = (e.renormalize ? weight[j] / total : weight[j]) * e.scale;
+  }
+
+ private:
+  static void score_experts(const Experts& e, const float* logits, float* score) {
+    float most = 0;
+    if (e.scoring == kSoftmax) most = *std::max_element(logits, logits + e.count);
+    Float total = {};
+    for (int i = 0; i < e.count; i += kLanes) {
+      const Float x = load_part<Float>(logits + i, e.count - i);
+      const Float y = e.scoring == kSigmoid ? sigmoid(x) : exponential(x - splat(most));
+      total += select(kIota < splat((int32_t)(e.count - i)), y, Float{});
+      store(score + i, y);
+    }
+    if (e.scoring == kSigmoid) return;
+    const float all = sum(total);
+    for (int i = 0; i < e.count; ++i) score[i] /= all;
+  }
+
+  // Sets the choices outside the best groups to -infinity: those with the largest sum of their best choices.
+  static void exclude_groups(const Experts& e, float* choice, float* best, float* group, int64_t* index) {
+    const int size = e.count / e.groups;
+    for (int g = 0; g < e.groups; ++g) {
+      topk_row(choice + g * size, size, e.ranked_by, best, index);
+      group[g] = 0;
+      for (int i = 0; i < e.ranked_by; ++i) group[g] += best[i];
+    }
+    topk_row(group, e.groups, e.active_groups, best, index);
+    std::sort(index, index + e.active_groups);
+    for (int g = 0, kept = 0; g < e.groups; ++g) {
+      if (kept < e.active_groups && index[kept] == g)
+        ++kept;
+      else
+        std::fill(choice + g * size, choice + (g + 1) * size, -INFINITY);
+    }
+  }
+
+  const size_t size_;
+  const Buffer<float> numbers_;
+  const Buffer<int64_t> indices_;
+};
+
+// The mixture-of-experts layers of a pass over some tokens. All layers of a model have experts of the same sizes.
+class ExpertPass {
+ public:
+  ExpertPass(const Model& model, const Experts& e, int tokens, const Team& team)
+      : m_(model),
+        tokens_(tokens),
+        entries_(tokens * e.active),
+        count_(e.count),
+        ffn_(round_up(e.ffn, kLanes)),
+        shared_ffn_(round_up(e.shared_ffn, kLanes)),
+        every_thread_routes_all_(tokens <= kFewTokens),
+        row_size_((size_t)round_up(model.hidden, 64)),
+        router_(e, team.threads),
+        inner_operands_(entries_, ffn_, team),
+        logits_(buffer<float>((size_t)tokens * e.router.out)),
+        weight_(buffer<float>((size_t)entries_ * team.threads)),
+        expert_(buffer<int32_t>((size_t)entries_ * team.threads)),
+        place_(buffer<int32_t>((size_t)entries_ * team.threads)),
+        first_(buffer<int32_t>((size_t)(e.count + 1) * team.threads)),
+        gathered_(buffer<uint32_t>(tokens == 1 ? 0 : entries_ * row_size_ * copies(team))),
+        inner_(buffer<float>((size_t)entries_ * ffn_)),
+        parts_(buffer<float>((size_t)entries_ * model.hidden)),
+        shared_inner_(buffer<float>((size_t)tokens * shared_ffn_)),
+        shared_(buffer<float>(e.shared_ffn ? (size_t)tokens * model.hidden : 0)) {}
+
+  // Adds a layer's network to the residual stream x; returns the number of experts that it read. `operands` are large
+  // enough for hidden and shared_ffn inputs.
+  int run(const Layer& layer, float* x, const Operands& operands, const Weight* following, const Team& team) const {
+    const Experts& e = *layer.experts;
+    operands.multiply(e.router, x, m_.hidden, layer.mlp_norm, m_.eps,
+                      {logits_.get(), e.router.out, e.router.out, Epilogue::kStore, 0, 0}, nullptr, team);
+    team.barrier();
+    const Routes routes = route(e, team);
+    if (e.shared_ffn) {
+      operands.multiply(e.shared_gate_up, x, m_.hidden, layer.mlp_norm, m_.eps,
+                        {shared_inner_.get(), shared_ffn_, shared_ffn_, Epilogue::kGate, m_.activation,
+                         e.shared_down.operand},
+                        nullptr, team);
+      team.barrier();
+    }
+    const Rows rows = gather(
+        routes, operands.prepare(e.gate_up->operand, x, m_.hidden, m_.hidden, layer.mlp_norm, m_.eps, team), team);
+    const int32_t down = e.down->operand;
+    const int used = multiply_experts(
+        e.gate_up, routes, rows, tokens_ > 1, {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, down},
+        nullptr, team);
+    team.barrier();
+    const Rows inner = rounds_each_number(down)
+                           ? Rows{(const uint32_t*)inner_.get(), (size_t)ffn_}
+                           : inner_operands_.prepare(down, inner_.get(), e.ffn, ffn_, nullptr, 0, team);
+    multiply_experts(e.down, routes, inner, true, {parts_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0},
+                     following, team);
+    if (e.shared_ffn) {
+      const Weight& w = e.shared_down;
+      const Rows prepared = rounds_each_number(w.operand)
+                                ? Rows{(const uint32_t*)shared_inner_.get(), (size_t)shared_ffn_}
+                                : operands.prepare(w.operand, shared_inner_.get(), w.in, shared_ffn_, nullptr, 0, team);
+      multiply(w, prepared, tokens_, {shared_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, following, team);
+    }
+    team.barrier();
+    add_parts(e, routes, x, team);
+    team.barrier();
+    return used;
+  }
+
+ private:
+  // The experts of the tokens, [tokens, active], ascending per token, with their weights, and the place of every pair
+  // in the order by expert; expert e has places first[e] .. first[e + 1] - 1.
+  struct Routes {
+    const int32_t* expert;
+    const float* weight;
+    const int32_t *place, *first;
+  };
+
+  size_t copies(const Team& team) const { return every_thread_routes_all_ ? (size_t)team.threads : 1; }
+
+  // Every thread routes its share and waits for the others, or routes all where there are few tokens.
+  Routes route(const Experts& e, const Team& team) const {
+    const size_t mine = (size_t)team.thread * entries_, chosen = every_thread_routes_all_ ? mine : 0;
+    int32_t *expert = expert_.get() + chosen, *place = place_.get() + mine,
+            *first = first_.get() + (size_t)team.thread * (count_ + 1);
+    float* weight = weight_.get() + chosen;
+    const auto [from, to] = every_thread_routes_all_ ? std::pair(0, tokens_) : team.share(tokens_);
+    for (int t = from; t < to; ++t)
+      router_.route(e, logits_.get() + (size_t)t * e.router.out, expert + t * e.active, weight + t * e.active,
+                    team.thread);
+    if (!every_thread_routes_all_) team.barrier();
+    std::fill(first, first + count_ + 1, 0);
+    for (int i = 0; i < entries_; ++i) ++first[expert[i] + 1];
+    for (int i = 0; i < count_; ++i) first[i + 1] += first[i];
+    for (int i = 0; i < entries_; ++i) place[i] = first[expert[i]]++;
+    for (int i = count_; i > 0; --i) first[i] = first[i - 1];
+    first[0] = 0;
+    return {expert, weight, place, first};
+  }
+
+  // The rows of the tokens in the order by expert; of a single token its only row.
+  Rows gather(const Routes& routes, const Rows& rows, const Team& team) const {
+    if (tokens_ == 1) return rows;
+    const auto [from, to] = every_thread_routes_all_ ? std::pair(0, entries_) : team.share(entries_);
+    uint32_t* out = gathered_.get() + (every_thread_routes_all_ ? team.thread * entries_ * row_size_ : 0);
+    const int active = entries_ / tokens_;
+    for (int i = from; i < to; ++i)
+      std::memcpy(out + routes.place[i] * rows.stride, rows.words + i / active * rows.stride, 4 * rows.stride);
+    if (!every_thread_routes_all_) team.barrier();
+    return {out, rows.stride};
+  }
+
+  // Products of every expert that has tokens; its rows are those of its places, or row 0 for all.
+  int multiply_experts(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, Output output,
+                       const Weight* following, const Team& team) const {
+    const auto next_used = [&](int e) {
+      while (e < count_ && routes.first[e] == routes.first[e + 1]) ++e;
+      return e;
+    };
+    float* const y = output.y;
+    int used = 0;
+    for (int e = next_used(0); e < count_; ++used) {
+      const int first = routes.first[e], next = next_used(e + 1);
+      output.y = y + (size_t)first * output.stride;
+      multiply(weights[e], {rows.words + (by_place ? first * rows.stride : 0), rows.stride},
+               routes.first[e + 1] - first, output, next < count_ ? weights + next : following, team);
+      e = next;
+    }
+    return used;
+  }
+
+  // Adds each token's weighted products, in order of expert index, and then those of its shared expert.
+  void add_parts(const Experts& e, const Routes& routes, float* x, const Team& team) const {
+    const int columns = (m_.hidden + kLanes - 1) / kLanes;
+    const auto [from, to] = team.share(tokens_ * columns);
+    for (int i = from; i < to; ++i) {
+      const int t = i / columns, first = i % columns * kLanes, remaining = m_.hidden - first;
+      const auto part = [&](const float* rows, int row) {
+        return load_part<Float>(rows + (size_t)row * m_.hidden + first, remaining);
+      };
+      Float total = {};
+      for (int j = t * e.active; j < (t + 1) * e.active; ++j)
+        total = fma(part(parts_.get(), routes.place[j]), splat(routes.weight[j]), total);
+      if (e.shared_ffn) {
+        const Float gate =
+            e.shared_gate ? sigmoid(splat(logits_[(size_t)t * e.router.out + e.count])) : splat(1.0f);
+        total = fma(part(shared_.get(), t), gate, total);
+      }
+      float* row = x + (size_t)t * m_.hidden + first;
+      store_part(row, load_part<Float>(row, remaining) + total, remaining);
+    }
+  }
+
+  static constexpr int kFewTokens = 4;  // so many tokens are routed by every thread, which is quicker than waiting
+  const Model& m_;
+  const int tokens_, entries_, count_, ffn_, shared_ffn_;
+  const bool every_thread_routes_all_;
+  const size_t row_size_;
+  const Router router_;
+  const Operands inner_operands_;
+  const Buffer<float> logits_, weight_;
+  const Buffer<int32_t> expert_, place_, first_;
+  const Buffer<uint32_t> gathered_;
+  const Buffer<float> inner_, parts_, shared_inner_, shared_;
+};
+
+}  // namespace

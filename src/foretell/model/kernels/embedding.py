@@ -1,0 +1,58 @@
+"""The token embedding of a decoder on the CPU kernels."""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.model.kernels import build, structures
+from foretell.model.kernels.linear import NativeLinear, pack_embedding
+from foretell.model.stored_matrix import StoredMatrix
+
+
+class NativeEmbedding:
+    """Rows of a stored matrix, widened when they are looked up, or of the packed head where the two are tied.
+
+    `dtype`: what the numbers are rounded to before they become float32. `scale`: factor on every row.
+    """
+
+    def __init__(self, source: StoredMatrix | NativeLinear, dtype: torch.dtype, scale: float) -> None:
+        self.source, self._dtype, self._scale = source, dtype, scale
+
+    def __call__(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block, float32."""
+        x = self._rows(token).float()
+        return x if self._scale == 1 else x * self._scale
+
+    def _rows(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        if isinstance(self.source, NativeLinear):
+            return self.source.gather_rows(token)
+        if self.source.quantized:
+            return self._widened(self.source, token).to(self._dtype)
+        return self.source.rows(token).widen().to(self._dtype)
+
+    @staticmethod
+    def _widened(source: StoredMatrix, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        if len(token) and not 0 <= int(token.min()) <= int(token.max()) < source.outputs:
+            raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {token.tolist()}")
+        address = source.data.data_ptr() + token.numpy().astype(np.uint64) * np.uint64(source.data.stride(0))
+        out = torch.empty(len(token), source.inputs)
+        kind = structures.PANEL_KINDS.index(source.kind)
+        build.library().foretell_widen_rows(kind, address.ctypes.data, len(token), source.inputs, out.data_ptr())
+        return out
+
+    @cached_property
+    def _table(self) -> tuple[torch.Tensor, structures.Embedding]:
+        whole = self._rows(torch.arange(self.source.outputs)).to(self._dtype)
+        return pack_embedding(whole, self._scale)
+
+    @property
+    def struct(self) -> structures.Embedding:
+        """The argument of the kernels; the first access widens the whole table."""
+        return self._table[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds beside the head."""
+        return 0 if isinstance(self.source, NativeLinear) else self.source.data.nbytes

@@ -1,0 +1,271 @@
+"""Loads the decoder on the CPU kernels from a checkpoint, one block at a time, or from the cache of packed weights."""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import decoder_rope_tables
+from foretell.model.kernels import build
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.embedding import NativeEmbedding
+from foretell.model.kernels.experts import planned_bytes
+from foretell.model.kernels.linear import NativeLinear
+from foretell.model.kernels.pack import plan_rows
+from foretell.model.kernels.packed_file import PackedFileError, PackedPart, PackedReader
+from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock, plan_block
+from foretell.model.kernels.structures import Precision
+from foretell.model.load.experts import read_expert_layer, read_gated
+from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile
+from foretell.model.load.weights import Weights
+from foretell.model.stored_matrix import StoredMatrix
+
+log = logging.getLogger(__name__)
+_EMBEDDING = "model.embed_tokens.weight"
+_OUTER_PARTS = 2
+"""Parts of a file of packed weights before the blocks: the head, and the final norm."""
+
+
+def weight_dtype(precision: Precision) -> torch.dtype:
+    """Dtype that weights are rounded to before they are packed as floats or become int8."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
+    """The decoder of a checkpoint on the kernels.
+
+    Memory beyond the packed weights: a few rows, and the pages of the file until they are released after every block.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
+    place = _place_in_cache(config, weights, precision)
+    kept = None if place is None else place.open()
+    if place is not None and kept is not None:
+        try:
+            with kept:
+                head, norm, *blocks = kept.read_all()
+            outer = _restore_outer(config, weights, precision, head, norm)
+            return outer.with_blocks([_attach(outer, i, block) for i, block in enumerate(blocks)])
+        except PackedFileError as error:
+            place.discard(error)
+    outer = _pack_outer(config, weights, precision)
+    blocks_found = []
+    with _kept_in(place, outer, config, weights, precision) as keep:
+        for i in range(config.layers):
+            blocks_found.append(outer.stack.pack_block(i, read_block(config, i, weights, precision)))
+            keep(blocks_found[-1])
+            weights.release_pages()
+    return outer.with_blocks(blocks_found)
+
+
+def native_blocks(
+    config: ModelConfig, weights: Weights, precision: Precision
+) -> tuple[NativeDecoder, Callable[[int], PackedBlock]]:
+    """The decoder without blocks, and a function that gives block `i`: from the cache of packed weights, which is made
+    first where there is none, or else from the checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
+    place = _place_in_cache(config, weights, precision)
+    kept = None if place is None else place.open()
+    if kept is not None:
+        outer = _restore_outer(config, weights, precision, kept.read(0), kept.read(1))
+        return outer, _block_reader(outer, kept)
+    outer = _pack_outer(config, weights, precision)
+
+    def pack(i: int) -> PackedBlock:
+        return outer.stack.pack_block(i, read_block(config, i, weights, precision))
+
+    with _kept_in(place, outer, config, weights, precision) as keep:
+        if keep.wanted:
+            for i in range(config.layers):
+                keep(pack(i))
+                weights.release_pages()
+    kept = None if place is None else place.open()
+    return outer, pack if kept is None else _block_reader(outer, kept)
+
+
+def _block_reader(outer: NativeDecoder, kept: PackedReader) -> Callable[[int], PackedBlock]:
+    return lambda i: _attach(outer, i, kept.read(_OUTER_PARTS + i))
+
+
+def _attach(outer: NativeDecoder, i: int, part: PackedPart) -> PackedBlock:
+    return outer.stack.attach(i, PackedBlock(part.structs, part.tensors))
+
+
+def packed_bytes(config: ModelConfig, weights: Weights, precision: Precision) -> int:
+    """About how many bytes the packed weights take."""
+    kernels = build.library()
+    blocks = {0, config.layers // 2, config.layers - 1}
+    largest = max(_block_bytes(config, read_block(config, i, weights, precision), precision) for i in blocks)
+    head = plan_rows([weights.output_matrix(config)], precision)
+    return config.layers * largest + sum(panels.nbytes(kernels) for panels in head)
+
+
+def _block_bytes(config: ModelConfig, block: BlockWeights, precision: Precision) -> int:
+    kernels = build.library()
+    own = sum(panels.nbytes(kernels) for layer in plan_block(block, precision) for panels in layer)
+    if block.experts is None or config.experts is None:
+        return own
+    return own + planned_bytes(config.experts, block.experts, precision, kernels)
+
+
+def _place_in_cache(config: ModelConfig, weights: Weights, precision: Precision) -> PackedWeightsFile | None:
+    if not weights.files:
+        return None
+    sizes = replace(config, rope=None, local_rope=None, context=1)
+    return PackedWeightsFile(weights.files, weights.variant or precision, [repr(sizes)])
+
+
+class _Keep:
+    """Writes packed parts to a file of the cache while others are packed; what fails is reported once."""
+
+    def __init__(self, file: UnfinishedFile | None) -> None:
+        self._file, self._pool = file, ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether parts are written."""
+        return self._file is not None
+
+    def __call__(self, part: PackedPart) -> None:
+        """Write a part, after those before it; waits until there is one part to write at most."""
+        if self._file is None:
+            return
+        try:
+            if self._last is not None:
+                self._last.result()
+            self._last = self._pool.submit(self._file.writer.add, part)
+        except OSError as error:
+            self._give_up(error)
+
+    def finish(self) -> None:
+        """Complete the file."""
+        if self._file is None:
+            return
+        try:
+            if self._last is not None:
+                self._last.result()
+            self._file.finish()
+        except OSError as error:
+            self._give_up(error)
+
+    def abandon(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._pool.shutdown()
+            self._file.abandon()
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("the packed weights are not kept for the next start: %s", error)
+        self.abandon()
+        self._file = None
+
+
+@contextmanager
+def _kept_in(
+    place: PackedWeightsFile | None, outer: NativeDecoder, config: ModelConfig, weights: Weights, precision: Precision
+) -> Iterator[_Keep]:
+    file = None if place is None else place.create(packed_bytes(config, weights, precision))
+    keep = _Keep(file)
+    try:
+        keep(outer.head.packed)
+        keep(PackedPart((), [outer.norm]))
+        yield keep
+    except BaseException:
+        keep.abandon()
+        raise
+    keep.finish()
+
+
+def _pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
+    # Fails early on a configuration with too many layers.
+    weights.require(f"model.layers.{config.layers - 1}.input_layernorm.weight", config.hidden)
+    head = NativeLinear(weights.output_matrix(config), None, precision)
+    weights.release_pages()
+    norm = weights.require("model.norm.weight", config.hidden).float() + config.norm_offset
+    return _assemble(config, weights, precision, head, norm)
+
+
+def _restore_outer(
+    config: ModelConfig, weights: Weights, precision: Precision, head: PackedPart, norm: PackedPart
+) -> NativeDecoder:
+    scale = norm.tensors[0].view(torch.float32)
+    return _assemble(config, weights, precision, NativeLinear.of_packed(head, precision), scale)
+
+
+def _assemble(
+    config: ModelConfig, weights: Weights, precision: Precision, head: NativeLinear, norm: Float[torch.Tensor, " d"]
+) -> NativeDecoder:
+    dtype = weight_dtype(precision)
+    source: StoredMatrix | NativeLinear
+    if weights.maps(_EMBEDDING):
+        # A view of the file takes no memory of its own.
+        source = weights.matrix(_EMBEDDING, config.vocab, config.hidden)
+    elif head.holds_floats and (config.tied or weights.head_matrix(config.vocab, config.hidden) is None):
+        source = head
+    else:
+        source = weights.matrix(_EMBEDDING, config.vocab, config.hidden).rounded(dtype)
+    embedding = NativeEmbedding(source, dtype, config.embedding_scale)
+    stack = NativeStack(config, [], precision, *decoder_rope_tables(config))
+    return NativeDecoder.of_parts(config, embedding, stack, norm, head)
+
+
+def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
+    """The weights of block `i`, its matrices as the checkpoint stores them."""
+    c, prefix = config, f"model.layers.{i}."
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+    def matrix(name: str, outputs: int, inputs: int) -> StoredMatrix:
+        return weights.matrix(f"{prefix}{name}.weight", outputs, inputs)
+
+    def bias(outputs: dict[str, int], wanted: bool) -> Float[torch.Tensor, " o"] | None:
+        if not wanted:
+            return None
+        return torch.cat([weights.require(f"{prefix}{name}.bias", n) for name, n in outputs.items()]).to(
+            weight_dtype(precision)
+        )
+
+    def norm(name: str, width: int, wanted: bool = True) -> Float[torch.Tensor, " d"] | None:
+        return weights.require(f"{prefix}{name}.weight", width).float() if wanted else None
+
+    def vector(name: str) -> Float[torch.Tensor, " d"]:
+        found = norm(name, c.hidden)
+        assert found is not None
+        return found
+
+    sparse = c.experts is not None and i in c.experts.layers
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    return BlockWeights(
+        attention_norm=vector("input_layernorm"),
+        qkv=[matrix(name, outputs, c.hidden) for name, outputs in qkv.items()],
+        qkv_bias=bias(qkv, c.qkv_bias),
+        q_norm=norm("self_attn.q_norm", c.head_dim, c.qk_norm),
+        k_norm=norm("self_attn.k_norm", c.head_dim, c.qk_norm),
+        output=matrix("self_attn.o_proj", c.hidden, q),
+        output_bias=bias({"self_attn.o_proj": c.hidden}, c.output_bias),
+        mlp_norm=vector("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"),
+        **(_expert_weights(c, prefix, weights) if sparse else _gated_weights(c, prefix, weights)),
+        sinks=weights.require(f"{prefix}self_attn.sinks", c.heads) if c.sinks else None,
+        post_attention_norm=norm("post_attention_layernorm", c.hidden, c.post_norms),
+        post_mlp_norm=norm("post_feedforward_layernorm", c.hidden, c.post_norms),
+    )
+
+
+def _expert_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[str, Any]:
+    """The fields of `BlockWeights` for the feed-forward network of a layer with experts."""
+    return {"gate": None, "up": None, "down": None, "experts": read_expert_layer(config, prefix, weights)}
+
+
+def _gated_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[str, Any]:
+    """The fields of `BlockWeights` for the feed-forward network of a dense layer."""
+    return vars(read_gated(weights, prefix + "mlp.", config.ffn, config.hidden, config.mlp_bias))

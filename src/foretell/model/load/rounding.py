@@ -1,0 +1,98 @@
+"""Rounds the matrices of a checkpoint of floats to four bits while they are read."""
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from foretell.model.config import ModelConfig
+from foretell.model.kernels import build
+from foretell.model.kernels.structures import PANEL_KINDS
+from foretell.model.load.weights import Weights
+from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
+
+log = logging.getLogger(__name__)
+_ROWS = 256
+"""Rows that a thread rounds at a time."""
+
+
+def round_to_blocks(matrix: StoredMatrix, kind: Kind) -> StoredMatrix:
+    """A matrix of floats rounded to the nearest in blocks of 32: Q4_1 (a scale and a minimum) or Q8_0 (a scale).
+
+    Raises:
+        ValueError: the rows are no whole blocks.
+    """
+    per_block, size = BLOCKS[kind]
+    if matrix.inputs % per_block:
+        raise ValueError(f"{kind} needs rows of whole blocks of {per_block}, found {matrix.inputs} inputs")
+    kernels, row_type = build.library(), list(FLOAT_KINDS).index(matrix.kind)
+    out = torch.empty(matrix.outputs, matrix.inputs // per_block * size, dtype=torch.uint8)
+
+    def round_rows(first: int) -> None:
+        rows = np.arange(first, min(first + _ROWS, matrix.outputs), dtype=np.uint64)
+        address = matrix.data.data_ptr() + rows * np.uint64(matrix.data.stride(0))
+        kernels.foretell_round_rows(
+            *(PANEL_KINDS.index(kind), row_type, address.ctypes.data, len(rows), matrix.inputs, out[first:].data_ptr())
+        )
+
+    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+        list(pool.map(round_rows, range(0, matrix.outputs, _ROWS)))
+    return StoredMatrix(kind, matrix.inputs, out)
+
+
+class RoundedWeights(Weights):
+    """A checkpoint whose matrices in blocks become Q4_1 and whose head becomes Q8_0; the embedding stays as it is.
+
+    Matrices whose rows are no multiple of 32 stay as they are, with a message.
+    """
+
+    variant = "int4"
+    storage = "quantized"
+
+    def __init__(self, inner: Weights) -> None:
+        self._inner, self.source, self.files = inner, inner.source, inner.files
+        self._kept = set[str]()
+
+    def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
+        """The tensor of this name, or None; matrices unrounded."""
+        return self._inner.get(name)
+
+    def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
+        """The tensor of this name and shape; matrices unrounded."""
+        return self._inner.require(name, *shape)
+
+    def head(self, vocab: int, hidden: int) -> Float[torch.Tensor, "v d"] | None:
+        """The output matrix, unrounded."""
+        return self._inner.head(vocab, hidden)
+
+    def maps(self, name: str) -> bool:
+        """As in the checkpoint."""
+        return self._inner.maps(name)
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
+        """A matrix, rounded where it belongs to a block."""
+        found = self._inner.matrix(name, outputs, inputs)
+        return self._rounded(name, found, "Q4_1") if name.startswith("model.layers.") else found
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts, rounded."""
+        return (self._rounded(name, m, "Q4_1") for m in self._inner.expert_matrices(name, count, outputs, inputs))
+
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The head, rounded to eight bits."""
+        return self._rounded("lm_head.weight", self._inner.output_matrix(config), "Q8_0")
+
+    def _rounded(self, name: str, matrix: StoredMatrix, kind: Kind) -> StoredMatrix:
+        if matrix.inputs % BLOCKS[kind][0] == 0:
+            return round_to_blocks(matrix, kind)
+        if name not in self._kept:
+            self._kept.add(name)
+            log.warning("%s stays in bfloat16: %d inputs are no multiple of 32", name, matrix.inputs)
+        return matrix
+
+    def release_pages(self) -> None:
+        """Return the file's pages."""
+        self._inner.release_pages()

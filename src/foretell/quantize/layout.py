@@ -1,0 +1,119 @@
+"""The tensors of a dense model in the order in which they are written, by their names in Hugging Face checkpoints."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import DecoderBlock, RMSNorm
+from foretell.model.linear import Linear
+from foretell.quantize.base import ROLES, Role, linears
+from foretell.quantize.grid import QuantizedRows
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """One of the matrices that lie below each other in a role."""
+
+    name: str
+    """Without the block: as `self_attn.q_proj`."""
+    outputs: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the output: of a matrix in a block its role, of others None."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role | None = None
+
+
+def parts_of(config: ModelConfig) -> Mapping[Role, tuple[MatrixPart, ...]]:
+    """The matrices of a block by role."""
+    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    return {
+        "qkv": tuple(MatrixPart(f"self_attn.{n}", rows, c.qkv_bias) for n, rows in attention.items()),
+        "output": (MatrixPart("self_attn.o_proj", c.hidden, c.output_bias),),
+        "gate_up": tuple(MatrixPart(f"mlp.{n}", c.ffn, c.mlp_bias) for n in ("gate_proj", "up_proj")),
+        "down": (MatrixPart("mlp.down_proj", c.hidden, c.mlp_bias),),
+    }
+
+
+def inputs_of(config: ModelConfig) -> Mapping[Role, int]:
+    """Inputs of the matrices by role."""
+    return {
+        "qkv": config.hidden,
+        "output": config.heads * config.head_dim,
+        "gate_up": config.hidden,
+        "down": config.ffn,
+    }
+
+
+def entries(config: ModelConfig) -> Iterator[TensorEntry]:
+    """All tensors: embedding, blocks, final norm, head."""
+    c = config
+    yield TensorEntry(EMBEDDING, (c.vocab, c.hidden))
+    inputs = inputs_of(c)
+    for i in range(c.layers):
+        for role in ROLES:
+            for part in parts_of(c)[role]:
+                name = f"model.layers.{i}.{part.name}"
+                yield TensorEntry(f"{name}.weight", (part.outputs, inputs[role]), role)
+                if part.bias:
+                    yield TensorEntry(f"{name}.bias", (part.outputs,))
+        for name, width in _norm_names(c).values():
+            yield TensorEntry(f"model.layers.{i}.{name}.weight", (width,))
+    yield TensorEntry(FINAL_NORM, (c.hidden,))
+    if not c.tied:
+        yield TensorEntry(HEAD, (c.vocab, c.hidden))
+
+
+def _norm_names(c: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Names in the checkpoint and widths of a block's norms, by their names in `DecoderBlock`."""
+    found = {
+        "attention_norm": ("input_layernorm", c.hidden),
+        "mlp_norm": ("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
+    }
+    if c.qk_norm:
+        found |= {"q_norm": ("self_attn.q_norm", c.head_dim), "k_norm": ("self_attn.k_norm", c.head_dim)}
+    if c.post_norms:
+        found |= {"post_attention_norm": ("post_attention_layernorm", c.hidden)}
+        found |= {"post_mlp_norm": ("post_feedforward_layernorm", c.hidden)}
+    return found
+
+
+def block_tensors(
+    config: ModelConfig, i: int, block: DecoderBlock, quantized: Mapping[Role, QuantizedRows]
+) -> Iterator[tuple[str, QuantizedRows | Float[torch.Tensor, "*shape"]]]:
+    """The tensors of a block in the order of `entries`; norms with the offset of their architecture."""
+    found: Mapping[Role, Linear] = linears(block)
+    for role in ROLES:
+        first = 0
+        for part in parts_of(config)[role]:
+            rows = slice(first, first + part.outputs)
+            yield f"model.layers.{i}.{part.name}.weight", quantized[role].rows(rows.start, rows.stop)
+            bias = found[role].bias
+            if bias is not None:
+                yield f"model.layers.{i}.{part.name}.bias", bias.data[rows]
+            first = rows.stop
+    for attribute, (name, _) in _norm_names(config).items():
+        norm = getattr(block, attribute)
+        assert isinstance(norm, RMSNorm)
+        yield f"model.layers.{i}.{name}.weight", norm.weight.data
+
+
+def require_dense(config: ModelConfig, source: str) -> None:
+    """Refuse what cannot be quantised here.
+
+    Raises:
+        ValueError: a mixture of experts.
+    """
+    if config.experts is not None:
+        raise ValueError(f"{source}: a mixture of experts cannot be quantised yet; dense models can")

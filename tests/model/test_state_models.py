@@ -1,0 +1,301 @@
+"""Models with recurrent states against transformers: equal logits for chains in chunks and for trees, and exact states
+whatever was drafted and abandoned.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from foretell.accept import Match
+from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.draft import DraftModel
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod, Method
+from foretell.model.cache import LayeredCache
+from foretell.model.decoder import Decoder
+from foretell.model.layout import Layout
+from foretell.model.runner import DecoderRunner
+from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
+from foretell.model.state_store import LayerStates, StateStore
+from foretell.model.training.full_forward import full_forward
+from foretell.shape import BranchingTree, Chain
+from foretell.testing import TINY, tiny_decoder
+from helpers import VOCAB, chain_tree, of_catalogue, oracle_logits, random_tokens, speculator
+from model.test_decoder import SIZES, random_parents, read
+
+LINEAR = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "head_dim": 16,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.8,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+}
+MAMBA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", LINEAR | EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", LINEAR | EXPERTS),
+    "granite": ("GraniteMoeHybridConfig", MAMBA | MULTIPLIERS),
+    "granite biased": ("GraniteMoeHybridConfig", MAMBA | {"mamba_proj_bias": True, "position_embedding_type": "rope"}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+}
+
+
+@cache
+def oracle_of(name: str) -> Any:
+    """A random model of transformers whose every vector differs from its initial value."""
+    kind, values = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**(SIZES | values))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 or parameter.shape[1] == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@cache
+def decoder_of(name: str) -> Decoder:
+    folder = Path(mkdtemp(prefix="foretell-state-"))
+    # Qwen3.5's mixtures are published with all experts of a layer in one tensor, as transformers holds them.
+    oracle_of(name).save_pretrained(folder, save_original_format=name != "qwen3_5_moe")
+    return read(folder)
+
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@every_model
+def test_logits_equal_those_of_transformers(name: str) -> None:
+    runner, text = DecoderRunner(decoder_of(name)), random_tokens(40, SIZES["vocab_size"])
+    wanted, at = oracle_logits(oracle_of(name), text), 0
+    assert wanted.std() > 0.3
+    for size in (7, 1, 1, 19, 12):
+        found = runner.forward([0], chain_tree(text[at : at + size])).logits
+        torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=1e-4)
+        runner.commit(0, range(size))
+        at += size
+    tokens, parents = random_tokens(14, 61, seed=3), random_parents(14, seed=4)
+    tree = tree_from_lists([tokens], [parents])
+    found = runner.forward([0], tree).logits
+    for node in range(14):
+        path = [tokens[i] for i in tree.ancestors(0, node)]
+        torch.testing.assert_close(found[node], oracle_logits(oracle_of(name), [*text, *path])[-1], rtol=0, atol=1e-4)
+
+
+@every_model
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    prompt = random_tokens(9, SIZES["vocab_size"], seed=2)
+    wanted = oracle_of(name).generate(
+        torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :]
+    engine = Engine(DecoderRunner(decoder_of(name)), build("prompt_lookup", BuildContext(SIZES["vocab_size"], None)))
+    found = engine.complete([Request(prompt, SamplingParams(temperature=0), max_new_tokens=64)])[0]
+    assert list(found.tokens) == wanted.tolist()
+
+
+STATES: dict[str, StateConfig] = {
+    "delta_net": DeltaNetConfig((0,), key_heads=2, value_heads=4, key_dim=4, value_dim=3),
+    "short_conv": ShortConvConfig((0,), channels=16),
+    "mamba2": Mamba2Config((0,), heads=4, head_dim=4, groups=2, state_dim=3),
+}
+
+
+@cache
+def state_target(name: str, seed: int = 0) -> Decoder:
+    """A small model in float64 with a layer of this kind before one of attention."""
+    kind = {"delta_net": "qwen3_5_text", "short_conv": "lfm2", "mamba2": "granitemoehybrid"}[name]
+    gate = name == "delta_net"
+    return tiny_decoder(replace(TINY, vocab=VOCAB, architecture=kind, state=STATES[name], attention_gate=gate), seed)
+
+
+REQUESTS = [
+    Request(random_tokens(n, seed=n), SamplingParams(temperature=0.8 * (n == 9), seed=n), max_new_tokens=12 + n % 5)
+    for n in (3, 40, 9)
+]
+
+
+def decoded(name: str, method: AnyMethod, chunk: int = 16) -> list[tuple[int, ...]]:
+    engine = Engine(DecoderRunner(state_target(name)), method, rows=2, chunk=chunk)
+    return [completion.tokens for completion in engine.complete(REQUESTS)]
+
+
+@cache
+def plain(name: str) -> list[tuple[int, ...]]:
+    """The tokens of the requests one by one, each prompt in one pass, without drafts."""
+    method = build("plain", BuildContext(VOCAB, state_target(name)))
+    return [Engine(DecoderRunner(state_target(name)), method).complete([request])[0].tokens for request in REQUESTS]
+
+
+LOSSLESS = [entry for entry in BUILT_IN if entry.lossless]
+
+
+@pytest.mark.parametrize("entry", LOSSLESS, ids=lambda entry: entry.name)
+def test_lossless_methods_give_the_tokens_of_plain_decoding(entry: Entry) -> None:
+    target = state_target("delta_net")
+    drafts = DecoderRunner(state_target("delta_net", seed=5)), DecoderRunner(target.first_layers(1))
+    trained = speculator(entry.speculator) if entry.speculator else None
+    found = decoded("delta_net", of_catalogue(entry, target, drafts, trained))
+    same = [i for i, request in enumerate(REQUESTS) if entry.same_seed or not request.sampling_params.temperature]
+    assert [found[i] for i in same] == [plain("delta_net")[i] for i in same]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_tokens_depend_neither_on_chunks_nor_on_company(name: str) -> None:
+    target = state_target(name)
+    for chunk in (1, 7):
+        assert decoded(name, build("plain", BuildContext(VOCAB, target)), chunk) == plain(name)
+    draft = DraftModel(DecoderRunner(state_target(name, seed=5)))
+    assert decoded(name, Method(draft, BranchingTree((3, 2, 1), draw=False), Match())) == plain(name)
+
+
+def states_of(runner: DecoderRunner, row: int) -> list[torch.Tensor]:
+    """The states of a row's committed tokens."""
+    assert isinstance(runner.cache, LayeredCache)
+    store = runner.cache.stores[1]
+    assert isinstance(store, StateStore)
+    side = store._rows[row].side
+    return [store.inputs[:, row, side], store.state[:, row, side]]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_after_many_rounds_the_states_are_those_of_a_fresh_run(name: str) -> None:
+    runner, fresh = DecoderRunner(state_target(name)), DecoderRunner(state_target(name))
+    noise, kept = np.random.default_rng(1), {0: list[int](), 1: list[int]()}
+    for turn in range(100):
+        rows = [0, 1] if turn % 3 else [int(noise.integers(2))]
+        nodes, prefix = int(noise.integers(1, 9)), int(noise.integers(1, 3))
+        tokens = [noise.integers(0, VOCAB, nodes).tolist() for _ in rows]
+        tree = tree_from_lists(tokens, [random_parents(nodes, seed=turn)] * len(rows))
+        tree = tree.with_prefix([[*noise.integers(0, VOCAB, prefix - 1).tolist(), t[0]] for t in tokens])
+        if turn % 4 == 0:
+            # Level by level, as draft models read their own trees.
+            for depth in range(int(tree.depth.max()) + 1):
+                before = tree.depth <= max(depth, prefix - 1)
+                runner.forward(rows, tree, active=before & (tree.depth >= (0 if depth < prefix else depth)))
+        else:
+            runner.forward(rows, tree)
+        for i, row in enumerate(rows):
+            path = tree.ancestors(i, int(noise.integers(prefix - 1, tree.nodes)))
+            runner.commit(row, path)
+            kept[row] += tree.token[i, path].tolist()
+            if len(kept[row]) > 60:
+                runner.truncate(row, 0)
+                kept[row] = []
+    for row, tokens in kept.items():
+        for token in tokens:
+            fresh.forward([row], chain_tree([token]))
+            fresh.commit(row, [0])
+        assert len(tokens) > 3
+        for found, wanted in zip(states_of(runner, row), states_of(fresh, row), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_the_recurrence_has_the_same_bits_in_trees_chunks_and_batches() -> None:
+    shape, noise = StateShape(channels=5, taps=4, heads=4, groups=2, key_dim=8, value_dim=6), np.random.default_rng(0)
+    text, parents = noise.integers(0, 30, 40).tolist(), random_parents(20, seed=1)
+    tokens = noise.integers(0, 30, 20).tolist()
+    table = [torch.randn(30, *size) for size in ((5,), (2, 8), (4, 6), (2, 8))]
+    table += [torch.rand(30, 4), torch.rand(30, 4)]
+
+    def run(store: StateStore, rows: list[int], lengths: list[int], tree: TokenTree) -> tuple[torch.Tensor, ...]:
+        store.reserve(max(rows) + 1, 0)
+        store.begin(rows, lengths, tree.prefix_length.tolist(), tree.nodes)
+        layout, _ = Layout.from_tree(tree, rows, np.array(lengths), tree.active)
+        states = LayerStates(store.pass_states(layout), 0)
+        x, k, v, q, decay, beta = (part[tree.token[tree.active]] for part in table)
+        weight = torch.linspace(-1, 1, 20).view(5, 4)
+        return states.convolve(x, weight), states.recur(k, v, decay, q, beta)
+
+    def after_text(store: StateStore, row: int, chunk: int) -> None:
+        for at in range(0, len(text), chunk):
+            run(store, [row], [at], chain_tree(text[at : at + chunk]))
+            store.keep(row, at, range(len(text[at : at + chunk])))
+
+    whole = StateStore(1, shape, torch.float32, torch.device("cpu"))
+    for row, chunk in enumerate((40, 1, 7)):
+        after_text(whole, row, chunk)
+    states = [whole.state[:, row, whole._rows[row].side] for row in range(3)]
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+    tree = tree_from_lists([tokens] * 3, [parents] * 3)
+    found = [part.view(3, 20, -1) for part in run(whole, [2, 0, 1], [40] * 3, tree)]
+    alone = StateStore(1, shape, torch.float32, torch.device("cpu"))
+    for node in range(20):
+        alone.truncate(0, 0)
+        after_text(alone, 0, 40)
+        path = tree.ancestors(0, node)
+        for at, step in enumerate(path):
+            outputs = run(alone, [0], [40 + at], chain_tree([tokens[step]]))
+            alone.keep(0, 40 + at, [0])
+        for part, output in zip(found, outputs, strict=True):
+            assert all(torch.equal(part[row, node], output.flatten()) for row in range(3))
+    whole.keep(0, 40, tree.ancestors(0, 19))
+    assert torch.equal(whole.state[:, 0, whole._rows[0].side], alone.state[:, 0, alone._rows[0].side])
+    assert torch.equal(whole.inputs[:, 0, whole._rows[0].side], alone.inputs[:, 0, alone._rows[0].side])
+
+
+def test_without_writing_the_state_only_decays() -> None:
+    store = StateStore(1, StateShape(1, 1, 2, 1, 3, 4), torch.float32, torch.device("cpu"))
+    store.reserve(1, 0)
+    store.state[:] = torch.randn(2, 3, 4)
+    tree = chain_tree([0, 0])
+    store.begin([0], [0], [2], 2)
+    states = LayerStates(store.pass_states(Layout.from_tree(tree, [0], np.zeros(1, int), tree.active)[0]), 0)
+    states.recur(
+        torch.randn(2, 1, 3), torch.randn(2, 2, 4), torch.full((2, 2), 0.5), torch.randn(2, 1, 3), torch.zeros(2, 2)
+    )
+    before = store.state[0, 0, 0].clone()
+    store.keep(0, 0, [0, 1])
+    assert torch.equal(store.state[0, 0, 1], 0.25 * before) and store.restorable(0, 2) == 2
+    assert store.restorable(0, 1) == 0
+    with pytest.raises(ValueError, match="prefix"):
+        store.keep(0, 2, [0])
+
+
+def test_a_request_that_continues_a_finished_one_reads_only_the_rest() -> None:
+    target = state_target("delta_net")
+    draft = DraftModel(DecoderRunner(state_target("delta_net", seed=5)))
+    engine = Engine(DecoderRunner(target), Method(draft, Chain(3), Match()), prefix_caching=True)
+    first = engine.complete([REQUESTS[1]])[0]
+    longer = [*REQUESTS[1].prompt, *first.tokens, 5, 6]
+    for prompt, reused in ((longer, len(longer) - 3), (longer[:30], 0), ([*longer[:20], 1, 2], 0)):
+        request = replace(REQUESTS[0], prompt=prompt)
+        found = engine.complete([request])[0]
+        assert found.statistics.cached_tokens == reused
+        method = build("plain", BuildContext(VOCAB, target))
+        assert found.tokens == Engine(DecoderRunner(target), method).complete([request])[0].tokens
+
+
+def test_training_refuses_states_by_name() -> None:
+    with pytest.raises(ValueError, match="recurrent states"):
+        full_forward(state_target("delta_net"), torch.zeros(1, 2, 16, dtype=torch.float64))
