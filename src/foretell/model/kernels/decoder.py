@@ -224,7 +224,8 @@ class NativeDecoder:
         if invalid >= 0:
             slots = stack.cache_struct(cache).slots
             raise ValueError(
-                f"token {invalid} of the pass lies outside the cache of {slots} slots and {stack.model.context} positions"
+                f"token {invalid} of the pass lies outside the cache of {slots} slots and "
+                f"{stack.model.context} positions"
             )
         experts = () if expert_counts is None else tuple(filter(None, expert_counts))
         hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
