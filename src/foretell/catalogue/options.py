@@ -550,8 +550,8 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
             ge=1,
             le=1024,
             description=(
-                "Most nodes of the draft tree. Unset, and confidence_threshold as well: as many as pay on this machine, "
-                "at most 64; a fixed tree has 12."
+                "Most nodes of the draft tree. Unset, and confidence_threshold as well: as many as pay on this "
+                "machine, at most 64; a fixed tree has 12."
             ),
             validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
         ),
