@@ -85,7 +85,10 @@ class Plain(AttentionBackend):
         self._sees = sees
         self.keys: list[torch.Tensor] = []
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None
         self.keys.append(k)
         out = []
         for i, seen in enumerate(self._sees):

@@ -22,6 +22,7 @@ from foretell.shape import (
     AdaptiveChain,
     Chain,
     ConfidenceRule,
+    CostAwareTree,
     CostAwareTrie,
     DynamicTree,
     HeuristicSchedule,
@@ -33,6 +34,8 @@ from foretell.tokenizer.codec import TextCodec
 
 _MIN_EXPANDED_NODES = 4
 """Nodes that a dynamic tree expands per level at least: enough for trees of 12 to 16 nodes."""
+_MAX_NODES = 64
+"""Most nodes of a tree whose size follows the machine."""
 _NODES_PER_EXPANDED_NODE = 6
 """Nodes of a dynamic tree per node that is expanded in a level: EAGLE-2's 60 and 10 (arXiv 2406.16858)."""
 
@@ -132,6 +135,15 @@ def rejection(options: RejectionOptions, draft_sample_method: str = "probabilist
 def trie(options: TrieOptions) -> Trie:
     """A trie with the size and confidence of the options."""
     return Trie(options.num_speculative_tokens, options.confidence_threshold)
+
+
+def cost_aware_tree(options: BeamOptions, depth: int) -> Shape[Predictor]:
+    """EAGLE-2's tree of this depth; as large as pays, unless an option sets its number of nodes or their least
+    confidence.
+    """
+    if options.is_set("num_draft_tokens") or options.is_set("confidence_threshold"):
+        return dynamic_tree(options, depth)
+    return CostAwareTree(depth, options.eagle_topk or _MIN_EXPANDED_NODES, _MAX_NODES)
 
 
 def dynamic_tree(options: BeamOptions, depth: int) -> DynamicTree:

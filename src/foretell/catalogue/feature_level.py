@@ -1,13 +1,13 @@
 """Methods that draft autoregressively on the target's hidden states: EAGLE, and the multi-stage MLP speculator."""
 
 from foretell.accept import Acceptor, Match, Rejection
-from foretell.catalogue.build_context import BuildContext, dynamic_tree, sorted_paths
+from foretell.catalogue.build_context import BuildContext, cost_aware_tree, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import EagleOptions, EagleTreeOptions, FeatureTreeOptions, MLPSpeculatorOptions
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, DynamicTree, FixedTree, Shape, optimal_tree
+from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.pack import pack_network
@@ -68,7 +68,7 @@ def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
         shape = _fixed(nodes, None, None, depth, draw) if given else FixedTree(_EAGLE1_TREE, draw)
     else:
         grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
-        shape = dynamic_tree(options, options.num_steps or grown)
+        shape = cost_aware_tree(options, options.num_steps or grown)
     return Method(EagleDrafter(network), shape, _acceptor(draw))
 
 
@@ -99,7 +99,7 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
     if is_fixed:
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
-        shape = Chain(length, draw, _chain_confidence(options)) if is_chain else dynamic_tree(options, depth)
+        shape = Chain(length, draw, _chain_confidence(options)) if is_chain else cost_aware_tree(options, depth)
     return Method(MLPSpeculatorDrafter(network), shape, _acceptor(draw))
 
 
@@ -161,7 +161,7 @@ ENTRIES = (
         when_to_use="where an EAGLE speculator exists for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=EagleDrafter,
-        shape=DynamicTree,
+        shape=CostAwareTree,
         acceptor=Match,
         builder=eagle2,
         options=EagleTreeOptions,
@@ -185,7 +185,7 @@ ENTRIES = (
             ),
         ),
         drafter=EagleDrafter,
-        shape=DynamicTree,
+        shape=CostAwareTree,
         acceptor=Match,
         builder=eagle3,
         options=EagleTreeOptions,
@@ -205,7 +205,7 @@ ENTRIES = (
         ),
         papers=(Paper("Accelerating Production LLMs with Combined Token/Embedding Speculators", "2404.19124"),),
         drafter=MLPSpeculatorDrafter,
-        shape=DynamicTree,
+        shape=CostAwareTree,
         acceptor=Match,
         builder=mlp_speculator,
         options=MLPSpeculatorOptions,

@@ -544,7 +544,18 @@ class BlockwiseOptions(FixedTreeOptions):
 class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
     """A tree of a feature-level drafter."""
 
-    num_draft_tokens: TreeNodes = 12
+    num_draft_tokens: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1024,
+            description=(
+                "Most nodes of the draft tree. Unset, and confidence_threshold as well: as many as pay on this "
+                "machine, at most 64; a fixed tree has 12."
+            ),
+            validation_alias=_aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+        ),
+    ] = 12
     confidence_threshold: NodeConfidence = 0.07
     draft_sample_method: TreeSampling = "greedy"
 

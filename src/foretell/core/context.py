@@ -26,6 +26,11 @@ class TokenBuffer:
         return self._buffer[: self.length]
 
     @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return int(self._buffer[self.length - 1])
+
+    @property
     def generated(self) -> Int[np.ndarray, " t"]:
         """Tokens after the prompt, as a view."""
         return self._buffer[self.prompt_length : self.length]
@@ -67,7 +72,11 @@ class Context:
     @property
     def last_tokens(self) -> list[int]:
         """The last token of every sequence: the roots of the drafts."""
-        return [int(t.tokens[-1]) for t in self.sequences]
+        return [t.last_token for t in self.sequences]
+
+    def limited(self, max_depth: Int[np.ndarray, " b"], coupled: bool) -> "Context":
+        """The same requests with other greatest depths, for an acceptor that is `coupled` or not."""
+        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth, coupled)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""
@@ -98,6 +107,8 @@ class ModelOutput:
     hidden_index: Int[np.ndarray, "b n"] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     experts: tuple[int, ...] = ()
     """Distinct experts that the pass read in each mixture-of-experts layer."""
+    argmax: Int[np.ndarray, " k"] | None = None
+    """Index of the largest of every row of logits, the lowest of equals; None: the pass did not compute it."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class StepResult:
 
     def num_drafted(self, i: int) -> int:
         """Drafted tokens of request `i`."""
-        return int(self.tree.valid[i].sum()) - int(self.tree.prefix_length[i])
+        return int(np.count_nonzero(self.tree.valid[i])) - int(self.tree.prefix_length[i])
 
     def num_accepted(self, i: int) -> int:
         """Drafted tokens of request `i` that were accepted."""

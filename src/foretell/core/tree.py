@@ -45,6 +45,10 @@ class TokenTree:
     probe_embeddings: Float[torch.Tensor, "e d"] | None = None
     """Input embeddings of the ids from the vocabulary's size on, which probes may have; None: all ids are tokens."""
 
+    score: Float[np.ndarray, "b n"] | None = None
+    """The drafter's estimate of the probability that a node is accepted; None: it gives none. It falls along every
+    path."""
+
     @property
     def rows(self) -> int:
         """Number of requests."""
@@ -55,10 +59,10 @@ class TokenTree:
         """Number of nodes per request, padding included."""
         return int(self.token.shape[1])
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every prefix is the last token alone, so that no prompt is read."""
-        return set(self.prefix_length.tolist()) == {1}
+        return all(length == 1 for length in self.prefix_length.tolist())
 
     @cached_property
     def active(self) -> Bool[np.ndarray, "b n"]:
@@ -115,7 +119,7 @@ class TokenTree:
 
     def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
         """The tree without drafts deeper than `max_depth[i]` below the root of row `i`."""
-        if self.nodes == 1:
+        if all(self.nodes <= depth + 1 for depth in max_depth.tolist()):
             return self
         below = self.depth - (self.prefix_length - 1)[:, None]
         if (below <= max_depth[:, None]).all():
@@ -164,13 +168,15 @@ class TokenTree:
             distinct=self.distinct[rows],
             q=None if self.q is None else self.q[torch.from_numpy(rows).to(self.q.device)],
             unscored=None if self.unscored is None else self.unscored[rows],
+            score=None if self.score is None else self.score[rows],
         )
 
     def with_prefix(self, unread: Sequence[Sequence[int]]) -> "TokenTree":
         """The tree below all tokens that the target has not read; `unread[i]` ends with the present root of row `i`."""
-        sizes = np.array([len(u) for u in unread], dtype=np.int64)
-        if (sizes == self.prefix_length).all():
+        lengths = [len(u) for u in unread]
+        if lengths == self.prefix_length.tolist():
             return self
+        sizes = np.array(lengths, dtype=np.int64)
         n = int(sizes.max()) + self.nodes - 1
         out = _empty_trees(self.rows, n)
         unscored = None if self.unscored is None else np.zeros_like(out.probe)
@@ -226,22 +232,38 @@ def tree_from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[
     return out
 
 
-def tree_from_parents(
+def tree_from_scores(
     roots: Sequence[int],
-    which: Int[np.ndarray, " a"],
+    which: Sequence[int],
     token: Int[np.ndarray, "a m"],
     parent: Int[np.ndarray, "a m"],
+    score: Float[np.ndarray, "a m"],
     count: Int[np.ndarray, " a"],
 ) -> TokenTree:
-    """Trees of the first `count` nodes, which were not sampled, below the roots `which`; the other roots get none.
-
-    `parent` 0 is the root, 1 the first node.
+    """Trees of a root and `count` nodes below it, which were not sampled, for the requests `which`; the others get the
+    root alone. The token of a root is set here; the arrays are kept and changed.
     """
-    tokens, parents = [[token] for token in roots], [[-1] for _ in roots]
-    for i, n, nodes, above in zip(which.tolist(), count.tolist(), token, parent, strict=True):
-        tokens[i] += nodes[:n].tolist()
-        parents[i] += above[:n].tolist()
-    return tree_from_lists(tokens, parents)
+    counts, b = count.tolist(), len(roots)
+    n = max(counts) + 1
+    token, parent, score = token[:, :n], parent[:, :n], score[:, :n]
+    if len(which) < b:
+        places = np.array(which)
+        all_parts = np.zeros((b, n), np.int64), np.full((b, n), -1, np.int64), np.zeros((b, n))
+        for whole, part in zip(all_parts, (token, parent, score), strict=True):
+            whole[places] = part
+        token, parent, score = all_parts
+    token[:, 0], score[:, 0] = roots, 1
+    valid = score > 0
+    return TokenTree(
+        token=token,
+        parent=parent,
+        valid=valid,
+        probe=np.zeros((b, n), bool),
+        q_index=np.full((b, n), -1, np.int64),
+        prefix_length=np.ones(b, np.int64),
+        distinct=np.zeros(b, bool),
+        score=score,
+    )
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:

@@ -17,15 +17,21 @@ from foretell.distributions.topk import argmax
 class ProcessedDistributions:
     """Next-token distributions after the scored nodes of `tree`, under the sampling parameters of each request.
 
-    `logits[logit_index[i, j]]` are the logits at node `j` of row `i`, from the target or from a draft model. Random
+    `logits[logit_index[i, j]]` are the logits at node `j` of row `i`, from the target or from a draft model; `best`:
+    the argmax of every row of them, if it is known. Random
     numbers depend on the request's seed, the position that the node predicts, and the stream.
     """
 
     def __init__(
-        self, context: Context, tree: TokenTree, logits: Float[torch.Tensor, "k v"], logit_index: Int[np.ndarray, "b n"]
+        self,
+        context: Context,
+        tree: TokenTree,
+        logits: Float[torch.Tensor, "k v"],
+        logit_index: Int[np.ndarray, "b n"],
+        best: Int[np.ndarray, " k"] | None = None,
     ) -> None:
         self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
-        self._argmax: list[int] | None = None
+        self._argmax: list[int] | None = None if best is None else best.tolist()
         self._samples = dict[tuple[int, int], int]()
 
     def sampling_params(self, row: int) -> SamplingParams:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.noise import noise_for_kernels
-from foretell.core.tree import TokenTree, root_tree, tree_from_parents
+from foretell.core.tree import TokenTree, root_tree, tree_from_scores
 from foretell.draft.base import Predictor
 from foretell.model.runner import Runner
 
@@ -73,7 +73,9 @@ class DraftModel(Predictor):
         trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds, noise)
         if trees is None:
             return None
-        tree = tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
+        tree = tree_from_scores(
+            context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count
+        )
         self._tree, self._rows = tree.with_prefix(unread), context.rows
         self._read = np.arange(self._tree.nodes) < self._tree.prefix_length[:, None]
         if sizes[1] == 1:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.noise import noise_for_kernels
-from foretell.core.tree import TokenTree, tree_from_parents
+from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import Predictor, TopTokens
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
@@ -29,6 +29,9 @@ class _TargetStates(NamedTuple):
 def _concatenate(parts: Sequence[_TargetStates]) -> _TargetStates:
     if len(parts) == 1:
         return parts[0]
+    shared = parts[0].hidden_states
+    if all(p.hidden_states is shared for p in parts):
+        return _TargetStates(shared, np.concatenate([p.place for p in parts]))
     gathered = [
         [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
         for p in parts
@@ -95,18 +98,16 @@ class EagleDrafter(Predictor):
         """0 for sequences that the target has not read up to their last token, and before the first new token: whether
         the target has read a prompt up to its last token depends on its chunks, and sampled answers must not.
         """
-        pairs = zip(context.rows, context.sequences, strict=True)
-        ready = [
-            len(text.generated) > 0 and self._known_length(self._prefixes.get(row)) == text.length - 1
-            for row, text in pairs
-        ]
-        return np.where(ready, super().max_depths(context), 0)
+        depths = super().max_depths(context)
+        for i, (row, text) in enumerate(zip(context.rows, context.sequences, strict=True)):
+            if text.length == text.prompt_length or self._known_length(self._prefixes.get(row)) != text.length - 1:
+                depths[i] = 0
+        return depths
 
     @staticmethod
     def _known_length(row: _PrefixState | None) -> int:
         return -1 if row is None else row.length + row.pending_count
 
-    @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
         """Keep the target's states at the accepted nodes."""
         self._proposed = {}
@@ -149,7 +150,6 @@ class EagleDrafter(Predictor):
         best = self.network.top_tokens(self.network.head_input(out), min(count, len(self.network.lm_head)))
         return TopTokens.of(*best, logit_index, self._token_of)
 
-    @torch.inference_mode()
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
@@ -157,14 +157,18 @@ class EagleDrafter(Predictor):
         active = np.flatnonzero(context.max_depth)
         if self.network.native is None or not len(active):
             return None
-        out = self._forward_roots(active.tolist(), context)
-        row = np.array(context.rows)[active]
-        length = np.array([self._prefixes[r].length for r in row.tolist()])
-        self._cache.reserve(int(row.max()) + 1, int(length.max()) + sizes[0] * sizes[1])
-        noise = noise_for_kernels(context.select(active.tolist()), sizes[0])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, row, length, noise)
-        self.network.native.grow_dynamic_trees(out, trees, self._cache)
-        return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
+        which = active.tolist()
+        rows = [context.rows[i] for i in which]
+        self._restore(rows)
+        counts = [self._prefixes[row].pending_count for row in rows]
+        token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
+        length = [self._prefixes[row].length for row in rows]
+        self._cache.reserve(max(rows) + 1, max(length) + sizes[0] * sizes[1])
+        noise = noise_for_kernels(context.select(which), sizes[0])
+        trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length, noise)
+        hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
+        self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
+        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
 
     def _outputs(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -190,13 +194,27 @@ class EagleDrafter(Predictor):
         rows = [context.rows[i] for i in active]
         if not rows:
             return self._cache.k.new_zeros(0, self.network.target_info.hidden, dtype=self.network.dtype)
-        for row in rows:
-            prefix = self._prefixes[row]
-            prefix.length, prefix.pending = self._proposed.setdefault(row, (prefix.length, prefix.pending))
+        self._restore(rows)
         counts = [self._prefixes[row].pending_count for row in rows]
         read = self._forward_target_states(rows, [context.sequences[i] for i in active], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
 
+    def _restore(self, rows: Sequence[int]) -> None:
+        """Take rows back to their state before this step's proposal."""
+        for row in rows:
+            prefix = self._prefixes[row]
+            prefix.length, prefix.pending = self._proposed.setdefault(row, (prefix.length, prefix.pending))
+
+    def _take_pending(
+        self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
+    ) -> tuple[Int[np.ndarray, " t"], _TargetStates]:
+        """The tokens and the target's states of the next positions of some rows, which count as read."""
+        first = [self._prefixes[row].length for row in rows]
+        token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
+        states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
+        return token[0] if len(token) == 1 else np.concatenate(token), states
+
+    @torch.inference_mode()
     def _forward_target_states(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
     ) -> Float[torch.Tensor, "t d"]:
@@ -204,8 +222,7 @@ class EagleDrafter(Predictor):
         first = [self._prefixes[row].length for row in rows]
         self._cache.reserve(max(rows) + 1, max(f + n for f, n in zip(first, counts, strict=True)))
         slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
-        token = np.concatenate([t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)])
-        states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
+        token, states = self._take_pending(rows, texts, counts)
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
         return self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context
 from foretell.core.noise import noise_for_kernels
-from foretell.core.tree import TokenTree, tree_from_parents
+from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
@@ -60,7 +60,9 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         noise = noise_for_kernels(context.select(active.tolist()), sizes[0])
         trees = DynamicTrees(context.max_depth[active], sizes, bounds, noise=noise)
         kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[active], trees)
-        return tree_from_parents(context.last_tokens, active, trees.token, trees.parent, trees.count)
+        return tree_from_scores(
+            context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count
+        )
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

@@ -301,7 +301,7 @@ class Engine:
             context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=self.method.draft.hidden_layers
         )
         verified = self._clock()
-        distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index)
+        distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index, output.argmax)
         results = [self.method.accept.accept(tree, i, distributions) if yes else None for i, yes in enumerate(ready)]
         try:
             paths, new_tokens = self._commit(scheduled, tree, results)
@@ -380,6 +380,8 @@ class Engine:
         further tokens to read. Only these have drafts.
         """
         ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
+        if ready.all():
+            return self.method.propose(context).with_prefix(list(scheduled.values())), ready
         drafting = np.flatnonzero(ready).tolist()
         parts = []
         if drafting:
@@ -414,9 +416,11 @@ class Engine:
             path, tokens = list(range(int(tree.prefix_length[i]))), list[int]()
             if result is not None:
                 path += result.path
-                tokens = [*tree.token[i, list(result.path)].tolist(), result.token][: r.remaining_tokens]
+                drafted = tree.token[i]
+                tokens = [*(int(drafted[node]) for node in result.path), result.token][: r.remaining_tokens]
                 tokens = _truncate_at_eos(tokens, r.request.eos)
-            r.sequence.append(tokens)
+            if tokens:
+                r.sequence.append(tokens)
             self.runner.commit(r.row, path)
             paths.append(tuple(path))
             new_tokens.append(tuple(tokens))
@@ -526,7 +530,7 @@ def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
 
 def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:
     """Nodes whose logits are needed: those from the root on, of requests that are ready to decode."""
-    if ready.all() and tree.is_decode:
+    if tree.is_decode and ready.all():
         return tree.scored
     first = np.where(ready, tree.prefix_length - 1, tree.nodes)
     return tree.scored & (np.arange(tree.nodes) >= first[:, None])
@@ -534,8 +538,10 @@ def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.n
 
 def _truncate_at_eos(tokens: list[int], eos: tuple[int, ...]) -> list[int]:
     """Tokens up to the first end-of-sequence token, which is included."""
-    end = next((i for i, t in enumerate(tokens) if t in eos), len(tokens) - 1)
-    return tokens[: end + 1]
+    for i, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: i + 1]
+    return tokens
 
 
 def _logprobs(step: StepResult, i: int) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """A decoding method: a drafter, a shape that arranges its tokens into a tree, and an acceptor."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from foretell.accept.base import Acceptor
@@ -54,7 +54,7 @@ class Method(Generic[D]):
 
     def propose(self, context: Context) -> TokenTree:
         """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's."""
-        limited = replace(context, max_depth=self.draft.max_depths(context), coupled=self.accept.same_seed)
+        limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
         return self.draft.add_probes(self.tree.grow(self.draft, limited).limit_depth(limited.max_depth), context)
 
     def observe(self, step: StepResult) -> None:

@@ -1,10 +1,14 @@
 """Interfaces of the networks that a runner can run, and the base of networks that wrap another one."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
@@ -51,6 +55,25 @@ class Network(OuterNetwork, Protocol):
 
     def without_sublayers(self, skip: SkipSet) -> "Network":
         """The network without some sub-layers, sharing all weights."""
+
+
+@runtime_checkable
+class TreeNetwork(Protocol):
+    """A network that runs a pass over token trees, from tokens to logits, in one call."""
+
+    def forward_tree(
+        self,
+        tree: TokenTree,
+        rows: Sequence[int],
+        length: Sequence[int],
+        cache: Cache,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"],
+        hidden_layers: tuple[int, ...],
+    ) -> ModelOutput:
+        """Run the active nodes of a tree without probe embeddings; `length`: cached tokens per request. See
+        `Runner.forward`.
+        """
 
 
 @runtime_checkable

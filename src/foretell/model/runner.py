@@ -14,7 +14,7 @@ from foretell.model.decoder import BlockRange
 from foretell.model.kernels import DynamicTrees
 from foretell.model.kernels.dynamic_tree import Noise
 from foretell.model.layout import Layout, index_marked
-from foretell.model.network import DynamicTreeNetwork, Network
+from foretell.model.network import DynamicTreeNetwork, Network, TreeNetwork
 
 
 class Runner(ABC):
@@ -87,7 +87,8 @@ class DecoderRunner(Runner):
         self.network = network
         self.cache = network.new_cache()
         self.vocab, self.context = network.config.vocab, network.config.context
-        self._length = np.zeros(0, np.int64)
+        self._length: list[int] = []
+        self._tree_network = network if isinstance(network, TreeNetwork) else None
 
     @property
     def backend(self) -> Backend:
@@ -96,9 +97,8 @@ class DecoderRunner(Runner):
 
     def length(self, row: int) -> int:
         """Number of committed tokens of a row."""
-        return int(self._length[row]) if row < len(self._length) else 0
+        return self._length[row] if row < len(self._length) else 0
 
-    @torch.inference_mode()
     def forward(
         self,
         rows: Sequence[int],
@@ -110,9 +110,26 @@ class DecoderRunner(Runner):
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
-        self.cache.begin(rows, self._length[list(rows)].tolist(), tree.prefix_length.tolist(), tree.nodes)
         active = tree.active if active is None else active
-        layout, index = Layout.from_tree(tree, rows, self._length[list(rows)], active)
+        length = [self._length[row] for row in rows]
+        self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
+        if self._tree_network is not None and tree.probe_embeddings is None:
+            marked = active if scored is None else scored
+            return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
+        return self._forward_layers(rows, tree, length, active, scored, hidden_layers)
+
+    @torch.inference_mode()
+    def _forward_layers(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        length: Sequence[int],
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+    ) -> ModelOutput:
+        """`forward` by the parts of the network."""
+        layout, index = Layout.from_tree(tree, rows, np.array(length), active)
         x = self._embed(tree.token[active], tree.probe_embeddings)
         states, expert_counts = self._hidden_states(x, layout, hidden_layers)
         logit_index, layers = index, self.network.config.layers
@@ -145,7 +162,7 @@ class DecoderRunner(Runner):
             rows, prefixes, scored=np.zeros_like(prefixes.valid), hidden_layers=(self.network.config.layers,)
         )
         roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
-        length = self._length[list(rows)] + prefixes.prefix_length
+        length = np.array([self._length[row] for row in rows]) + prefixes.prefix_length
         trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise)
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
@@ -178,15 +195,13 @@ class DecoderRunner(Runner):
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         need = max(rows) + 1
-        if need > len(self._length):
-            self._length = np.concatenate([self._length, np.zeros(need - len(self._length), np.int64)])
-        self.cache.reserve(need, int(self._length[list(rows)].max()) + nodes)
+        self._length += [0] * (need - len(self._length))
+        self.cache.reserve(need, max([self._length[row] for row in rows]) + nodes)
 
     @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
-        base = int(self._length[row])
-        self.cache.keep(row, base, path)
+        self.cache.keep(row, self._length[row], path)
         self._length[row] += len(path)
 
     @torch.inference_mode()

@@ -4,6 +4,7 @@ from foretell.shape.adaptive import AdaptiveChain, ConfidenceRule, HeuristicSche
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
 from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
+from foretell.shape.cost_aware_tree import CostAwareTree
 from foretell.shape.cost_aware_trie import CostAwareTrie
 from foretell.shape.dynamic_tree import DynamicTree
 from foretell.shape.fixed_tree import FixedTree
@@ -19,6 +20,7 @@ __all__ = [
     "BranchingTree",
     "Chain",
     "ConfidenceRule",
+    "CostAwareTree",
     "CostAwareTrie",
     "DynamicTree",
     "FixedTree",

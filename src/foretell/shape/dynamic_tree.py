@@ -31,6 +31,8 @@ class DynamicTree(Shape[Predictor]):
     width: int
     budget: int
     min_score: float = 0.0
+    min_expand_score: float | None = None
+    """Least score of a node that is expanded; None: `_EXPAND_FACTOR` times `min_score`."""
 
     drafter_type = Predictor
 
@@ -43,7 +45,9 @@ class DynamicTree(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The reranked tree for each request."""
-        min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
+        min_expand_score = self.min_expand_score
+        if min_expand_score is None:
+            min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
         tree = draft.grow_dynamic_tree(
             context, (self.depth, self.width, self.budget), (self.min_score, min_expand_score)
         )
@@ -62,7 +66,7 @@ class DynamicTree(Shape[Predictor]):
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
-        return self._rerank(builder.build(), score)
+        return self._rerank(replace(builder.build(), score=score), score)
 
     def _expand(self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray) -> np.ndarray:
         """Add the children of the `active` frontier nodes, in falling order of score per row; their scores."""
@@ -110,4 +114,5 @@ class DynamicTree(Shape[Predictor]):
             valid=take(tree.valid),
             probe=take(tree.probe),
             q_index=take(tree.q_index),
+            score=take(score),
         )

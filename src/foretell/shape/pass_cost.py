@@ -1,6 +1,8 @@
 """Seconds of a target pass by the number of tokens it reads: given, or learned from the passes of a run."""
 
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 
 import numpy as np
 from jaxtyping import Float
@@ -9,10 +11,20 @@ _MAX_TOKENS = 128
 """Largest size with an estimate of its own; larger passes cost in proportion to it."""
 _MEMORY = 24.0
 """Observations per size after which older ones begin to fade."""
+_KNOWN = 4.0
+"""Observations after which the estimate of a size counts in the machine's present speed."""
+_EXPECTED_WEIGHT = 0.25
+"""Weight of the interpolated estimate of a size, in observations, when it is first seen."""
+_RETRY_INTERVAL = 64
+"""Most passes between two measurements of a size that is not known yet."""
+_DRIFT_PASSES = 9
+"""Last passes whose median deviation from the estimates is the machine's present speed."""
 _REFIT_INTERVAL = 8
 """Passes between two updates of the estimate, after the first `_MEMORY` passes."""
-_MAX_CHANGE = 2.0
-"""An observation counts as at most this many times the estimate, and at least one over it."""
+_MAX_CHANGE, _MAX_KNOWN_CHANGE = 2.0, 1.25
+"""An observation counts as at most this many times the estimate, and at least one over it; the second number holds for
+sizes with `_KNOWN` observations.
+"""
 
 
 class PassCost:
@@ -20,7 +32,8 @@ class PassCost:
 
     `table`: measured seconds by number of tokens, interpolated; then nothing is learned. Without it, every further
     token is first assumed to cost `slope` times the first one. Observed passes correct this at their size, and the
-    correction is interpolated between sizes.
+    correction is interpolated between sizes. What makes all sizes slower alike, such as other work on the machine, is
+    not counted for the size that meets it: an observation is first divided by the median deviation of the last passes.
 
     Raises:
         ValueError: an empty table, or values that are not positive.
@@ -39,35 +52,45 @@ class PassCost:
         """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
         self._estimate = self._prior
+        self._deviations = deque[float](maxlen=_DRIFT_PASSES)
+        """Observed over estimated seconds of the last passes."""
+        self._speed = 1.0
+        """Their median."""
         self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
 
     def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
         """Seconds of passes over `first`, `first + 1`, …, `last` tokens."""
         if last <= _MAX_TOKENS:
-            return self._estimate[first - 1 : last]
+            return self._estimate[first - 1 : last] * self._speed
         sizes = np.arange(first, last + 1)
-        inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1]
+        inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1] * self._speed
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
     def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
-        """Whether a pass of this size should be measured: none was among the last `interval` passes, or among the first
-        `initial_interval`.
+        """Whether a pass of this size should be measured: none was among the last `interval` passes (fewer while the
+        size is not known), or among the first `initial_interval`.
         """
         if self._fixed or size > _MAX_TOKENS:
             return False
-        seen = self._weight[size - 1]
-        return bool(self._passes - self._last_seen[size - 1] >= (interval if seen else initial_interval))
+        weight = self._weight[size - 1]
+        if weight:
+            initial_interval = interval if weight >= _KNOWN else min(interval, _RETRY_INTERVAL)
+        return bool(self._passes - self._last_seen[size - 1] >= initial_interval)
 
     def update(self, size: int, seconds: float) -> None:
         """Count one pass over `size` tokens; outliers are clipped (`_MAX_CHANGE`)."""
         if self._fixed or size > _MAX_TOKENS or seconds <= 0:
             return
         i = size - 1
-        ratio, expected = seconds / self._prior[i], self._interpolated_ratio[i]
+        if self._weight[i] >= _KNOWN:
+            self._deviations.append(seconds / float(self._estimate[i]))
+            self._speed = median(self._deviations)
+        ratio, expected = seconds / (self._speed * self._prior[i]), self._interpolated_ratio[i]
         if self._passes:
-            ratio = min(max(ratio, expected / _MAX_CHANGE), expected * _MAX_CHANGE)
+            most = _MAX_KNOWN_CHANGE if self._weight[i] >= _KNOWN else _MAX_CHANGE
+            ratio = min(max(ratio, expected / most), expected * most)
             if not self._weight[i]:
-                self._ratio[i], self._weight[i] = expected, 1
+                self._ratio[i], self._weight[i] = expected, _EXPECTED_WEIGHT
         self._passes += 1
         self._last_seen[i] = self._passes
         self._ratio[i] += (ratio - self._ratio[i]) / (self._weight[i] + 1)

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.engine_bound import EngineBound
+from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree, concatenate_trees, merge_trees
 from foretell.draft.base import Predictor
 from foretell.draft.hybrid import HybridDrafter
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
+from foretell.shape.cost_aware_tree import CostAwareTree
 from foretell.shape.cost_aware_trie import CostAwareTrie, DraftEstimate, DraftPlan
 from foretell.shape.trie import trie_from_prefixes
 
@@ -67,6 +68,8 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         if isinstance(model_shape, Chain) and (model_shape.draw or model_shape.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
         self.trie, self.model_shape, self._retry_interval = trie, model_shape, retry_interval
+        if isinstance(model_shape, CostAwareTree):
+            model_shape.share_cost(trie.cost)
         self._accepted = dict[int, RunningMean]()
         """Accepted model drafts per step, by row."""
         self._accepted_overall = RunningMean(memory=64.0, value=_PRIOR_ACCEPTED, weight=_PRIOR_WEIGHT)
@@ -154,6 +157,7 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         elif not self._model_drafts and any(estimate.attempted for estimate in self._plan.estimates):
             self._retrieval_seconds.add(step.draft_seconds)
         self.trie.learn_cost(step, self._plan)
+        self.model_shape.observe(step)
         self.trie.update_controllers(step, self._plan, self._retrieval_seconds.value, exclude=self._model_drafts)
         for i, row in enumerate(step.context.rows):
             if row in self._model_drafts:
@@ -166,3 +170,8 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         self._rows_read.discard(row)
         self._accepted.pop(row, None)
         self.trie.release(row)
+        self.model_shape.release(row)
+
+    def bind(self, engine: BindingEngine) -> bool:
+        """Bind the shapes that this one is made of."""
+        return any([super().bind(engine), self.trie.bind(engine), self.model_shape.bind(engine)])

@@ -1,12 +1,17 @@
 """The decoder on the CPU kernels."""
 
 from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import replace
+from functools import cache as memoize
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import nn
 
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
@@ -21,7 +26,7 @@ from foretell.model.decoder import (
     SkipSet,
 )
 from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
-from foretell.model.kernels import build
+from foretell.model.kernels import build, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.kv_cache import NativeKVCache
@@ -192,6 +197,60 @@ class NativeDecoder:
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
 
+    def forward_tree(
+        self,
+        tree: TokenTree,
+        rows: Sequence[int],
+        length: Sequence[int],
+        cache: Cache,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"],
+        hidden_layers: tuple[int, ...],
+    ) -> ModelOutput:
+        """Run the active nodes of a tree from tokens to logits in one call; see `Runner.forward`.
+
+        Raises:
+            ValueError: a node is outside the cache or the context.
+        """
+        stack, width, layers = self.stack, self.head.outputs, self.config.layers
+        (b, n), size = tree.token.shape, tree.token.size
+        work = np.empty(6 * size + 3 * b, np.int64)
+        nodes = work[: 5 * size].reshape(5, b, n)
+        nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
+        requests = work[5 * size : 5 * size + 3 * b].reshape(3, b)
+        requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
+        at, per_request = work.ctypes.data, work.ctypes.data + 40 * size
+        inputs = (*(at + 8 * size * i for i in range(3)), *(per_request + 8 * b * i for i in range(3)))
+        outputs = at + 24 * size, at + 32 * size, per_request + 24 * b
+        pass_struct = structures.TreePass(b, n, *inputs, *outputs)
+        recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
+        tokens = int(np.count_nonzero(active))
+        count = tokens if scored is active else int(np.count_nonzero(scored & active))
+        norm_all = layers + 1 in hidden_layers
+        states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
+        states[recorded_count] = self.embedding(torch.from_numpy(tree.token[active]))
+        expert_counts = None if self.config.experts is None else (c_int32 * len(stack.layers))()
+        normed = states[-1] if norm_all else torch.empty(count, self.config.hidden)
+        logits = torch.empty(count, width)
+        invalid = stack.kernels.foretell_tree_pass(
+            *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
+            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
+            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), expert_counts),
+            torch.get_num_threads(),
+        )
+        if invalid >= 0:
+            slots = stack.cache_struct(cache).slots
+            raise ValueError(
+                f"token {invalid} of the pass lies outside the cache of {slots} slots and "
+                f"{stack.model.context} positions"
+            )
+        experts = () if expert_counts is None else tuple(filter(None, expert_counts))
+        hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
+        if cap:
+            # Numbers that the cap rounds to the same one have another argmax.
+            return ModelOutput(torch.tanh(logits / cap) * cap, nodes[4], hidden, nodes[3], experts)
+        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
+
     @property
     def backend(self) -> Backend:
         """The kernels, as this machine compiled them."""
@@ -259,7 +318,7 @@ class NativeDecoder:
                 self.norm.data_ptr(),
             ),
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(memory, *trees.output_addresses, torch.get_num_threads()),
+            *(memory, torch.get_num_threads()),
         )
         trees.check_result(invalid, memory.slots, stack.model.context)
 
@@ -278,3 +337,13 @@ class NativeDecoder:
         other.__dict__.update(self.__dict__)
         other.config, other.stack = config, stack
         return other
+
+
+@memoize
+def _recorded_layers(hidden_layers: tuple[int, ...], layers: int) -> tuple[object, int, tuple[int, ...]]:
+    """For the layers whose hidden states are wanted: those to record before a block, as an argument of the kernels, and
+    their number; and the place of every wanted state among these, the last block's output, and its norm.
+    """
+    before = [i for i in sorted(set(hidden_layers)) if i < layers]
+    order = [*before, layers, layers + 1]
+    return (c_int32 * len(before))(*before), len(before), tuple(order.index(i) for i in hidden_layers)

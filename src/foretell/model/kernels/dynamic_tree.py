@@ -1,5 +1,7 @@
 """Parameters and results of the kernels that grow EAGLE-2's dynamic trees (arXiv 2406.16858) in one call."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
@@ -10,7 +12,8 @@ Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
 
 
 class DynamicTrees:
-    """Dynamic trees of `b` requests, as `shape.DynamicTree` would grow them; a kernel fills `token`, `parent`, `count`.
+    """Dynamic trees of `b` requests, as `shape.DynamicTree` would grow them; a kernel fills `token`, `parent`,
+    `score` and `count`.
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
@@ -22,22 +25,33 @@ class DynamicTrees:
         max_depth: Int[np.ndarray, " b"],
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
-        row: Int[np.ndarray, " b"] | None = None,
-        length: Int[np.ndarray, " b"] | None = None,
+        row: Int[np.ndarray, " b"] | Sequence[int] | None = None,
+        length: Int[np.ndarray, " b"] | Sequence[int] | None = None,
         noise: Noise | None = None,
     ) -> None:
-        requests, budget = len(max_depth), sizes[2]
-        self.token: Int[np.ndarray, "b n"] = np.zeros((requests, budget), np.int64)
-        self.parent: Int[np.ndarray, "b n"] = np.zeros((requests, budget), np.int64)
-        """0: the root; else 1 + the index of the parent."""
-        self.count: Int[np.ndarray, " b"] = np.zeros(requests, np.int64)
-        """Tokens of every request; entries after them are undefined."""
-        # Kept alive here: the kernels read them.
-        self._arrays = [None if x is None else np.ascontiguousarray(x, np.int64) for x in (max_depth, row, length)]
-        self._noise = noise
+        b, n = len(max_depth), sizes[2] + 1
+        # One block of memory: an array's address takes longer to find than the array to make.
+        inputs, outputs = np.empty((3, b), np.int64), np.empty(3 * b * n + b, np.int64)
+        inputs[0] = max_depth
+        if row is not None and length is not None:
+            inputs[1], inputs[2] = row, length
+        at, out = inputs.ctypes.data, outputs.ctypes.data
+        nodes = outputs[b:].reshape(3, b, n)
+        self.count: Int[np.ndarray, " b"] = outputs[:b]
+        """Nodes of every request below its root."""
+        self.token: Int[np.ndarray, "b n"] = nodes[0]
+        """The root's is not set; 0 after the last node."""
+        self.parent: Int[np.ndarray, "b n"] = nodes[1]
+        """-1 for the root and after the last node."""
+        self.score: Float[np.ndarray, "b n"] = nodes[2].view(np.float64)
+        """Product of the drafter's probabilities along the path; 0 after the last node."""
+        self._inputs = inputs, noise  # Kept alive here: the kernels read them.
+        caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
+        first, size = out + 8 * b, 8 * b * n
         self.struct = structures.DynamicTree(
-            *(requests, *sizes, *bounds, *(None if x is None else x.ctypes.data for x in self._arrays)),
+            *(b, *sizes, *bounds, at, *caches),
             *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
+            *(first, first + size, out, first + 2 * size),
         )
 
     def check_result(self, invalid: int, slots: int, context: int) -> None:
@@ -51,8 +65,3 @@ class DynamicTrees:
                 f"a tree of {self.struct.depth} levels does not fit: the cache has {slots} slots, and positions end at "
                 f"{context}"
             )
-
-    @property
-    def output_addresses(self) -> tuple[int, int, int]:
-        """Addresses that the kernels write to."""
-        return self.token.ctypes.data, self.parent.ctypes.data, self.count.ctypes.data

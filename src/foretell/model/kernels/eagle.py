@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840) on the kernels: one level of a tree, or whole dynamic trees, per call."""
 
 from collections.abc import Callable, Sequence
-from ctypes import c_void_p
+from ctypes import addressof, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,25 +104,47 @@ class NativeEagle:
             *(*structs, torch.get_num_threads()),
         )
         if invalid == -2:
-            raise ValueError(
-                f"{token.tolist()} is not among {self._input.embedding.vocab} tokens, or follows what is not among the "
-                "features"
-            )
+            raise self._unknown_token(token.tolist())
         stack.check_result(invalid, layout, structs[1])
         return x
 
-    def grow_dynamic_trees(self, roots: Tensor, trees: DynamicTrees, cache: KVCache) -> None:
-        """Grow trees below roots whose layer outputs, float32 [b, hidden], are given; their keys are cached after the
-        requests' own.
+    def grow_dynamic_trees(
+        self,
+        token: Int[np.ndarray, " t"],
+        states: Sequence[Tensor],
+        place: Int[np.ndarray, " t"],
+        count: Sequence[int],
+        trees: DynamicTrees,
+        cache: KVCache,
+    ) -> None:
+        """Run the next positions of every request, `count` of them, and grow trees below the last ones, whose keys are
+        cached after the requests' own; `token`, `states` and `place` as in `forward_from_target`.
 
         Raises:
-            ValueError: the cache has no room for the trees.
+            ValueError: the cache has no room for the trees; or as `forward_from_target`.
         """
-        b, stack, weights = trees.struct, self._stack, self._weights
-        check_tensor(roots, torch.float32, "roots", b.requests, stack.config.hidden)
+        stack, weights, rows = self._stack, self._weights, len(states[0])
+        for state in states:
+            check_tensor(state, torch.float32, "states", rows, stack.config.hidden)
+        if len(states) != self._state_count or not len(place) == len(token) == sum(count):
+            raise ValueError(
+                f"{self._state_count} states at {len(token)} places are read, found {len(states)} at {len(place)}"
+            )
+        t = len(token)
+        work = np.empty(2 * t + len(count), np.int64)
+        work[:t], work[t : 2 * t], work[2 * t :] = token, place, count
+        at, sources = work.ctypes.data, (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
+        read = structures.EagleRead(addressof(sources), rows, at, at + 8 * t, at + 16 * t)
         invalid = self._kernels.foretell_eagle_trees(
             *(stack.model, stack.layers, len(stack.layers), self._input, weights.head.struct, self._final_norm),
-            *(None if weights.token_of is None else weights.token_of.data_ptr(), roots.data_ptr(), b),
-            *(stack.cache_struct(cache), *trees.output_addresses, torch.get_num_threads()),
+            *(None if weights.token_of is None else weights.token_of.data_ptr(), read, trees.struct),
+            *(stack.cache_struct(cache), torch.get_num_threads()),
         )
+        if invalid == -2:
+            raise self._unknown_token(token.tolist())
         trees.check_result(invalid, cache.k.shape[3], stack.model.context)
+
+    def _unknown_token(self, token: Sequence[int]) -> ValueError:
+        return ValueError(
+            f"{token} is not among {self._input.embedding.vocab} tokens, or follows what is not among the features"
+        )

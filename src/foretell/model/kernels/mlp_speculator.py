@@ -76,5 +76,5 @@ class NativeStages:
         self._kernels.foretell_mlp_speculator_trees(
             *(self._structs, self._embedding),
             *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr(), root.data_ptr(), b),
-            *(*trees.output_addresses, torch.get_num_threads()),
+            torch.get_num_threads(),
         )

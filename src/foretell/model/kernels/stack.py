@@ -135,7 +135,7 @@ class NativeStack:
                 f"the native kernels cannot run this {config.architecture} configuration; use the torch backend"
             )
         self.precision: Precision = precision
-        self.config, self._kernels = config, build.library()
+        self.config, self.kernels = config, build.library()
         self._tensors: list[Tensor] = []
         self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
@@ -214,7 +214,7 @@ class NativeStack:
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
         counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
-        invalid = self._kernels.foretell_stack(
+        invalid = self.kernels.foretell_stack(
             *(self.model, self.layers, first, last, out[-1].data_ptr()),
             *(None if attention_input is None else attention_input.data_ptr(), layout_struct, cache_struct),
             *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr(), counts),
@@ -276,7 +276,7 @@ class NativeStack:
             biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
             biases.append(block.attention_gate_bias)
-        packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self._kernels)
+        packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self.kernels)
         structs = list(packed.structs)
         gate = structures.Weight() if block.attention_gate is None else structs.pop()
         offset, window = self.config.norm_offset, self.config.window_of(i)
@@ -285,7 +285,7 @@ class NativeStack:
         experts = None
         if block.experts is not None:
             assert self.config.experts is not None
-            experts = PackedExperts(self.config.experts, block.experts, self.precision, self._kernels)
+            experts = PackedExperts(self.config.experts, block.experts, self.precision, self.kernels)
         structs = [*structs, structures.Weight(), structures.Weight()]
         recurrent = self.config.state_layers
         mixer, vectors = None, list[Tensor]()
@@ -328,7 +328,7 @@ class NativeStack:
         layers[i] = block.struct
         layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
         out, count = x.clone(), c_int32(0)
-        invalid = self._kernels.foretell_stack(
+        invalid = self.kernels.foretell_stack(
             *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
             torch.get_num_threads(),
         )

@@ -136,6 +136,26 @@ class DynamicTree(ctypes.Structure):
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
         *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
+        *((name, c_void_p) for name in ("token", "parent", "sizes", "score")),
+    )
+
+
+class EagleRead(ctypes.Structure):
+    """Positions that EAGLE-3's layers read before a draft."""
+
+    _fields_ = (
+        *(("states", c_void_p), ("state_rows", c_int32)),
+        *((name, c_void_p) for name in ("token", "place", "count")),
+    )
+
+
+class TreePass(ctypes.Structure):
+    """A pass over token trees."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("requests", "nodes")),
+        *((name, c_void_p) for name in ("parent", "active", "scored", "prefix_length", "row", "length")),
+        *((name, c_void_p) for name in ("hidden_index", "logit_index", "argmax")),
     )
 
 
@@ -171,7 +191,7 @@ Argument = Any
 """A ctypes type; None for no result."""
 _P, _I = c_void_p, c_int32
 _STACK = (POINTER(Model), POINTER(Layer), _I)
-_TREES = (POINTER(DynamicTree), POINTER(Cache), _P, _P, _P, _I)
+_TREES = (POINTER(DynamicTree), POINTER(Cache), _I)
 SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_stack": (
         _I,
@@ -185,11 +205,21 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (*_STACK, POINTER(EagleInput), _P, POINTER(_P), _I, _P, _P, POINTER(Layout), POINTER(Cache), _I),
     ),
-    "foretell_eagle_trees": (_I, (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, _P, *_TREES)),
+    "foretell_eagle_trees": (
+        _I,
+        (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, POINTER(EagleRead), *_TREES),
+    ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
     "foretell_mlp_speculator_trees": (
         _I,
-        (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _P, _P, _P, _I),
+        (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _I),
+    ),
+    "foretell_tree_pass": (
+        _I,
+        (
+            *(*_STACK, POINTER(Weight), _I, _P, POINTER(TreePass), POINTER(Cache)),
+            *(_P, _I, _P, _P, _I, _P, _P, _I),
+        ),
     ),
     "foretell_keep_states": (None, (POINTER(States), _I, _I, _I, POINTER(_I), _I, _I)),
     "foretell_linear": (None, (POINTER(Weight), _P, _P, _I, _I, _I)),
@@ -223,7 +253,8 @@ def interface() -> str:
         "int8_group": INT8_GROUP,
     }
     of_layers = (Weight, Experts, StateLayer, States, Layer, Model)
-    structures = (*of_layers, Stage, Embedding, EagleInput, DynamicTree, Layout, Sampling, Cache)
+    of_drafts = (Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass)
+    structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:
         fields = [getattr(structure, field[0]) for field in structure._fields_]

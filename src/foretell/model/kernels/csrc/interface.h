@@ -139,12 +139,32 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   const uint64_t* noise;
   const double* noise_scale;
   int32_t candidates;
+  // Receive per request a tree of the root and at most `budget` nodes below it: tokens, parents (-1 for the root) and
+  // scores, [requests, 1 + budget] each, and the number of nodes below the root. The root's token is not written.
+  int64_t *token, *parent, *sizes;
+  double* score;
+};
+
+struct EagleRead {             // positions that EAGLE-3's layers read before a draft
+  const float* const* states;  // hidden states of the target, [state_rows, hidden] each
+  int32_t state_rows;
+  const int64_t *token, *place;  // of every position, request by request: its token, and its row of the states
+  const int64_t* count;          // positions per request; the last one is the root
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
   int32_t count, max_extra_slots;
   const int32_t *row, *slot, *position, *visible_prefix;
   const int32_t* extra_slots;  // [count, max_extra_slots], -1 past the end of a token's list
+};
+
+struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
+  int32_t requests, nodes;
+  const int64_t* parent;                        // [requests, nodes]
+  const int64_t *active, *scored;               // 1: the node is read; its logits are wanted
+  const int64_t *prefix_length, *row, *length;  // per request; `length`: cached tokens
+  int64_t *hidden_index, *logit_index;          // receive the number of every node among those read and scored, or -1
+  int64_t* argmax;                              // receives the largest logit's index of every scored node
 };
 
 struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,

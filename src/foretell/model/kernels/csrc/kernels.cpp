@@ -15,6 +15,7 @@
 #include "pack.h"
 #include "sampler.h"
 #include "speculators.h"
+#include "tree_pass.h"
 
 extern "C" {
 
@@ -35,6 +36,60 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
 void foretell_keep_states(const States* s, int32_t layers, int32_t row, int32_t side, const int32_t* nodes,
                           int32_t count, int32_t threads) {
   keep_states(*s, layers, row, side, nodes, count, threads);
+}
+
+// Index of the largest number of each row of x [tokens, width], the lowest of equals.
+void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (tokens > 1)
+  for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
+}
+
+// A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
+// layers that `hidden_layers` names, ascending; the last of them is the embeddings, and receives the output of the
+// last layer. normed: receives the final norm
+// of that output, [tokens, hidden], or, where `norm_scored_only` is set, [scored, hidden]. logits [scored, outputs of
+// the head]. Returns as foretell_stack, or -2: a token does not exist.
+int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Weight* head,
+                           int32_t width, const float* norm, const TreePass* pass,
+                           const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
+                           float* normed, int32_t norm_scored_only, float* logits, int32_t* expert_counts,
+                           int32_t threads) {
+  const int nodes = pass->requests * pass->nodes;
+  number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
+  number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
+  const TreeLayout trees(*pass);
+  const size_t d = (size_t)m->hidden;
+  const int tokens = trees.layout().count;
+  float* x = hidden_states + (size_t)count * (size_t)tokens * d;
+  const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
+                                {hidden_layers, count, hidden_states}, threads, expert_counts);
+  if (invalid >= 0) return invalid;
+  int scored = 0;
+  for (int i = 0; i < nodes; ++i)
+    if (pass->logit_index[i] >= 0) ++scored;
+  Buffer<float> gathered;
+  const float* head_input = normed;
+  if (norm_scored_only) {
+    float* to = normed;
+    for (int i = 0; i < nodes; ++i)
+      if (pass->logit_index[i] >= 0) {
+        normalize(x + (size_t)pass->hidden_index[i] * d, m->hidden, norm, m->eps, to);
+        to += d;
+      }
+  } else {
+    norm_rows(x, norm, m->eps, normed, tokens, m->hidden, threads);
+    if (scored < tokens) {
+      gathered = buffer<float>((size_t)scored * d);
+      for (int i = 0; i < nodes; ++i)
+        if (pass->logit_index[i] >= 0)
+          std::memcpy(gathered.get() + (size_t)pass->logit_index[i] * d, normed + (size_t)pass->hidden_index[i] * d,
+                      4 * d);
+      head_input = gathered.get();
+    }
+  }
+  if (scored) linear(*head, head_input, logits, scored, width, threads);
+  foretell_argmax(logits, pass->argmax, scored, width, threads);
+  return -1;
 }
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
@@ -60,8 +115,7 @@ void foretell_topk_softmax(const float* x, float* probabilities, int64_t* indice
 // stage]: the states that produced the root tokens root [requests].
 int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
                                       const int64_t* token_of, const float* start, const int64_t* root,
-                                      const DynamicTree* b, int64_t* token, int64_t* parent, int64_t* sizes,
-                                      int32_t threads) {
+                                      const DynamicTree* b, int32_t threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
   const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
@@ -87,7 +141,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
     count += (int64_t)n;
     return -1;
   };
-  return grow_trees(*b, trees, k, token_of, run, token, parent, sizes);
+  return grow_trees(*b, trees, k, token_of, run);
 }
 
 void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width,
@@ -121,31 +175,43 @@ int32_t foretell_eagle_forward_from_target(const Model* m, const Layer* layers, 
                                 threads);
 }
 
-// Dynamic trees (EAGLE-2, arXiv 2406.16858) from EAGLE-3's layers, below roots whose layer outputs [requests, hidden]
-// are given. Writes at most `budget` tokens per request and their parents (0: the root, else 1 + index), [requests,
-// budget] each, and their number to `sizes`. token_of: the token of every output of the head; null: the output's
-// number.
+// Dynamic trees (EAGLE-2, arXiv 2406.16858) from EAGLE-3's layers, which first read the positions of `read`. token_of:
+// the token of every output of the head; null: the output's number. Returns as foretell_eagle_forward.
 int32_t foretell_eagle_trees(const Model* m, const Layer* layers, int32_t count, const EagleInput* e,
-                             const Weight* head, const float* norm, const int64_t* token_of, const float* roots,
-                             const DynamicTree* b, const Cache* cache, int64_t* token, int64_t* parent, int64_t* sizes,
-                             int32_t threads) {
-  const auto run = [&](const Layout& layout, const int64_t* tokens, const int64_t* parents, const float* outputs,
+                             const Weight* head, const float* norm, const int64_t* token_of, const EagleRead* read,
+                             const DynamicTree* b, const Cache* cache, int32_t threads) {
+  std::vector<int32_t> row, slot, visible_prefix, last;
+  for (int i = 0; i < b->requests; ++i) {
+    for (int64_t position = b->length[i] - read->count[i]; position < b->length[i]; ++position)
+      row.push_back((int32_t)b->row[i]), slot.push_back((int32_t)position),
+          visible_prefix.push_back((int32_t)position + 1);
+    last.push_back((int32_t)row.size() - 1);
+  }
+  const Layout layout = {(int32_t)row.size(), 0, row.data(), slot.data(), slot.data(), visible_prefix.data(), nullptr};
+  const size_t d = (size_t)m->hidden;
+  const Buffer<float> x = buffer<float>(row.size() * d), roots = buffer<float>((size_t)b->requests * d);
+  const int32_t invalid = foretell_eagle_forward_from_target(m, layers, count, e, read->token, read->states,
+                                                             read->state_rows, read->place, x.get(), &layout, cache,
+                                                             threads);
+  if (invalid != -1) return invalid;
+  for (size_t i = 0; i < last.size(); ++i)
+    std::memcpy(roots.get() + i * d, x.get() + (size_t)last[i] * d, 4 * d);
+  const auto run = [&](const Layout& level, const int64_t* tokens, const int64_t* parents, const float* outputs,
                        float* next) {
-    return eagle_forward(*m, layers, count, *e, tokens, outputs, parents, next, layout, *cache, threads);
+    return eagle_forward(*m, layers, count, *e, tokens, outputs, parents, next, level, *cache, threads);
   };
-  return grow_trees_with_cache(*m, {norm, head, token_of}, roots, *b, run, token, parent, sizes, threads);
+  return grow_trees_with_cache(*m, {norm, head, token_of}, roots.get(), *b, run, threads);
 }
 
-// The same from the layers of a decoder.
+// The same from the layers of a decoder, below roots whose layer outputs [requests, hidden] are given.
 int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t count, const Embedding* e,
                                const Weight* head, const float* norm, const int64_t* token_of, const float* roots,
-                               const DynamicTree* b, const Cache* cache, int64_t* token, int64_t* parent,
-                               int64_t* sizes, int32_t threads) {
+                               const DynamicTree* b, const Cache* cache, int32_t threads) {
   const auto run = [&](const Layout& layout, const int64_t* tokens, const int64_t*, const float*, float* next) {
     for (int t = 0; t < layout.count; ++t) embed(*e, tokens[t], m->hidden, next + (size_t)t * m->hidden);
     return stack(*m, layers, 0, count, next, nullptr, layout, *cache, {nullptr, 0, nullptr}, threads);
   };
-  return grow_trees_with_cache(*m, {norm, head, token_of}, roots, *b, run, token, parent, sizes, threads);
+  return grow_trees_with_cache(*m, {norm, head, token_of}, roots, *b, run, threads);
 }
 
 // The k largest outputs of a linear layer for each row of x [tokens, in], descending, as probabilities under their
@@ -153,12 +219,6 @@ int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t coun
 void foretell_linear_topk_softmax(const Weight* w, const float* x, float* probabilities,
                                   int64_t* indices, int32_t tokens, int32_t k, int32_t threads) {
   linear_topk_softmax(*w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
-}
-
-// Index of the largest number of each row of x [tokens, width], the lowest of equals.
-void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (tokens > 1)
-  for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
 }
 
 // The k largest numbers of each row of x and their indices, [tokens, k], descending.
@@ -261,7 +321,14 @@ const char* foretell_abi() {
       F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates));
+      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates),
+      F(DynamicTree, token), F(DynamicTree, parent), F(DynamicTree, sizes),
+      F(DynamicTree, score));
+    S(EagleRead, F(EagleRead, states), F(EagleRead, state_rows), F(EagleRead, token), F(EagleRead, place),
+      F(EagleRead, count));
+    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),
+      F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
+      F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
@@ -278,6 +345,7 @@ const char* foretell_abi() {
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
     S(foretell_keep_states);
+    S(foretell_tree_pass);
     S(foretell_linear);
     S(foretell_mlp_speculator_stage);
     S(foretell_linear_topk_softmax);

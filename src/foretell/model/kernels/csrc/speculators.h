@@ -178,9 +178,9 @@ class TreeBuilder {
     }
   }
 
-  // Writes the best `budget` nodes below the root in order of creation (of equals the earlier ones), and their parents:
-  // 0 the root, else 1 + the parent's index among the nodes written. Returns how many there are.
-  int write(int64_t* token, int64_t* parent) const {
+  // Writes the root and the best `budget` nodes below it in order of creation (of equals the earlier ones); returns how
+  // many there are below the root.
+  int write(int64_t* token, int64_t* parent, double* score) const {
     std::vector<int> order(nodes_.size() - 1), place(nodes_.size(), 0);
     std::iota(order.begin(), order.end(), 1);
     if ((int)order.size() > options_.budget) {
@@ -188,10 +188,13 @@ class TreeBuilder {
       order.resize((size_t)options_.budget);
       std::sort(order.begin(), order.end());
     }
+    parent[0] = -1, score[0] = 1;
     for (size_t i = 0; i < order.size(); ++i) {
+      const Node& node = (*this)[order[i]];
       place[(size_t)order[i]] = (int)i + 1;
-      token[i] = (*this)[order[i]].token, parent[i] = place[(size_t)(*this)[order[i]].parent];
+      token[i + 1] = node.token, parent[i + 1] = place[(size_t)node.parent], score[i + 1] = node.score;
     }
+    for (int i = (int)order.size() + 1; i <= options_.budget; ++i) token[i] = 0, parent[i] = -1, score[i] = 0;
     return (int)order.size();
   }
 
@@ -235,11 +238,10 @@ struct NodeRef {  // a node that is run next
 };
 
 // Grows the trees level by level. `run(level, nodes, probabilities, tokens)` runs nodes and writes the `k` most
-// probable children of each; it returns -1, or the invalid token. Then writes at most `budget` tokens per request with
-// their parents, [requests, budget] each, and their number.
+// probable children of each; it returns -1, or the invalid token. Then writes the trees.
 template <class Run>
 int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k, const int64_t* token_of,
-                   const Run& run, int64_t* token, int64_t* parent, int64_t* sizes) {
+                   const Run& run) {
   for (int level = 0; level < b.depth; ++level) {
     std::vector<NodeRef> nodes;
     for (int i = 0; i < b.requests; ++i) {
@@ -267,8 +269,10 @@ int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k,
       i += mine;
     }
   }
-  for (int i = 0; i < b.requests; ++i)
-    sizes[i] = trees[(size_t)i].write(token + (size_t)i * b.budget, parent + (size_t)i * b.budget);
+  for (int i = 0; i < b.requests; ++i) {
+    const size_t first = (size_t)i * (size_t)(1 + b.budget);
+    b.sizes[i] = trees[(size_t)i].write(b.token + first, b.parent + first, b.score + first);
+  }
   return -1;
 }
 
@@ -307,7 +311,7 @@ struct OutputHead {
 // own to `next`.
 template <class Layers>
 int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const float* roots, const DynamicTree& b,
-                              const Layers& layers, int64_t* token, int64_t* parent, int64_t* sizes, int threads) {
+                              const Layers& layers, int threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
   const int k = candidate_count(b, output.head->out);
@@ -326,7 +330,7 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
     count += (int64_t)nodes.size();
     return -1;
   };
-  return grow_trees(b, trees, k, output.token_of, run, token, parent, sizes);
+  return grow_trees(b, trees, k, output.token_of, run);
 }
 
 }  // namespace

@@ -1,0 +1,67 @@
+// A pass of the decoder over token trees, from tokens to logits.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "decoder.h"
+#include "speculators.h"
+
+namespace {
+
+// The layout of the active nodes of trees, node j in slot `length + j`; model/layout.py does the same in Python. A node
+// extends the visible prefix of its parent where its slot is the next one.
+class TreeLayout {
+ public:
+  explicit TreeLayout(const TreePass& pass) {
+    for (int i = 0; i < pass.requests; ++i) add_request(pass, i);
+    size_t width = 0;
+    for (const auto& slots : extra_) width = std::max(width, slots.size());
+    padded_.assign(extra_.size() * width, -1);
+    for (size_t t = 0; t < extra_.size(); ++t)
+      std::copy(extra_[t].begin(), extra_[t].end(), padded_.begin() + (ptrdiff_t)(t * width));
+    layout_ = {(int32_t)row_.size(), (int32_t)width,         row_.data(),   slot_.data(),
+               position_.data(),     visible_prefix_.data(), padded_.data()};
+  }
+
+  const Layout& layout() const { return layout_; }
+
+ private:
+  void add_request(const TreePass& pass, int i) {
+    const size_t first = (size_t)i * (size_t)pass.nodes, n = (size_t)pass.nodes;
+    const int32_t base = (int32_t)pass.length[i], prefix_length = (int32_t)pass.prefix_length[i];
+    std::vector<int32_t> depth(n, 0), prefix(n, 0);
+    std::vector<std::vector<int32_t>> extra(n);
+    for (size_t node = 0; node < n; ++node) {
+      const int64_t parent = pass.parent[first + node];
+      const int32_t slot = base + (int32_t)node;
+      const bool has_parent = parent >= 0 && parent < (int64_t)node;
+      const size_t above = has_parent ? (size_t)parent : 0;
+      if (node && has_parent) depth[node] = depth[above] + 1;
+      if ((int32_t)node < prefix_length || (has_parent && extra[above].empty() && prefix[above] == slot)) {
+        prefix[node] = slot + 1;
+      } else {
+        if (has_parent) prefix[node] = prefix[above], extra[node] = extra[above];
+        extra[node].push_back(slot);
+      }
+      if (!pass.active[first + node]) continue;
+      row_.push_back((int32_t)pass.row[i]), slot_.push_back(slot), position_.push_back(base + depth[node]);
+      visible_prefix_.push_back(prefix[node]), extra_.push_back(extra[node]);
+    }
+  }
+
+  std::vector<int32_t> row_, slot_, position_, visible_prefix_, padded_;
+  std::vector<std::vector<int32_t>> extra_;
+  Layout layout_;
+};
+
+// Numbers the marked nodes of a pass consecutively, the others -1.
+template <class Marked>
+void number_nodes(const TreePass& pass, const Marked& marked, int64_t* index) {
+  const int n = pass.requests * pass.nodes;
+  int64_t count = 0;
+  for (int i = 0; i < n; ++i) index[i] = marked(i) ? count++ : -1;
+}
+
+}  // namespace
