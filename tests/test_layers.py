@@ -10,10 +10,11 @@ import foretell
 
 ROOT = Path(foretell.__file__).parent
 ORDER = [
-    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound", "model.activation"),
+    ("utils", "distributions.divergence", "core.best_tree", "core.engine_bound"),
     (
         "core.tree",
         "model",
+        "model.activation",
         "model.backend",
         "model.cache",
         "model.config",
@@ -43,6 +44,8 @@ ORDER = [
         "model.cuda_graph",
         "model.kernels.decoder",
         "model.load.quantization_config",
+        "model.latent",
+        "model.load.latent",
         "model.load.state_blocks",
         "model.load.weights",
         "model.network",

@@ -107,6 +107,10 @@ def load(
         return _load_with_transformers(reference, path, dtype, torch_device)
     config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
     config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
+    if config.latent is not None and kv_cache_dtype != "auto":
+        raise ValueError(
+            f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
+        )
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     precision = _choose_precision(reference, dtype, config, weights, torch_device)
     if dtype == "int4":

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from tokenizers import Tokenizer, decoders, models
 
-from foretell.model.config import ModelConfig, MoEConfig
+from foretell.model.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load.weights import Weights, build_decoder
 from foretell.tokenizer.codec import TextCodec
@@ -70,7 +70,40 @@ def letter_codec(vocab: int, first: int = 0) -> TextCodec:
     return TextCodec(tokenizer)
 
 
+def tiny_gpt_oss(config: ModelConfig = TINY) -> ModelConfig:
+    """The gpt-oss configuration of these sizes: sinks, biases, a window in every other layer, four experts."""
+    experts = replace(_experts(config), router_bias=True, bias=True)
+    return replace(
+        config,
+        architecture="gpt_oss",
+        experts=experts,
+        sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+        activation="clamped_swiglu",
+        window=4,
+        window_layers=tuple(range(0, config.layers, 2)),
+    )
+
+
+def tiny_deepseek(config: ModelConfig = TINY) -> ModelConfig:
+    """The DeepSeek-V3 configuration of these sizes: latent attention, one dense layer, four experts in two groups."""
+    experts = replace(
+        _experts(config), layers=tuple(range(1, config.layers)), scoring="sigmoid", selection_bias=True, groups=2,
+        active_groups=1, ranked_by=2, scale=2.5, shared_ffn=config.ffn,
+    )  # fmt: skip
+    latent = MLAConfig(q_rank=6, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=5)
+    rope = RopeConfig(fraction=latent.rope_dim / (latent.nope_dim + latent.rope_dim))
+    return replace(
+        config, architecture="deepseek_v3", experts=experts, latent=latent, rope=rope, kv_heads=config.heads,
+        head_dim=latent.nope_dim + latent.rope_dim,
+    )  # fmt: skip
+
+
+def _experts(config: ModelConfig) -> MoEConfig:
+    return MoEConfig(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
+
+
 def tiny_moe(config: ModelConfig = TINY) -> ModelConfig:
     """The Mixtral configuration of these sizes: four experts, two per token."""
-    experts = MoEConfig(count=4, active=2, ffn=config.ffn, layers=tuple(range(config.layers)))
-    return replace(config, architecture="mixtral", experts=experts)
+    return replace(config, architecture="mixtral", experts=_experts(config))

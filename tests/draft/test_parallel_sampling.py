@@ -28,7 +28,7 @@ from foretell.model.runner import DecoderRunner
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
-from foretell.testing import TINY, tiny_decoder, tiny_moe
+from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, run, target, tokens_of
 
 REQUESTS = [
@@ -38,7 +38,14 @@ REQUESTS = [
 WINDOWED = replace(
     TINY, architecture="gemma2", post_norms=True, qk_norm=True, window=3, window_layers=(0,), attention_softcap=5.0
 )
-FAMILIES = [TINY, replace(TINY, architecture="mistral", window=4, window_layers=(0, 1)), WINDOWED, tiny_moe()]
+FAMILIES = [
+    TINY,
+    replace(TINY, architecture="mistral", window=4, window_layers=(0, 1)),
+    WINDOWED,
+    tiny_moe(),
+    tiny_gpt_oss(),
+    tiny_deepseek(),
+]
 TEXTS = cache(lambda: [naive(target(), r) for r in REQUESTS])
 SHAPES: dict[str, Shape[Predictor]] = {
     "chain": Chain(3, draw=False),

@@ -51,10 +51,11 @@ def windowed(theirs: Any) -> tuple[int, ...]:
 def agree(ours: ModelConfig, theirs: Any) -> None:
     """Every size and number of both is the same."""
     said = theirs.to_dict()
-    head_dim = said.get("head_dim") or theirs.hidden_size // theirs.num_attention_heads
+    head_dim = said.get("qk_head_dim") or said.get("head_dim") or theirs.hidden_size // theirs.num_attention_heads
     assert (ours.vocab, ours.hidden, ours.layers, ours.heads, ours.kv_heads, ours.head_dim, ours.context) == (
         theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads,
-        theirs.num_key_value_heads, head_dim, theirs.max_position_embeddings,
+        theirs.num_attention_heads if ours.latent else theirs.num_key_value_heads, head_dim,
+        theirs.max_position_embeddings,
     )  # fmt: skip
     assert (ours.ffn, ours.norm_eps, ours.tied) == (
         said.get("shared_intermediate_size", theirs.intermediate_size),
@@ -76,16 +77,26 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
             wanted["rope_theta"], wanted["rope_type"], wanted.get("factor", 1.0),
         )  # fmt: skip
     if ours.experts is not None:
-        e, count = ours.experts, said.get("num_local_experts") or said["num_experts"]
+        e, count = ours.experts, said.get("num_local_experts") or said.get("n_routed_experts") or said["num_experts"]
         assert (e.count, e.active) == (count, theirs.num_experts_per_tok)
         assert e.ffn == said.get("moe_intermediate_size", theirs.intermediate_size)
-        assert e.shared_ffn == said.get("shared_expert_intermediate_size", 0)
+        assert e.shared_ffn == said.get("shared_expert_intermediate_size", e.ffn * said.get("n_shared_experts", 0))
+        assert e.scale == said.get("routed_scaling_factor", 1.0)
+        assert e.layers[0] == said.get("first_k_dense_replace", said.get("mlp_layer_types", [])[:1].count("dense"))
+    if ours.latent is not None:
+        m = ours.latent
+        assert (m.q_rank, m.kv_rank, m.nope_dim, m.rope_dim, m.value_dim) == (
+            theirs.q_lora_rank, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim,
+            theirs.v_head_dim,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
+    if kind.startswith(("deepseek", "glm4_moe")):
+        raw |= {"n_routed_experts": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
     raw |= {"lfm2": {"block_auto_adjust_ff_dim": False}, "granitemoehybrid": {"num_local_experts": 0}}.get(kind, {})
     agree(from_hf(raw), oracle_of(raw))
 

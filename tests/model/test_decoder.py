@@ -28,6 +28,9 @@ SIZES: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MLA = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+       "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+       "n_shared_experts": 2, "n_group": 4, "topk_group": 2}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama3 rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -67,6 +70,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8,
     "rope_parameters": YARN | {"truncate": False}}),
+    "deepseek_v2": ("DeepseekV2Config", MLA | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 1.5}),
+    "deepseek_v2 lite": ("DeepseekV2Config", MLA | {"q_lora_rank": None,
+    "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+    "deepseek_v3": ("DeepseekV3Config", MLA | {"first_k_dense_replace": 1, "num_mtp_layers": 0}),
+    "deepseek_v3 yarn": ("DeepseekV3Config", MLA | {"first_k_dense_replace": 2, "rope_interleave": False,
+    "num_mtp_layers": 0, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "glm4_moe": ("Glm4MoeConfig", MLA | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True,
+    "num_key_value_heads": 2, "num_mtp_layers": 0}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", MLA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0}}),
 }  # fmt: skip
 
 
@@ -80,6 +94,9 @@ def oracle_of(name: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
-from foretell.model.config import ModelConfig, MoEConfig
+from foretell.model.config import ModelConfig, MoEConfig, RopeConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PRECISIONS, Precision
@@ -40,6 +40,10 @@ CONFIGS = {
     "groups": mixture(
         "deepseek_v3", count=16, active=3, scoring="sigmoid", selection_bias=True, groups=4, active_groups=2,
         ranked_by=2, scale=2.5, shared_ffn=40,
+    ),
+    "glm4_moe": mixture(
+        "glm4_moe", {"qkv_bias": True, "qk_norm": True, "rope": RopeConfig(fraction=0.5)}, scoring="sigmoid",
+        selection_bias=True, ranked_by=2, shared_ffn=40, layers=(1,),
     ),
     "biased": replace(WIDE, mlp_bias=True),
 }  # fmt: skip

@@ -202,6 +202,25 @@ def test_a_layer_without_scales_is_named(tmp_path: Path) -> None:
         decoder_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "word"),
+    [
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"n_group": 3}, "3 groups"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(kind: str, said: Mapping[str, Any], word: str) -> None:
+    sizes = SIZES | {"n_routed_experts": 16, "topk_group": 1, "n_group": 2}
+    from_hf({"model_type": kind, **sizes})
+    with pytest.raises(ValueError, match=word):
+        from_hf({"model_type": kind, **sizes, **said})
+
+
 @pytest.mark.parametrize("key", ["swiglu_limit", "swiglu_alpha"])
 def test_other_constants_of_gpt_oss_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} .*no other value is supported"):

@@ -9,7 +9,7 @@ from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder
 from foretell.model.training import chunked_attention
 from foretell.model.training.full_forward import full_forward
-from foretell.testing import TINY, tiny_decoder, tiny_moe
+from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import all_logits, random_tokens
 
 GEMMA = replace(
@@ -25,7 +25,15 @@ GEMMA = replace(
     attention_softcap=5.0,
 )
 SLIDING = replace(TINY, architecture="mistral", window=4, window_layers=(0, 1), qkv_bias=True)
-FAMILIES = [TINY, replace(TINY, architecture="qwen3", qk_norm=True), SLIDING, GEMMA, tiny_moe()]
+FAMILIES = [
+    TINY,
+    replace(TINY, architecture="qwen3", qk_norm=True),
+    SLIDING,
+    GEMMA,
+    tiny_moe(),
+    tiny_gpt_oss(),
+    tiny_deepseek(),
+]
 
 
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.runner import DecoderRunner
-from foretell.testing import TINY, tiny_decoder, tiny_moe
+from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import chain_tree, random_tokens
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -24,6 +24,8 @@ CONFIGS: dict[str, ModelConfig] = {
         local_rope=RopeConfig(theta=500.0),
     ),
     "mixture": tiny_moe(replace(TINY, vocab=31)),
+    "gpt-oss": tiny_gpt_oss(replace(TINY, vocab=31)),
+    "deepseek": tiny_deepseek(replace(TINY, vocab=31)),
 }  # fmt: skip
 PARENTS = [-1, 0, 0, 1, 3, 1, 2, 6, 4, 0]
 

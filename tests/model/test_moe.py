@@ -8,17 +8,19 @@ import torch
 
 from foretell.accept import Match
 from foretell.core.sampling import SamplingParams
-from foretell.draft import DraftModel, NoDrafter
+from foretell.draft import DraftModel, NoDrafter, PromptLookup
 from foretell.engine.engine import Completion, Engine, Request
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.config import MoEConfig
+from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Chain, RootOnly
-from foretell.testing import TINY, tiny_decoder, tiny_moe
+from foretell.shape import Chain, DynamicTree, RootOnly, Trie
+from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import VOCAB, chain_tree, random_tokens
+
+SMALL = replace(TINY, vocab=VOCAB)
 
 
 def mixture(count: int, active: int, seed: int = 0) -> ExpertFeedForward:
@@ -84,6 +86,25 @@ def test_speculation_reads_more_experts_per_pass_for_the_same_text() -> None:
     assert fast.tokens == plain.tokens
     assert plain.statistics.experts_per_pass == 2
     assert 2 < fast.statistics.experts_per_pass <= 4
+
+
+@pytest.mark.parametrize("config", [tiny_gpt_oss(SMALL), tiny_deepseek(SMALL)], ids=lambda c: c.architecture)
+def test_drafted_trees_do_not_change_the_text(config: ModelConfig) -> None:
+    target, found = tiny_decoder(config), []
+    request = Request(random_tokens(12), SamplingParams(temperature=1.0), max_new_tokens=30)
+    for method in (
+        Method(NoDrafter(), RootOnly(), Match()),
+        Method(DraftModel(DecoderRunner(tiny_decoder(SMALL, seed=3))), DynamicTree(3, 2, 6), Match()),
+        Method(PromptLookup(2), Trie(8), Match()),
+    ):
+        found.append(Engine(DecoderRunner(target), method).complete([request])[0].tokens)
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_cache_of_latent_attention_holds_one_vector_per_token() -> None:
+    runner = DecoderRunner(tiny_decoder(tiny_deepseek(SMALL)))
+    runner.forward([0], chain_tree(random_tokens(5)))
+    assert runner.cache.nbytes == 2 * 256 * (8 + 4) * 8
 
 
 def test_dense_models_report_no_experts() -> None:

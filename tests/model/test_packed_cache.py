@@ -4,6 +4,8 @@ import errno
 import json
 import logging
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from jaxtyping import Float
 
 from command import expect_error, run_foretell
+from foretell.bench.random_file import random_model_file
 from foretell.load import _build_network, _build_streamed_network
 from foretell.model import kernels as native
 from foretell.model.kernels import packed_file
@@ -199,6 +202,29 @@ def test_limits_have_units(text: str, size: int, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FORETELL_CACHE_LIMIT", "much")
     with pytest.raises(ValueError, match="20G"):
         cache_limit(tmp_path)
+
+
+_PEAK = """
+import importlib, resource, sys
+from pathlib import Path
+load = importlib.import_module("foretell.load")
+config, weights, *_ = load._read_gguf(Path(sys.argv[1]))
+load.native.available()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+print(peak() - before, load.load_native(config, weights, "int8").packed_bytes, peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts in kilobytes")
+def test_the_peak_is_little_more_than_the_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, hidden=2048, layers=1, heads=16, kv_heads=4, head_dim=128, ffn=8192, context=64, tied=True)
+    monkeypatch.setattr("foretell.bench.random_file.find_model", lambda shape: (shape, config))
+    file = random_model_file("wide", "Q8_0", tmp_path)
+    environment = {**os.environ, "FORETELL_CACHE_LIMIT": "0"}
+    done = subprocess.run([sys.executable, "-c", _PEAK, file], check=True, capture_output=True, env=environment)
+    _, packed, peak = map(int, done.stdout.split())
+    assert packed > 100e6 and peak < 1.1 * packed + 80e6, (packed, peak)
 
 
 def test_the_command_lists_and_clears(weights: FileWeights) -> None:

@@ -337,25 +337,27 @@ def test_tensors_that_do_not_fit_are_one_sentence(change: Callable[[Any], None],
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_quantised_model_gives_the_logits_of_its_widened_copy(tmp_path: Path) -> None:
-    plain, packed = (save_tiny_model(tmp_path / name) for name in ("plain", "packed"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quantised_model_gives_the_logits_of_its_widened_copy(dtype: str, tmp_path: Path) -> None:
+    plain, packed = (save_tiny_model(tmp_path / name, hidden=64, ffn=96) for name in ("plain", "packed"))
     wide = load_file(plain / "model.safetensors")
     tensors = dict(wide)
     for name, weight in wide.items():
         if "_proj" not in name:
             continue
-        scale = (weight.abs().amax(1, keepdim=True) / 7).half()
-        level = (weight / scale.float()).round().clamp(-8, 7).int().numpy() + 8
-        wide[name] = (scale.float() * torch.from_numpy(level - 8)).contiguous()
-        parts = gptq(level, scale.numpy(), np.full((len(weight), 1), 8), 4)
+        groups = weight.view(len(weight), -1, 32)
+        scale = (groups.abs().amax(2, keepdim=True) / 7).half()
+        level = (groups / scale.float()).round().clamp(-8, 7).int() + 8
+        wide[name] = (scale.float() * (level - 8)).flatten(1)
+        parts = gptq(level.flatten(1).numpy(), scale[..., 0].numpy(), np.full(scale.shape[:2], 8), 4)
         module = name.removesuffix("weight")
         del tensors[name]
         tensors |= {f"{module}{k}": torch.from_numpy(np.ascontiguousarray(v)) for k, v in parts.items()}
     save_file(wide, plain / "model.safetensors")
     save_file(tensors, packed / "model.safetensors")
     raw = json.loads((packed / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    raw["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (packed / "config.json").write_text(json.dumps(raw))
     tree = chain_tree(random_tokens(9, 257))
-    logits = [load(str(folder), "float32").runner().forward([0], tree).logits for folder in (plain, packed)]
+    logits = [load(str(folder), dtype).runner().forward([0], tree).logits for folder in (plain, packed)]
     assert torch.equal(*logits)

@@ -9,17 +9,30 @@ from tempfile import mkdtemp
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from command import expect_error, run_foretell, save_tiny_model
 from foretell.load import load, open_checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.quantize.evaluate import compare
-from helpers import chain_tree, random_tokens
+from foretell.quantize.gguf_metadata import pre_tokenizer_name
+from foretell.tokenizer.gguf import _pre_tokenizer as gguf_pre_tokenizer
+from helpers import LLAMA3, chain_tree, random_tokens
+
+
+def save_model(path: Path) -> Path:
+    """A small model whose matrices are whole blocks and whose tokenizer has a merge."""
+    save_tiny_model(path, vocab=258, hidden=64, ffn=96)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    letters = {k: i for k, i in tokenizer["model"]["vocab"].items() if i < 256}
+    tokenizer["model"] |= {"merges": [["a", "b"]], "vocab": letters | {"<end>": 256, "ab": 257}}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
 
 
 @cache
 def model() -> Path:
-    return save_tiny_model(Path(mkdtemp()) / "model", hidden=64, ffn=96)
+    return save_model(Path(mkdtemp()) / "model")
 
 
 @cache
@@ -111,7 +124,7 @@ def test_an_existing_output_is_kept_until_the_new_one_is_complete(tmp_path: Path
     [
         (["--method", "gtpq"], "did you mean 'gptq'"),
         (["--type", "Q4_2"], "unknown type 'Q4_2'"),
-        (["--method", "rtn", "--act-order"], "--act-order is for --method gptq, found rtn"),
+        (["--method", "rtn", "--act-order"], "--act-order and --no-act-order are for --method gptq, found rtn"),
         (["--group-size", "64"], "the groups of GGUF types are fixed"),
         (["--out", "DIR", "--type", "Q5_1"], "a directory holds Q4_0, Q4_1, Q8_0"),
         (["--out", "DIR"], "--group-size 128 does not divide the 64 inputs of qkv"),
@@ -145,3 +158,21 @@ def test_text_of_the_model_needs_a_chat_template(tmp_path: Path) -> None:
     shutil.copytree(model(), base)
     (base / "tokenizer_config.json").write_text("{}")
     assert "writes no text to calibrate on; give --text" in expect_error("quantize", base, "--out", tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+def test_pre_tokenizers_are_known_by_llama_cpp_names(kind: str) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = gguf_pre_tokenizer(kind)
+    assert pre_tokenizer_name(json.loads(tokenizer.to_str()), "m") == kind
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{N}|\w+"), "isolated")
+    with pytest.raises(ValueError, match="has no name for its pre-tokenizer"):
+        pre_tokenizer_name(json.loads(tokenizer.to_str()), "m")
+
+
+def test_llama3_scaling_becomes_divisors(tmp_path: Path) -> None:
+    scaled = save_model(tmp_path / "scaled")
+    raw = json.loads((scaled / "config.json").read_text()) | {"rope_parameters": dict(LLAMA3)}
+    (scaled / "config.json").write_text(json.dumps(raw))
+    found = quantize(tmp_path / "m.gguf", "--type", "Q8_0", "--method", "rtn", source=scaled)
+    assert "rope_freqs.weight" in GGUF(tmp_path / "m.gguf").tensors and float(str(found["kl"])) < 0.01

@@ -166,7 +166,7 @@ def test_a_port_in_use_is_named() -> None:
             '{"model_type": "opt", "hidden_size": 8}',
             "has no 'num_hidden_layers', 'num_attention_heads', 'ffn_dim', 'vocab_size'",
         ),
-        ('{"model_type": "deepseek_v3", "hidden_size": 8}', "'kv_lora_rank'"),
+        ('{"model_type": "deepseek_v3", "hidden_size": 8}', "has no 'num_attention_heads'"),
         (
             '{"model_type": "llama", "hidden_size": [], "num_attention_heads": 1}',
             "hidden_size should be an integer, found []",

@@ -12,6 +12,7 @@ import numpy as np
 
 from foretell.load import DEFAULT_MODEL, resolve_reference
 from foretell.model.config import ModelConfig
+from foretell.model.load.gguf import GGUF
 from foretell.model.stored_matrix import BLOCKS, Kind
 from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
@@ -53,19 +54,24 @@ def random_model_file(shape: str, weights: str, folder: Path) -> Path:
 
 
 def _write(target: Path, config: ModelConfig, kind: Kind) -> None:
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(target, "llama")
-    reader = GGUFReader(resolve_reference(DEFAULT_MODEL))
     vocab = config.vocab
-    for name, field in reader.fields.items():
+    for name, value in GGUF(resolve_reference(DEFAULT_MODEL)).metadata.items():
         if not name.startswith("tokenizer."):
             continue
-        value, inner = field.contents(), field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-        if name.endswith((".tokens", ".token_type", ".scores")):
-            vocab = max(vocab, len(value))
-            value = [*value, *_fillers(name, len(value), vocab)]
-        writer.add_key_value(name, value, field.types[0], sub_type=inner)
+        if isinstance(value, list):
+            if name.endswith((".tokens", ".token_type", ".scores")):
+                vocab = max(vocab, len(value))
+                value = [*value, *_fillers(name, len(value), vocab)]
+            writer.add_array(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_string(name, value)
     writer.add_vocab_size(vocab)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden)

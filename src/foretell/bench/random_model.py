@@ -14,6 +14,7 @@ from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize_int8
+from foretell.model.load.native import load_native, weight_dtype
 from foretell.model.load.weights import Weights, build_decoder
 from foretell.model.network import Network
 from foretell.roofline.model_configs import find_model
@@ -48,10 +49,11 @@ class DeviceRandomWeights(Weights):
 
 def random_network(config: ModelConfig, precision: Precision, device: torch.device) -> Network:
     """A random network with what `foretell.load` uses on this device: native kernels, CUDA graphs or plain torch."""
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    decoder = build_decoder(config, DeviceRandomWeights(config, dtype, device), dtype, device)
+    dtype = weight_dtype(precision)
+    weights = DeviceRandomWeights(config, dtype, device)
     if device.type == "cpu" and native.available() and NativeDecoder.supports(config):
-        return NativeDecoder(decoder, precision)
+        return load_native(config, weights, precision)
+    decoder = build_decoder(config, weights, dtype, device)
     if precision == "int8":
         quantize_int8(decoder)
     return GraphedDecoder(decoder) if device.type == "cuda" and config.experts is None else decoder

@@ -40,7 +40,10 @@ def quantize(
     group_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Inputs per scale in a directory. [default: 128]")
     ] = None,
-    act_order: Annotated[bool, typer.Option("--act-order", help="GPTQ: inputs of large activations first.")] = False,
+    act_order: Annotated[
+        bool | None,
+        typer.Option("--act-order/--no-act-order", help="GPTQ: inputs of large activations first. [default: yes]"),
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -82,15 +85,14 @@ def quantize(
         typer.echo(_summary(target, method, compared, found, size, time.perf_counter() - started))
 
 
-def _quantizer(method: str, act_order: bool) -> Quantizer:
+def _quantizer(method: str, act_order: bool | None) -> Quantizer:
     if method not in METHODS:
         raise unknown("method", method, METHODS)
-    quantizer = METHODS[method]()
-    if not act_order:
-        return quantizer
-    if not isinstance(quantizer, GPTQ):
-        raise ValueError(f"--act-order is for --method gptq, found {method}")
-    return GPTQ(act_order=True)
+    if act_order is None:
+        return METHODS[method]()
+    if method != "gptq":
+        raise ValueError(f"--act-order and --no-act-order are for --method gptq, found {method}")
+    return GPTQ(act_order=act_order)
 
 
 def _check_output(out: Path, force: bool) -> None:

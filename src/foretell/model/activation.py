@@ -1,16 +1,10 @@
 """Activations of gated feed-forward networks."""
 
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
-"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
+from foretell.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 
 def gated(

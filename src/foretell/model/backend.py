@@ -16,7 +16,7 @@ ARITHMETIC = {
 }
 """Arithmetic of each precision; the same on every backend up to rounding."""
 
-_INT8_CACHE = "; the cache holds int8 keys and values with one scale per token and head"
+_INT8_CACHE = "; but cached keys and values are int8, Hadamard-rotated, one scale per token and head"
 
 
 @dataclass(frozen=True)

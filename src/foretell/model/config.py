@@ -6,14 +6,18 @@ only in its values. The decoder and the roofline analyzer use it and read no Hug
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import log
 from typing import Any, Literal
 
-from foretell.model.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_gguf_rope, read_rope
 from foretell.model.state_config import StateConfig, read_state
 from foretell.utils.validation import Fields
 
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
 CacheDtype = Literal["auto", "int8"]
 
 
@@ -59,9 +63,8 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths.
-
-    The roofline analyzer supports it, the decoder does not.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths; `q_rank` 0: queries have no
+    latent vector.
     """
 
     q_rank: int
@@ -69,6 +72,8 @@ class MLAConfig:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    interleaved_rope: bool = True
+    """Whether the checkpoint stores the two halves of a rotary pair side by side."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {},
     "smollm3": {"tied": True},
     "gpt_oss": {"sinks": True},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": {},
 }
 """Supported values of `model_type`, and the settings that their `config.json` does not contain."""
 
@@ -184,6 +193,7 @@ _GEMMA: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
+_LATENT_HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _QWEN_HYBRID: Mapping[str, Any] = {
     "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "hidden_act": "silu",
 }  # fmt: skip
@@ -230,12 +240,30 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
         "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT,
     },
+    "deepseek_v2": {"max_position_embeddings": 2048, "n_shared_experts": 2, "q_lora_rank": 1536, **_LATENT_HEADS},
+    "deepseek_v3": {
+        "max_position_embeddings": 4096, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
+        "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "q_lora_rank": 1536, **_LATENT_HEADS,
+    },
+    "glm4_moe": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
+    },
+    "glm4_moe_lite": {
+        "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768,
+        **_LATENT_HEADS, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    },
 }  # fmt: skip
 """The defaults of transformers for keys missing in `config.json`, by `model_type`, where they differ from ours.
 
 Published Gemma files omit even sizes. For other types sizes are required, so that a damaged file is recognised.
 """
 
+_LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Architectures with latent attention."""
+_GLM_FLAGS = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
 _TEXT_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """The language models of multimodal values of `model_type`; vision parts are not read."""
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -301,8 +329,11 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
     context = read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)
     window, window_layers = _windows(read, kind, layers)
-    head_dim = _head_dim(read, ("head_dim",), hidden // heads)
+    latent = _latent(read, kind)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(read, ("head_dim",), hidden // heads)
     rope, local_rope = _ropes(read, kind, context, head_dim)
+    if latent is not None:
+        rope = _latent_rope(read, rope, latent)
     activation = read.text(*(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]), default="")
     if activation:
         if activation not in _ACTIVATIONS:
@@ -310,6 +341,8 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         fixed["activation"] = _ACTIVATIONS[activation]
     if kind in _OPTIONAL_BIAS and read.flag("attention_bias", default=False):
         fixed |= {"qkv_bias": True, "output_bias": True}
+    if kind == "glm4_moe":
+        fixed |= {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()}
     if kind == "qwen2_moe":
         fixed["qkv_bias"] = read.flag("qkv_bias", default=True)
     if kind == "gpt_oss":
@@ -330,8 +363,9 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=read.integer("num_key_value_heads", default=heads, least=1),
+        kv_heads=heads if latent else read.integer("num_key_value_heads", default=heads, least=1),
         head_dim=head_dim,
+        latent=latent,
         ffn=_ffn(read, kind),
         **_contexts(rope, context),
         norm_eps=read.number("rms_norm_eps", "norm_eps", default=1e-5 if kind == "lfm2" else 1e-6, least=0),
@@ -341,7 +375,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         mlp_bias=kind in ("llama", "granite", "smollm3") and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
-        attention_scale=_attention_scale(read, kind),
+        attention_scale=_latent_scale(read, rope, head_dim) if latent else _attention_scale(read, kind),
         attention_softcap=read.number("attn_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         logit_softcap=read.number("final_logit_softcapping", default=0.0, least=0) if gemma else 0.0,
         embedding_scale=hidden**0.5 if gemma else multiplier("embedding_multiplier"),
@@ -500,6 +534,40 @@ def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]
     return window, tuple(range(full if kind in ("qwen2", "qwen3") else 0, layers))
 
 
+def _latent(read: Fields, kind: str) -> MLAConfig | None:
+    if kind not in _LATENT_KINDS:
+        return None
+    if read.flag("attention_bias", default=False):
+        raise read.wrong("attention_bias", "false: latent attention with biases is not supported", True)
+    rope_dim = read.integer("qk_rope_head_dim", least=2)
+    if rope_dim % 2:
+        raise read.wrong("qk_rope_head_dim", "even, for rotary positions", rope_dim)
+    return MLAConfig(
+        q_rank=read.integer("q_lora_rank", default=0),
+        kv_rank=read.integer("kv_lora_rank", least=1),
+        nope_dim=read.integer("qk_nope_head_dim", least=1),
+        rope_dim=rope_dim,
+        value_dim=read.integer("v_head_dim", least=1),
+        interleaved_rope=read.flag("rope_interleave", default=True),
+    )
+
+
+def _latent_rope(read: Fields, rope: RopeConfig, latent: MLAConfig) -> RopeConfig:
+    """The rotary embedding of the rotary part of a head, all of which is rotated."""
+    if rope.fraction != 1:
+        raise read.wrong("partial_rotary_factor", "1 for latent attention", rope.fraction)
+    return replace(rope, fraction=latent.rope_dim / (latent.nope_dim + latent.rope_dim))
+
+
+def _latent_scale(read: Fields, rope: RopeConfig, head_dim: int) -> float:
+    """Factor on query-key products of latent attention, which YaRN's `mscale_all_dim` changes."""
+    scaling = read.fields("rope_scaling")
+    holder = scaling if scaling.raw else read.fields("rope_parameters")
+    mscale = holder.number("mscale_all_dim", default=0.0, least=0)
+    scale: float = head_dim**-0.5
+    return scale if rope.kind == "default" else scale * (0.1 * mscale * log(max(rope.factor, 1.0)) + 1) ** 2
+
+
 def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of all layers, and of the sliding-window layers where it differs."""
     scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
@@ -526,7 +594,50 @@ def _ropes(read: Fields, kind: str, context: int, head_dim: int) -> tuple[RopeCo
     )
 
 
+def _deepseek_experts(read: Fields, kind: str, layers: int) -> MoEConfig:
+    """The mixture of experts of DeepSeek-V2 (softmax), and of DeepSeek-V3 and GLM (sigmoid, a bias that selects)."""
+    softmax = kind == "deepseek_v2"
+    method = read.text("topk_method", default="greedy" if softmax else "noaux_tc")
+    known = ("greedy", "group_limited_greedy") if softmax else ("noaux_tc",)
+    for name, found, allowed in (
+        ("topk_method", method, known),
+        ("scoring_func", read.text("scoring_func", default=""), ("", "softmax" if softmax else "sigmoid")),
+        ("moe_layer_freq", read.integer("moe_layer_freq", default=1), (1,)),
+        ("norm_topk_prob", softmax and read.flag("norm_topk_prob", default=False), (False,)),
+    ):
+        if found not in allowed:
+            raise read.wrong(name, f"{' or '.join(str(a) for a in allowed if a != '')} for {kind}", found)
+    count, ffn = read.integer("n_routed_experts", least=1), read.integer("moe_intermediate_size", least=1)
+    grouped = method != "greedy"
+    return MoEConfig(
+        count=count,
+        active=read.integer("num_experts_per_tok", least=1, most=count),
+        ffn=ffn,
+        shared_ffn=read.integer("n_shared_experts", default=0) * ffn,
+        renormalize=not softmax and read.flag("norm_topk_prob", default=True),
+        layers=_sparse_layers(read, kind, layers),
+        scoring="softmax" if softmax else "sigmoid",
+        selection_bias=not softmax,
+        groups=read.integer("n_group", default=1, least=1) if grouped else 1,
+        active_groups=read.integer("topk_group", default=1, least=1) if grouped else 1,
+        ranked_by=1 if softmax else 2,
+        scale=read.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def _sparse_layers(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
+    types = read.texts("mlp_layer_types") if kind == "glm4_moe_lite" else ()
+    if types:
+        if len(types) != layers or not set(types) <= {"dense", "sparse"}:
+            raise read.wrong("mlp_layer_types", f"{layers} of dense or sparse", list(types))
+        return tuple(i for i, each in enumerate(types) if each == "sparse")
+    dense = 1 if kind == "glm4_moe_lite" else read.integer("first_k_dense_replace", default=0)
+    return tuple(range(dense, layers))
+
+
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
+    if kind in _LATENT_KINDS or kind == "glm4_moe":
+        return _deepseek_experts(read, kind, layers)
     if kind == "granitemoehybrid" and read.integer("num_local_experts", default=8):
         raise read.wrong("num_local_experts", "0: experts are not supported for this architecture", "experts")
     if kind not in ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.activation import Activation, gated
+from foretell.model.activation import gated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
-from foretell.model.config import ModelConfig
-from foretell.model.kv_cache import KVCache
+from foretell.model.config import Activation, ModelConfig
+from foretell.model.kv_cache import KVCache, LatentCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
 from foretell.model.moe import ExpertFeedForward
@@ -137,11 +137,15 @@ class DecoderLayer(nn.Module, ABC):
         if p.mixer is not None:
             mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
         else:
-            mixed = attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks)
+            mixed = self.merge_heads(attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks))
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
         return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
+
+    def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:
+        """The input of the output projection from the output of the attention."""
+        return out
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
@@ -164,7 +168,7 @@ class DecoderBlock(DecoderLayer):
     def __init__(
         self,
         attention_norm: RMSNorm,
-        qkv: Linear,
+        qkv: nn.Module,
         output: Linear,
         mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward,
@@ -317,6 +321,8 @@ class Decoder(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c, dtype, device = self.config, self.embedding.dtype, self.device
+        if c.latent is not None:
+            return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, dtype, device)
         return build_cache(
             c,
             lambda layers: KVCache(layers, c.kv_heads, c.head_dim, dtype, device, c.cache_dtype == "int8"),

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.cache import Cache
+from foretell.model.linear import hadamard_matrix
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
@@ -14,6 +15,8 @@ _SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
 """The cache grows in steps of 256 slots up to 1024 slots, then in steps of 1024."""
 
 
+_ROTATED_BLOCKS = 64, 16, 1
+"""Dimensions that an int8 cache rotates together: as many as divide a head."""
 INT8_LIMIT = 127
 """Largest int8 number of a quantised key or value: the scale of a token's head is its largest magnitude over this."""
 
@@ -21,21 +24,25 @@ INT8_LIMIT = 127
 class KVCache(Cache):
     """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand.
 
-    `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. Every token is quantised by itself
-    when it is written, so that it does not matter what else is written in the same pass.
+    `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. A head is rotated by a Hadamard
+    matrix before, which spreads outliers over its dimensions (QuaRot, arXiv 2404.00456). Every token is quantised by
+    itself when it is written, so that it does not matter what else is written in the same pass.
     """
+
+    shared = False
+    """Whether `k` and `v` are one tensor."""
 
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, int8: bool = False
     ) -> None:
         self.dtype = dtype
         self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=torch.int8 if int8 else dtype, device=device)
-        self.v = torch.empty_like(self.k)
+        self.v = self.k if self.shared else torch.empty_like(self.k)
         self.k_scale: Float[torch.Tensor, "l r h s"] | None = None
         self.v_scale: Float[torch.Tensor, "l r h s"] | None = None
         if int8:
             self.k_scale = torch.empty(layers, 0, kv_heads, 0, device=device)
-            self.v_scale = torch.empty_like(self.k_scale)
+            self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
         self._movable = tuple(map(_movable_view, self._parts()))
 
     @property
@@ -44,7 +51,8 @@ class KVCache(Cache):
         return self.k.shape[3]
 
     def _parts(self) -> list[torch.Tensor]:
-        return [part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None]
+        parts = (self.k, self.k_scale) if self.shared else (self.k, self.v, self.k_scale, self.v_scale)
+        return [part for part in parts if part is not None]
 
     @property
     def rows(self) -> int:
@@ -63,13 +71,15 @@ class KVCache(Cache):
             return
         rows, step = max(rows, old_rows), _SMALL_STEP if slots <= _SMALL_LIMIT else _LARGE_STEP
         slots = max(old_slots, -(-slots // step) * step)
-        for name in ("k", "v", "k_scale", "v_scale"):
+        for name in ("k", "k_scale") if self.shared else ("k", "v", "k_scale", "v_scale"):
             old: torch.Tensor | None = getattr(self, name)
             if old is None:
                 continue
             new = old.new_zeros(layers, rows, heads, slots, *old.shape[4:])
             new[:, :old_rows, :, :old_slots] = old
             setattr(self, name, new)
+        if self.shared:
+            self.v, self.v_scale = self.k, self.k_scale
         self._movable = tuple(map(_movable_view, self._parts()))
 
     def write(
@@ -82,12 +92,14 @@ class KVCache(Cache):
     ) -> None:
         """Store the keys and values of new tokens in their slots."""
         index = row, slice(None), slot
-        for x, part, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+        sides = ((k, self.k, self.k_scale), (v, self.v, self.v_scale))
+        for x, part, scales in sides[:1] if self.shared else sides:
             if scales is None:
                 part[layer][index] = x.to(part.dtype)
                 continue
-            peak = x.abs().amax(-1, keepdim=True).float()
-            part[layer][index] = (x.float() * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
+            x = rotate_blocks(x.float())
+            peak = x.abs().amax(-1, keepdim=True)
+            part[layer][index] = (x * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
             scales[layer][index] = peak[..., 0] / INT8_LIMIT
 
     def read(
@@ -99,7 +111,9 @@ class KVCache(Cache):
             found = part[layer].index_select(0, rows)[:, :, :slots]
             if scales is None:
                 return found
-            return (found * scales[layer].index_select(0, rows)[:, :, :slots, None]).to(self.dtype)
+            wide = rotate_blocks(found * scales[layer].index_select(0, rows)[:, :, :slots, None])
+            out: torch.Tensor = wide.to(self.dtype)
+            return out
 
         return read(self.k, self.k_scale), read(self.v, self.v_scale)
 
@@ -115,6 +129,18 @@ class KVCache(Cache):
         source, target = list(source[skip:]), target + skip
         for part in self._movable:
             part[:, row, :, target : target + len(source)] = part[:, row][:, :, source]
+
+
+class LatentCache(KVCache):
+    """What latent attention keeps of a token: one vector that is key and value of all heads."""
+
+    shared = True
+
+
+def rotate_blocks(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    """Every head times a Hadamard matrix over blocks of its dimensions, the same in both directions."""
+    size = next(block for block in _ROTATED_BLOCKS if x.shape[-1] % block == 0)
+    return (x.unflatten(-1, (-1, size)) @ hadamard_matrix(size, x.device)).flatten(-2)
 
 
 def _movable_view(part: torch.Tensor) -> Any:

@@ -73,18 +73,18 @@ def rotate_and_round(
 ) -> tuple[Float[torch.Tensor, "t g 192"], Float[torch.Tensor, "t g"]]:
     """Integers in -127 .. 127 and scales whose products approximate the rotated rows, padded to whole groups."""
     padded = F.pad(x.float(), (0, -x.shape[-1] % INT8_GROUP))
-    groups = (padded.view(-1, INT8_BLOCK) @ _hadamard(x.device)).view(len(x), -1, INT8_GROUP)
+    groups = (padded.view(-1, INT8_BLOCK) @ hadamard_matrix(INT8_BLOCK, x.device)).view(len(x), -1, INT8_GROUP)
     scale = (groups.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (groups / scale[..., None]).round(), scale
 
 
 @functools.cache
-def _hadamard(device: torch.device) -> Float[torch.Tensor, "64 64"]:
-    """The orthonormal symmetric Hadamard matrix of a block."""
+def hadamard_matrix(size: int, device: torch.device) -> Float[torch.Tensor, "n n"]:
+    """The orthonormal symmetric Hadamard matrix of a power of two."""
     matrix = torch.ones(1, 1)
-    while len(matrix) < INT8_BLOCK:
+    while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return (matrix * INT8_BLOCK**-0.5).to(device)
+    return (matrix * size**-0.5).to(device)
 
 
 def quantize_int8(module: nn.Module) -> None:

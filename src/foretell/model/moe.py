@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.activation import Activation, gated
-from foretell.model.config import MoEConfig
+from foretell.model.activation import gated
+from foretell.model.config import Activation, MoEConfig
 from foretell.model.linear import Linear, widen
 
 _LEAST_SUM = 1e-20

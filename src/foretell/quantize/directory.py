@@ -32,7 +32,7 @@ class QuantizedDirectory:
     `codec`.
 
     Raises:
-        ValueError: the model cannot be described as a Llama model.
+        ValueError: the model is multimodal, or there is no source and it cannot be described as a Llama model.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class QuantizedDirectory:
     ) -> None:
         self._path, self._offset, self._dtype = path, config.norm_offset, grid.dtype
         raw = llama_config(config, grid.dtype) if source is None else read_json(source / "config.json")
+        if "text_config" in raw:
+            raise ValueError(f"{source}: a multimodal model; quantise a directory of its language model alone")
         raw.pop("compression_config", None)
         raw["quantization_config"] = _quantization_config(grid)
         path.mkdir()

@@ -40,6 +40,7 @@ class GGUFFile:
         kind: str,
         source: GGUF | None,
         codec: TextCodec,
+        eos: Sequence[int],
         name: str,
     ) -> None:
         from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
@@ -50,7 +51,7 @@ class GGUFFile:
         self._expected = {gguf_place(e.name, config)[0]: e for e in entries(config)}
         divisors: Sequence[float] = ()
         if source is None:
-            divisors = write_metadata(self._writer, config, codec, name)
+            divisors = write_metadata(self._writer, config, codec, eos, name)
         else:
             _require_known(source, self._expected)
             copy_metadata(self._writer, source)

@@ -10,13 +10,14 @@ from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.rope_config import RopeConfig
 from foretell.tokenizer.codec import TextCodec
+from foretell.tokenizer.gguf import split_pattern
 
 _WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
 _REPLACED = ("general.architecture", "general.file_type", "general.quantization_version")
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """Token types."""
-_PRE_TOKENIZERS = (("\\p{N}{1,3}", "llama-bpe"), ("\\p{N}", "qwen2"))
-"""Pieces of the pattern of a split, and llama.cpp's name of the pre-tokenizer."""
+_SPLITS = ("llama-bpe", "qwen2")
+"""llama.cpp's names of pre-tokenizers that split by a pattern."""
 
 
 def copy_metadata(writer: Any, source: GGUF) -> None:
@@ -29,7 +30,9 @@ def copy_metadata(writer: Any, source: GGUF) -> None:
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
 
 
-def write_metadata(writer: Any, config: ModelConfig, codec: TextCodec, name: str) -> Sequence[float]:
+def write_metadata(
+    writer: Any, config: ModelConfig, codec: TextCodec, eos: Sequence[int], name: str
+) -> Sequence[float]:
     """Write the metadata of a model of the Llama or Qwen family; returns divisors of its rotary frequencies.
 
     Raises:
@@ -61,7 +64,7 @@ def write_metadata(writer: Any, config: ModelConfig, codec: TextCodec, name: str
     writer.add_value_length(c.head_dim)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     divisors = _write_rope(writer, c, name)
-    _write_tokenizer(writer, c, codec, name)
+    _write_tokenizer(writer, c, codec, eos, name)
     return divisors
 
 
@@ -88,30 +91,34 @@ def _llama3_divisors(rope: RopeConfig, head_dim: int) -> list[float]:
     return (1 / ((1 - smooth) / rope.factor + smooth)).tolist()
 
 
-def _write_tokenizer(writer: Any, c: ModelConfig, codec: TextCodec, name: str) -> None:
+def _write_tokenizer(writer: Any, c: ModelConfig, codec: TextCodec, eos: Sequence[int], name: str) -> None:
     tokenizer = json.loads(codec.tokenizer.to_str())
     model = tokenizer["model"]
-    if model.get("type") != "BPE" or model.get("byte_fallback") or "ByteLevel" not in json.dumps(tokenizer["decoder"]):
+    byte_level = "ByteLevel" in json.dumps(tokenizer["decoder"])
+    if model.get("type") != "BPE" or model.get("byte_fallback") or not byte_level or not model["merges"]:
         raise ValueError(
             f"{name}: its tokenizer is no byte-level BPE, which alone is written to GGUF; write a directory"
         )
     special = {t["id"]: _CONTROL if t["special"] else _USER_DEFINED for t in tokenizer["added_tokens"]}
     texts = {index: text for text, index in codec.tokenizer.get_vocab(with_added_tokens=True).items()}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer, name))
+    writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer, name))
     writer.add_token_list([texts.get(i, f"[PAD{i}]") for i in range(c.vocab)])
     writer.add_token_types([special.get(i, _NORMAL if i in texts else _UNUSED) for i in range(c.vocab)])
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
     if c.bos is not None:
         writer.add_bos_token_id(c.bos)
-    if c.eos:
-        writer.add_eos_token_id(c.eos[0])
+    own = None if codec.eos is None else codec.tokenizer.token_to_id(codec.eos)
+    first = next(iter(eos), None) if own is None else own
+    if first is not None:
+        writer.add_eos_token_id(first)
+        writer.add_array("tokenizer.ggml.eos_token_ids", list(eos) or [first])
     writer.add_add_bos_token(c.bos is not None and codec.encode("")[:1] == [c.bos])
     if codec.chat_template is not None:
         writer.add_chat_template(codec.chat_template)
 
 
-def _pre_tokenizer(tokenizer: dict[str, Any], name: str) -> str:
+def pre_tokenizer_name(tokenizer: dict[str, Any], name: str) -> str:
     """llama.cpp's name of the pre-tokenizer.
 
     Raises:
@@ -125,10 +132,8 @@ def _pre_tokenizer(tokenizer: dict[str, Any], name: str) -> str:
     if kinds == ["ByteLevel"]:
         return "gpt-2"
     if kinds == ["Split", "ByteLevel"]:
-        pattern = str(stages[0].get("pattern"))
-        found = next(
-            (known for piece, known in _PRE_TOKENIZERS if repr(piece)[1:-1] in pattern or piece in pattern), None
-        )
+        pattern = (stages[0].get("pattern") or {}).get("Regex")
+        found = next((known for known in _SPLITS if split_pattern(known) == pattern), None)
         if found is not None:
             return found
     raise ValueError(

@@ -17,11 +17,11 @@ _MAX_DAMPING = 1.0
 @dataclass(frozen=True)
 class GPTQ(Quantizer):
     """`damping`: added to the diagonal of the Hessian, as a share of its mean. `act_order`: inputs of large second
-    moment first, with scales from the original weights, so that the groups of the file stay in order.
+    moment first, with scales from the original weights (static groups), so that the groups of the file stay in order.
     """
 
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
 
     def quantize(
         self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None

@@ -68,6 +68,7 @@ class Source:
     config: ModelConfig
     weights: Weights
     codec: TextCodec
+    eos: tuple[int, ...]
 
     @staticmethod
     def open(name: str, path: Path) -> "Source":
@@ -76,9 +77,9 @@ class Source:
         Raises:
             ValueError: see `load`; or a mixture of experts.
         """
-        config, weights, codec, _ = open_checkpoint(path)
+        config, weights, codec, eos = open_checkpoint(path)
         require_dense(config, name)
-        return Source(name, path, config, weights, codec)
+        return Source(name, path, config, weights, codec, eos)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _open_output(part: Path, source: Source, target: Target) -> Output:
         assert isinstance(found, GGUFGrid)
         return found
 
-    return GGUFFile(part, source.config, grid_of, target.kind, file, source.codec, source.name)
+    return GGUFFile(part, source.config, grid_of, target.kind, file, source.codec, source.eos, Path(source.name).name)
 
 
 def _write(

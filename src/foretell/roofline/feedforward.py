@@ -7,7 +7,13 @@ from foretell.model.config import Activation, ModelConfig, MoEConfig
 from foretell.roofline.linear_cost import ZERO, LinearCost
 from foretell.roofline.op_graph import Op, elementwise, linear
 
-ACTIVATION_OPS: Mapping[Activation, float] = {"silu": 4.0, "gelu": 6.0, "gelu_tanh": 6.0, "relu": 1.0}
+ACTIVATION_OPS: Mapping[Activation, float] = {
+    "silu": 4.0,
+    "gelu": 6.0,
+    "gelu_tanh": 6.0,
+    "relu": 1.0,
+    "clamped_swiglu": 8.0,
+}
 """OPs per element."""
 
 
@@ -44,7 +50,7 @@ def mixture_of_experts(
     cost = ACTIVATION_OPS[config.activation] + config.gated
     first = ("experts_gate", "experts_up") if config.gated else ("experts_up",)
     # DeepSeek-V3 keeps a selection bias per expert.
-    ops = [linear("router", h, experts.count, source, "replicated", config.architecture == "deepseek_v3")]
+    ops = [linear("router", h, experts.count, source, "replicated", experts.router_bias or experts.selection_bias)]
     ops.extend(_expert_matmul(name, h, f, experts, (source, "router")) for name in first)
     if fuse_activation:
         ops = ops[:1] + [without_output(op) for op in ops[1:-1]] + ops[-1:]
@@ -82,6 +88,6 @@ def _expert_matmul(
         weights=LinearCost(active_experts=float(in_width * out_width)),
         read=LinearCost(rows=float(k * in_width)),
         write=LinearCost(rows=float(k * out_width)),
-        stored=float(experts.count * in_width * out_width),
+        stored=float(experts.count * (in_width + experts.bias) * out_width),
         output=LinearCost(rows=float(k * out_width)),
     )

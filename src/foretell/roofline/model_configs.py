@@ -1,7 +1,7 @@
 """Model configurations from the built-in table, a config.json, or GGUF metadata.
 
 The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also knows a few that the
-decoder does not run (OPT, GPT-J, DeepSeek with latent attention); they are read here, so that the loader rejects them.
+decoder does not run (OPT, GPT-J); they are read here, so that the loader rejects them.
 """
 
 import tomllib
@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from foretell.model.config import ARCHITECTURES, MLAConfig, ModelConfig, MoEConfig, RopeConfig, from_gguf, from_hf
+from foretell.model.config import ARCHITECTURES, ModelConfig, RopeConfig, from_gguf, from_hf
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
-ANALYSIS_ONLY = ("opt", "gptj", "deepseek_v2", "deepseek_v3")
+ANALYSIS_ONLY = ("opt", "gptj")
 """Architectures that are analysed and not run."""
 
 
@@ -82,8 +82,6 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         return _opt(read)
     if kind == "gptj":
         return _gptj(read)
-    if kind in ("deepseek_v2", "deepseek_v3"):
-        return _deepseek(read, kind)
     if kind and kind not in ARCHITECTURES and kind != "gemma3":
         table = {k: k for k in (*ARCHITECTURES, *ANALYSIS_ONLY)}
         look_up(table, kind, f"architecture (model_type in {source})")
@@ -117,22 +115,4 @@ def _gptj(read: Fields) -> ModelConfig:
         rope=RopeConfig(fraction=(read.integer("rotary_dim", default=0) or d) / d),
         activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False),
         parallel_blocks=True,
-    )  # fmt: skip
-
-
-def _deepseek(read: Fields, kind: str) -> ModelConfig:
-    h, layers, heads, ffn, vocab, kv_rank, nope, rope, value = _required(
-        read, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    )  # fmt: skip
-    experts = None
-    if read.integer("n_routed_experts", default=0):
-        count, active, width = _required(read, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-        shared = read.integer("n_shared_experts", default=0) * width
-        sparse = tuple(range(read.integer("first_k_dense_replace", default=0), layers))
-        experts = MoEConfig(count, active, width, shared, layers=sparse)
-    return ModelConfig(
-        kind, vocab, h, layers, heads, heads, nope + rope, ffn, read.integer("max_position_embeddings", default=4096),
-        tied=read.flag("tie_word_embeddings", default=False), experts=experts,
-        latent=MLAConfig(read.integer("q_lora_rank", default=0), kv_rank, nope, rope, value),
     )  # fmt: skip

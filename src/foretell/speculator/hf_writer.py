@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from foretell.model.activation import Activation
-from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.config import Activation, ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
 from foretell.speculator.checkpoint import write_weights
@@ -48,6 +47,8 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
     """
     unsupported = {
         "experts": c.experts is not None,
+        "attention sinks": c.sinks,
+        "latent attention": c.latent is not None,
         "norms of queries and keys": c.qk_norm,
         "norms after its sub-layers": c.post_norms or c.norm_offset != 0,
         "a sliding window": c.window > 0,
@@ -121,7 +122,7 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
         out["lm_head.weight"] = decoder.head.weight
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     for i, block in enumerate(decoder.blocks):
-        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
+        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward) and isinstance(block.qkv, Linear)
         at = f"model.layers.{i}."
         out[at + "input_layernorm.weight"] = block.attention_norm.weight
         out[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight

@@ -36,7 +36,7 @@ def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
     types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
     vocab = {t: i for i, t in enumerate(tokens)}
     if meta["tokenizer.ggml.model"] == "gpt2":
-        merges = [tuple(m.split(" ")) for m in meta.get("tokenizer.ggml.merges", [])]
+        merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer(
             models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
         )
@@ -64,19 +64,23 @@ def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
     return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
 
 
+def split_pattern(kind: str) -> str:
+    """Where the pre-tokenizer of this name cuts a text: `llama-bpe` keeps up to three digits together, `qwen2` one."""
+    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + numbers
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if kind in ("default", "gpt-2"):
         return byte_level
-    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + numbers
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(split_pattern(kind)), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 

@@ -39,7 +39,7 @@ from foretell.model.stored_matrix import StoredMatrix
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock)
+    assert isinstance(block, DecoderBlock) and isinstance(block.qkv, Linear)
     mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
     qkv, gate, gate_bias = block.qkv.weight.detach(), None, None
     qkv_bias = None if block.qkv.bias is None else block.qkv.bias.detach()

@@ -2,12 +2,12 @@
 
 from functools import cached_property
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import NativeLinear, pack_embedding
+from foretell.model.kernels.pack import widen_rows
 from foretell.model.stored_matrix import StoredMatrix
 
 
@@ -28,19 +28,12 @@ class NativeEmbedding:
     def _rows(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         if isinstance(self.source, NativeLinear):
             return self.source.gather_rows(token)
-        if self.source.quantized:
-            return self._widened(self.source, token).to(self._dtype)
-        return self.source.rows(token).widen().to(self._dtype)
-
-    @staticmethod
-    def _widened(source: StoredMatrix, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        source = self.source
+        if not source.quantized:
+            return source.rows(token).widen().to(self._dtype)
         if len(token) and not 0 <= int(token.min()) <= int(token.max()) < source.outputs:
             raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {token.tolist()}")
-        address = source.data.data_ptr() + token.numpy().astype(np.uint64) * np.uint64(source.data.stride(0))
-        out = torch.empty(len(token), source.inputs)
-        kind = structures.PANEL_KINDS.index(source.kind)
-        build.library().foretell_widen_rows(kind, address.ctypes.data, len(token), source.inputs, out.data_ptr())
-        return out
+        return widen_rows(source, token.numpy(), build.library()).to(self._dtype)
 
     @cached_property
     def _table(self) -> tuple[torch.Tensor, structures.Embedding]:

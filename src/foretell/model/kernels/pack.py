@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -71,8 +71,8 @@ class Panels:
             here = np.flatnonzero((order >= first) & (order < first + part.outputs))
             rows, data = order[here] - first, part.data
             first += part.outputs
-            if not as_stored:
-                data = part.rows(torch.from_numpy(rows)).widen().float().contiguous().view(torch.uint8)
+            if not as_stored and len(rows):
+                data = widen_rows(part, rows, kernels).view(torch.uint8)
                 rows = np.arange(len(rows))
                 widened.append(data)
             address[here] = data.data_ptr() + rows * data.stride(0)
@@ -151,6 +151,19 @@ def pack(weights: Sequence[Panels], kernels: ctypes.CDLL) -> list[Tensor]:
         for done in [pool.submit(task) for task in tasks]:
             done.result()
     return packed
+
+
+def widen_rows(
+    matrix: StoredMatrix, rows: Int[np.ndarray, " n"], kernels: ctypes.CDLL
+) -> Float[torch.Tensor, "n inputs"]:
+    """Rows of a stored matrix in float32."""
+    if not matrix.quantized:
+        return matrix.rows(torch.from_numpy(rows)).widen().float().contiguous()
+    address = matrix.data.data_ptr() + rows.astype(np.uint64) * np.uint64(matrix.data.stride(0))
+    out = torch.empty(len(rows), matrix.inputs)
+    kind = PANEL_KINDS.index(matrix.kind)
+    kernels.foretell_widen_rows(kind, address.ctypes.data, len(rows), matrix.inputs, out.data_ptr())
+    return out
 
 
 def pad_bias(vector: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ Only the standard library is imported: the build of a wheel writes them with `co
 """
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parent / "lib"
@@ -40,9 +42,10 @@ def compile_packaged(
         subprocess.CalledProcessError: the compiler failed.
     """
     out.mkdir(parents=True, exist_ok=True)
-    written = [out / HASH_FILE]
-    written[0].write_text(source_hash(sources))
-    for name, flags in sets:
+    (out / HASH_FILE).write_text(source_hash(sources))
+
+    def compile_one(entry: tuple[str, tuple[str, ...]]) -> Path:
+        name, flags = entry
         library, object_file = out / f"kernels-{name}.so", out / f"kernels-{name}.o"
         for command in (
             [compiler, *FLAGS, "-fopenmp", *flags, "-c", str(sources / "kernels.cpp"), "-o", str(object_file)],
@@ -50,5 +53,7 @@ def compile_packaged(
         ):
             subprocess.run(command, check=True)
         object_file.unlink()
-        written.append(library)
-    return written
+        return library
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return [out / HASH_FILE, *threads.map(compile_one, sets)]

@@ -62,7 +62,9 @@ class PackedWriter:
         places, total, end = [], 0, 0
         for tensor in part.tensors:
             raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-            total += self._write(bytes(-end % _ALIGN)) + self._write(raw)
+            self._write(bytes(-end % _ALIGN))
+            self._write(raw.data)
+            total += _checksum(raw)
             end += -end % _ALIGN
             places.append((end, raw.nbytes))
             end += raw.nbytes
@@ -79,12 +81,10 @@ class PackedWriter:
         )
         self._offset += end
 
-    def _write(self, raw: "bytes | np.ndarray[Any, np.dtype[np.uint8]]") -> int:
-        """Write all bytes; returns their checksum."""
+    def _write(self, raw: bytes | memoryview) -> None:
         view = memoryview(raw)
         while len(view):
             view = view[self._file.write(view) or 0 :]
-        return _checksum(raw) if isinstance(raw, np.ndarray) else 0
 
     def finish(self, description: Mapping[str, object]) -> None:
         """Write the header, with a description of the whole."""
@@ -192,7 +192,7 @@ class PackedReader:
         def read_piece(piece: tuple[int, int, int, int]) -> tuple[int, int]:
             i, at, offset, size = piece
             target = arrays[i][at : at + size]
-            if os.preadv(self._file, [memoryview(target)], offset) != size:
+            if os.preadv(self._file, [target.data], offset) != size:
                 raise PackedFileError(f"{self.path}: truncated")
             return i, _checksum(target)
 

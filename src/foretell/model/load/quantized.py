@@ -342,7 +342,7 @@ class QuantizedWeights(Weights):
             found[name] = (file, dtype)
 
         self._inner = SafetensorsWeights(path, note)
-        self.files = self._inner.files
+        self.files = [*self._inner.files, path / "config.json"]
         self._modules: dict[str, tuple[_Format, Scheme]] = {}
         for name, (file, dtype) in found.items():
             self._find_module(file, name, dtype)

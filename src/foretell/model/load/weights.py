@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.expert_matrices import GatedMatrices
+from foretell.model.latent import LatentBlock
 from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.latent import read_latent_projection
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.moe import ExpertFeedForward
@@ -465,6 +467,14 @@ def build_block(
             mlp=mlp,
             mixer=parts.mixer,
             residual_scale=c.residual_scale,
+        )
+    if c.latent is not None:
+        return LatentBlock(
+            attention_norm=norm(names.attention_norm, c.hidden),
+            qkv=read_latent_projection(c, prefix, weights, place),
+            output=stack(matrix(names.output, c.hidden, c.heads * c.latent.value_dim, False)),
+            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp=mlp,
         )
     attention = [matrix(f"self_attn.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
     queries = matrix("self_attn.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)

@@ -56,7 +56,7 @@ class CausalAttention(AttentionBackend):
         c, window, s = self._config, self._config.window_of(layer), q.shape[1]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if c.attention_softcap or 0 < window < s or sinks is not None:
-            k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
             mask = _causal_mask(s, window, q.device)
             sinks = None if sinks is None else sinks[:, None].expand(-1, s)
             out = masked_attention(q, k, v, mask, c.scale, c.attention_softcap, sinks)

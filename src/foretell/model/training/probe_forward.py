@@ -83,7 +83,7 @@ class _SequenceAttention(AttentionBackend):
         keys, values = self._k, self._v
         if earlier is not None:
             keys, values = torch.cat((earlier._k, keys), 2), torch.cat((earlier._v, values), 2)
-        keys, values = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (keys, values))
+        keys, values = (part.repeat_interleave(q.shape[2] // part.shape[1], 1) for part in (keys, values))
         mask = self._window_mask if c.window_of(layer) else self._mask
         sinks = None if sinks is None else sinks[:, None].expand(-1, q.shape[1])
         out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap, sinks)

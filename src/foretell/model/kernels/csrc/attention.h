@@ -273,6 +273,7 @@ class Attention {
         x[i + half] = b * cos[i] + a * sin[i];
       }
     }
+    cache_.rotate(x);
     if (head < m_.heads) {
       C::pack(x, dim, queries_.get() + ((size_t)token * m_.heads + head) * words_);
       return;
@@ -342,6 +343,7 @@ class Attention {
       divisor = divisor * scale + exponential(splat((sink - highest) * unit))[0];
     }
     const Float factor = splat(scale / divisor);
+    cache_.rotate(result.mixed);
     for (int i = 0; i < m_.head_dim; i += kLanes)
       store_operand(layer.output.operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
                     load<Float>(result.mixed + i) * factor);

@@ -3,7 +3,8 @@
 // A *number* is a float32, a bfloat16, or an int8 that is multiplied with a scale per token and head. Numbers lie as
 // inner products read them: keys in blocks of 16 slots, [word of the head][slot][number of the word]; values in groups
 // of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
-// dimensions of a group of values. int8 numbers are widened to words when they are read.
+// dimensions of a group of values. int8 numbers are widened to words when they are read; heads are rotated before they
+// are rounded to them, and so must be the queries, and the results of attention.
 
 #pragma once
 
@@ -45,6 +46,23 @@ class CacheLayout {
   }
   const char* values_at(const CacheHead& at, int slot) const {
     return (const char*)at.values + (size_t)slot * dim_ * number_bytes_;
+  }
+
+  // Where numbers are int8, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,
+  // which is its own inverse and spreads outliers (QuaRot, arXiv 2404.00456).
+  void rotate(float* x) const {
+    if (!is_int8_) return;
+    if (dim_ % Int8::kBlock == 0) {
+      for (int i = 0; i < dim_; i += Int8::kBlock) Int8::rotate(x + i);
+      return;
+    }
+    constexpr auto kAll = std::make_index_sequence<kLanes>();
+    for (int i = 0; i < dim_; i += kLanes) {
+      Float v = load<Float>(x + i);
+      Int8::butterfly<8>(v, kAll), Int8::butterfly<4>(v, kAll);
+      Int8::butterfly<2>(v, kAll), Int8::butterfly<1>(v, kAll);
+      store(x + i, v * splat(0.25f));
+    }
   }
 
   // Threads may store different slots at the same time.

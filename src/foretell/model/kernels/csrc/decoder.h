@@ -167,7 +167,8 @@ class ForwardPass {
 
 template <class C>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
-               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* expert_counts, int threads) {
+               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* expert_counts,
+               int threads) {
   const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)

@@ -20,8 +20,8 @@ extern "C" {
 
 // Runs the residual stream x [tokens, hidden] in place through layers first .. last - 1. attention_input [tokens, in of
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
-// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the number of
-// experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
+// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the
+// number of experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
 // outside the cache or the rotary tables; then nothing was computed.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
@@ -249,7 +249,8 @@ const char* foretell_abi() {
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
       F(Layer, state), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
-      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention), F(Layer, mlp));
+      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
+      F(Layer, mlp));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
       F(Model, softcap), F(Model, residual_scale));

