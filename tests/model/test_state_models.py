@@ -120,7 +120,7 @@ def test_logits_equal_those_of_transformers(name: str) -> None:
         torch.testing.assert_close(found[node], oracle_logits(oracle_of(name), [*text, *path])[-1], rtol=0, atol=1e-4)
 
 
-@every_model
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite"])
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     prompt = random_tokens(9, SIZES["vocab_size"], seed=2)
     wanted = oracle_of(name).generate(
@@ -180,8 +180,7 @@ def test_lossless_methods_give_the_tokens_of_plain_decoding(entry: Entry) -> Non
 @pytest.mark.parametrize("name", STATES)
 def test_tokens_depend_neither_on_chunks_nor_on_company(name: str) -> None:
     target = state_target(name)
-    for chunk in (1, 7):
-        assert decoded(name, build("plain", BuildContext(VOCAB, target)), chunk) == plain(name)
+    assert decoded(name, build("plain", BuildContext(VOCAB, target)), chunk=7) == plain(name)
     draft = DraftModel(DecoderRunner(state_target(name, seed=5)))
     assert decoded(name, Method(draft, BranchingTree((3, 2, 1), draw=False), Match())) == plain(name)
 
@@ -195,7 +194,7 @@ def states_of(runner: DecoderRunner, row: int) -> list[torch.Tensor]:
     return [store.inputs[:, row, side], store.state[:, row, side]]
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", ["delta_net", "short_conv"])
 def test_after_many_rounds_the_states_are_those_of_a_fresh_run(name: str) -> None:
     runner, fresh = DecoderRunner(state_target(name)), DecoderRunner(state_target(name))
     noise, kept = np.random.default_rng(1), {0: list[int](), 1: list[int]()}
