@@ -176,3 +176,12 @@ def test_llama3_scaling_becomes_divisors(tmp_path: Path) -> None:
     (scaled / "config.json").write_text(json.dumps(raw))
     found = quantize(tmp_path / "m.gguf", "--type", "Q8_0", "--method", "rtn", source=scaled)
     assert "rope_freqs.weight" in GGUF(tmp_path / "m.gguf").tensors and float(str(found["kl"])) < 0.01
+
+
+def test_an_architecture_with_other_tensors_is_refused(tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other")
+    raw = json.loads((other / "config.json").read_text()) | {"model_type": "mixtral", "num_local_experts": 2}
+    (other / "config.json").write_text(json.dumps(raw))
+    assert "mixtral with experts cannot be quantised yet" in expect_error(
+        "quantize", other, "--out", tmp_path / "m.gguf"
+    )

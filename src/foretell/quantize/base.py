@@ -35,10 +35,12 @@ class InputStatistics:
 
 def linears(block: DecoderBlock) -> dict[Role, Linear]:
     """The matrices of a dense block by role."""
-    mlp = block.mlp
+    mlp, found = block.mlp, dict[Role, Linear]()
     assert isinstance(mlp, FeedForward)
-    found = {"qkv": block.qkv, "output": block.output, "gate_up": mlp.gate_up, "down": mlp.down}
-    return {role: found[role] for role in ROLES}
+    for role, linear in zip(ROLES, (block.qkv, block.output, mlp.gate_up, mlp.down), strict=True):
+        assert isinstance(linear, Linear)
+        found[role] = linear
+    return found
 
 
 def output_error(error: Float[Tensor, "o i"], inputs: InputStatistics) -> float:

@@ -30,7 +30,7 @@ from foretell.quantize.layout import (
     TensorEntry,
     block_tensors,
     inputs_of,
-    require_dense,
+    require_supported,
 )
 from foretell.quantize.rtn import round_to_nearest
 from foretell.tokenizer.codec import TextCodec
@@ -75,10 +75,10 @@ class Source:
         """Open a directory or a GGUF file.
 
         Raises:
-            ValueError: see `load`; or a mixture of experts.
+            ValueError: see `load`; or an architecture that cannot be quantised.
         """
         config, weights, codec, eos = open_checkpoint(path)
-        require_dense(config, name)
+        require_supported(config, name)
         return Source(name, path, config, weights, codec, eos)
 
 

@@ -12,6 +12,7 @@ from foretell.model.linear import Linear
 from foretell.quantize.base import ROLES, Role, linears
 from foretell.quantize.grid import QuantizedRows
 
+_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -109,11 +110,14 @@ def block_tensors(
         yield f"model.layers.{i}.{name}.weight", norm.weight.data
 
 
-def require_dense(config: ModelConfig, source: str) -> None:
-    """Refuse what cannot be quantised here.
+def require_supported(config: ModelConfig, source: str) -> None:
+    """Refuse a model with tensors that `entries` does not list.
 
     Raises:
-        ValueError: a mixture of experts.
+        ValueError: a mixture of experts, or another architecture.
     """
-    if config.experts is not None:
-        raise ValueError(f"{source}: a mixture of experts cannot be quantised yet; dense models can")
+    if config.experts is not None or config.architecture not in _ARCHITECTURES:
+        kind = f"{config.architecture} with experts" if config.experts is not None else config.architecture
+        raise ValueError(
+            f"{source}: {kind} cannot be quantised yet; known: {', '.join(_ARCHITECTURES)}, without experts"
+        )
