@@ -111,6 +111,8 @@ def test_the_bits_are_those_of_this_processor(
     assert instructions == {"neon": "neon", "neon_dotprod": "neon+dotprod", "neon_bf16": "neon+bf16+i8mm"}[entry.name]
     path, expected = cases
     result = subprocess.run([*emulated, str(path)], check=True, capture_output=True).stdout
-    found = torch.frombuffer(bytearray(result), dtype=torch.float32).split([tensor.numel() for tensor in expected])
+    found = torch.split(
+        torch.frombuffer(bytearray(result), dtype=torch.float32), [tensor.numel() for tensor in expected]
+    )
     wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b.flatten())]
     assert wrong == []

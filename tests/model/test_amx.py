@@ -11,7 +11,7 @@ import torch
 from test_kernels import NINE, SMALL, cache_of, chain, layout, stack_of, tokens
 from test_quantized_kernels import random_blocks
 
-from foretell.model.kernels import NativeLinear, available, build, unavailable_reason
+from foretell.model.kernels import NativeLinear, Precision, available, build, unavailable_reason
 from foretell.model.kernels.instruction_sets import processor_features
 from foretell.model.stored_matrix import Kind
 from kernel_builds import compile_kernels
@@ -70,26 +70,28 @@ def test_widened_blocks_have_the_bits_of_widened_weights(
         assert torch.equal(packed(x[:count]), widened(x[:count])), count
 
 
-@pytest.mark.parametrize("kind", ["int8", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"])
+def integer_layer(kind: Kind | None) -> NativeLinear:
+    """A layer with int8 activations: of a kind of blocks, or with int8 weights."""
+    if kind is None:
+        return NativeLinear(torch.linspace(-1, 1, 77 * 768).sin().view(77, 768), None, "int8")
+    return NativeLinear(random_blocks(kind, 77, 768), None, "int8-activations")
+
+
+@pytest.mark.parametrize("kind", [None, "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"])
 def test_integer_products_are_those_without_tiles(
-    kind: Kind, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    kind: Kind | None, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(300, 768)
-    make = lambda: (  # noqa: E731
-        NativeLinear(torch.linspace(-1, 1, 77 * 768).sin().view(77, 768), None, "int8")
-        if kind == "int8"
-        else NativeLinear(random_blocks(kind, 77, 768), None, "int8-activations")
-    )
-    expected = make()(x)
+    expected = integer_layer(kind)(x)
     use(model, monkeypatch)
-    layer = make()
+    layer = integer_layer(kind)
     for count in COUNTS:
         assert torch.equal(layer(x[:count]), expected[:count]), count
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_tree_paths_chunks_and_threads_agree_bit_for_bit(
-    precision: str, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(model, monkeypatch)
     threads = torch.get_num_threads()
