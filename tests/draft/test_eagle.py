@@ -85,7 +85,7 @@ class Plain(AttentionBackend):
         self._sees = sees
         self.keys: list[torch.Tensor] = []
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: None = None) -> torch.Tensor:
         self.keys.append(k)
         out = []
         for i, seen in enumerate(self._sees):
