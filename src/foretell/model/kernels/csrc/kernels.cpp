@@ -265,8 +265,8 @@ int32_t foretell_kept_tokens(const float* x, const Sampling* sampling, int32_t* 
   return keep_row(x, *sampling, width, tokens, weights, threads);
 }
 
-// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and none
-// is copied to a later one. kind: kFloat32 or kBfloat16.
+// Copies slots source[0 .. count - 1] of a cache row to target, target + 1, ... in all layers; the slots ascend, and
+// none is copied to a later one. kind: kFloat32 or kBfloat16.
 void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32_t kv_heads, int32_t head_dim,
                          int32_t row, const int32_t* source, int32_t count, int32_t target) {
   if (kind == kFloat32)
