@@ -13,6 +13,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
+from test_decoder import YARN
 
 from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Request
@@ -31,7 +32,6 @@ from foretell.model.load.weights import GGUFWeights, SafetensorsWeights, Weights
 from foretell.model.runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import all_logits, chain_tree, random_tokens
-from model.test_decoder import YARN
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_decoder import SIZES, random_parents, read
+from test_packed_cache import FileWeights, model_file
 
 from foretell.accept import Match
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
@@ -35,8 +37,6 @@ from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, all_logits, chain_tree, of_catalogue, oracle_logits, random_tokens, speculator
-from model.test_decoder import SIZES, random_parents, read
-from model.test_packed_cache import FileWeights, model_file
 
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
