@@ -43,13 +43,23 @@ def compile_packaged(
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / HASH_FILE).write_text(source_hash(sources))
-    include = ["-include", str(sources / OLD_GLIBC)] if (sources / OLD_GLIBC).exists() else []
+    old = ["-include", str(sources / OLD_GLIBC)] if (sources / OLD_GLIBC).exists() else []
 
     def compile_one(entry: tuple[str, tuple[str, ...]]) -> Path:
         name, flags = entry
         library, object_file = out / f"kernels-{name}.so", out / f"kernels-{name}.o"
         for command in (
-            [compiler, *FLAGS, "-fopenmp", *flags, *include, "-c", str(sources / "kernels.cpp"), "-o", str(object_file)],
+            [
+                compiler,
+                *FLAGS,
+                "-fopenmp",
+                *flags,
+                *include,
+                "-c",
+                str(sources / "kernels.cpp"),
+                "-o",
+                str(object_file),
+            ],
             [compiler, "-shared", "-s", str(object_file), "-o", str(library)],
         ):
             subprocess.run(command, check=True)
