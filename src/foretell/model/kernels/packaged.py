@@ -54,7 +54,7 @@ def compile_packaged(
                 *FLAGS,
                 "-fopenmp",
                 *flags,
-                *include,
+                *old,
                 "-c",
                 str(sources / "kernels.cpp"),
                 "-o",
