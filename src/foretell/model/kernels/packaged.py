@@ -12,7 +12,7 @@ from pathlib import Path
 
 DIRECTORY = Path(__file__).parent / "lib"
 """Where a wheel has the libraries; absent in a source checkout."""
-HASH_FILE = "sources.sha256"
+HASH_FILE, OLD_GLIBC = "sources.sha256", "old_glibc.h"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 """The compiler's flags beside those of an instruction set. Floating-point contraction would change numbers."""
 
@@ -43,12 +43,23 @@ def compile_packaged(
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / HASH_FILE).write_text(source_hash(sources))
+    old = ["-include", str(sources / OLD_GLIBC)] if (sources / OLD_GLIBC).exists() else []
 
     def compile_one(entry: tuple[str, tuple[str, ...]]) -> Path:
         name, flags = entry
         library, object_file = out / f"kernels-{name}.so", out / f"kernels-{name}.o"
         for command in (
-            [compiler, *FLAGS, "-fopenmp", *flags, "-c", str(sources / "kernels.cpp"), "-o", str(object_file)],
+            [
+                compiler,
+                *FLAGS,
+                "-fopenmp",
+                *flags,
+                *old,
+                "-c",
+                str(sources / "kernels.cpp"),
+                "-o",
+                str(object_file),
+            ],
             [compiler, "-shared", "-s", str(object_file), "-o", str(library)],
         ):
             subprocess.run(command, check=True)

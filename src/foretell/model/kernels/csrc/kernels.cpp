@@ -344,8 +344,8 @@ const char* foretell_abi() {
     S(foretell_eagle_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
-    S(foretell_keep_states);
     S(foretell_tree_pass);
+    S(foretell_keep_states);
     S(foretell_linear);
     S(foretell_mlp_speculator_stage);
     S(foretell_linear_topk_softmax);
