@@ -14,6 +14,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import Drafter, DraftModel, MixtureDrafter
 from foretell.engine.engine import Request
 from foretell.engine.method import AnyMethod
+from foretell.model.kv_cache import KVCache
 from foretell.model.runner import DecoderRunner, Runner
 from helpers import (
     VARIANTS,
@@ -245,7 +246,9 @@ def assert_fresh(runner: Runner, row: int, text: Sequence[int]) -> None:
     assert length > len(text) - 8
     fresh = DecoderRunner(runner.network)
     fresh.forward([0], chain_tree(text[:length]))
-    for kept, wanted in ((runner.cache.k, fresh.cache.k), (runner.cache.v, fresh.cache.v)):
+    found, expected = runner.cache, fresh.cache
+    assert isinstance(found, KVCache) and isinstance(expected, KVCache)
+    for kept, wanted in ((found.k, expected.k), (found.v, expected.v)):
         torch.testing.assert_close(kept[:, row, :, :length], wanted[:, 0, :, :length], rtol=0, atol=1e-10)
 
 

@@ -10,6 +10,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import CascadeDrafter, DraftModel, Predictor, PromptLookup, SuffixRetriever, TokenRecycling
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.kv_cache import KVCache
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, Shape, Trie
 from helpers import VOCAB, chain_tree, generate, good_model, random_tokens, sibling, target
@@ -78,13 +79,19 @@ def test_the_draft_models_cache_holds_the_sequence() -> None:
     for running in engine._running:
         have = draft.length(running.row)
         tokens = running.sequence.tokens[:have].tolist()
-        kept = draft.cache.k[:, running.row, :, :have]
+        kept = keys(draft)[:, running.row, :, :have]
         assert have >= running.sequence.length - 2
         assert (kept - fresh_keys(tokens)).abs().max() < 1e-9
+
+
+def keys(runner: DecoderRunner) -> torch.Tensor:
+    """All cached keys of a runner."""
+    assert isinstance(runner.cache, KVCache)
+    return runner.cache.k
 
 
 def fresh_keys(tokens: list[int]) -> torch.Tensor:
     """Keys of a text read in one pass."""
     runner = small()
     runner.forward([0], chain_tree(tokens))
-    return runner.cache.k[:, 0, :, : len(tokens)]
+    return keys(runner)[:, 0, :, : len(tokens)]

@@ -121,7 +121,8 @@ int execute(const Instruction& i) {
     std::memcpy((void*)&tiles, (const void*)(base + index), 64);
     bool valid = tiles.palette == 1 && !tiles.start_row;
     for (int t = 0; t < 16; ++t)
-      valid = valid && (t < 8 ? tiles.rows[t] <= 16 && tiles.row_bytes[t] <= 64 : !tiles.rows[t] && !tiles.row_bytes[t]);
+      valid = valid && (t < 8 ? tiles.rows[t] <= 16 && tiles.row_bytes[t] <= 64
+                              : !tiles.rows[t] && !tiles.row_bytes[t]);
     return valid ? length : 0;
   }
   if (i.opcode() == 0x4B && (i.prefix() == 2 || i.prefix() == 3)) {  // TILESTORED, TILELOADD

@@ -1,5 +1,5 @@
-// Runs the kernels without Python: reads the arguments of calls from a file and writes their results to standard output.
-// For tests of processors that are emulated. Numbers are int32; arrays are their size in bytes and the bytes.
+// Runs the kernels without Python: reads the arguments of calls from a file and writes their results to standard
+// output. For tests of processors that are emulated. Numbers are int32; arrays are their size in bytes and the bytes.
 
 #include <cstdio>
 

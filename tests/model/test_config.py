@@ -91,13 +91,20 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         )  # fmt: skip
 
 
+MORE_VALUES: dict[str, dict[str, Any]] = {
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {"num_local_experts": 0},
+}
+"""More values of the configuration under test, by architecture."""
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
     if kind.startswith(("deepseek", "glm4_moe")):
         raw |= {"n_routed_experts": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-    raw |= {"lfm2": {"block_auto_adjust_ff_dim": False}, "granitemoehybrid": {"num_local_experts": 0}}.get(kind, {})
+    raw |= MORE_VALUES.get(kind, {})
     agree(from_hf(raw), oracle_of(raw))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
 from foretell.model.config import ModelConfig, MoEConfig, RopeConfig
+from foretell.model.decoder import BlockRange, DecoderBlock
 from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PRECISIONS, Precision
@@ -60,7 +61,9 @@ def pass_over(runner: DecoderRunner, x: Tensor, row: int = 0, cached: int = 0) -
     tree = chain_tree([0] * len(x))
     layout, _ = Layout.from_tree(tree, [row], torch.tensor([cached]).numpy(), tree.active)
     runner.cache.reserve(row + 1, cached + len(x))
-    return runner.network.run(x, layout, runner.cache, (0, runner.network.config.layers, ())).hidden_states[-1]
+    output = runner.network.run(x, layout, runner.cache, BlockRange(0, runner.network.config.layers))
+    last: Tensor = output.hidden_states[-1]
+    return last
 
 
 @every_config
@@ -121,15 +124,15 @@ def test_permuting_tokens_permutes_outputs() -> None:
 
 
 def test_an_expert_without_tokens_is_not_read() -> None:
-    config = replace(CONFIGS["mixtral"], layers=1)
-    config = replace(config, experts=replace(config.experts, layers=(0,)))  # type: ignore[type-var]
-    runner = run(config, "float32")
-    stack = runner.network.stack  # type: ignore[attr-defined]
-    experts = structures.Experts.from_address(stack.layers[0].experts)
+    of_mixtral = CONFIGS["mixtral"].experts
+    assert of_mixtral is not None
+    runner = run(replace(CONFIGS["mixtral"], layers=1, experts=replace(of_mixtral, layers=(0,))), "float32")
+    assert isinstance(runner.network, NativeDecoder)
+    experts = structures.Experts.from_address(runner.network.stack.layers[0].experts)
     gate_up = (structures.Weight * 6).from_address(experts.gate_up)
     assert runner.forward([0], chain_tree([3])).experts == (2,)
     wanted, tried = runner.forward([0], chain_tree([3])).logits, 0
-    for i in range(config.experts.count):  # type: ignore[union-attr]
+    for i in range(of_mixtral.count):
         kept = gate_up[i].words
         gate_up[i].words = gate_up[(i + 1) % 6].words
         tried += torch.equal(runner.forward([0], chain_tree([3])).logits, wanted)
@@ -140,7 +143,8 @@ def test_an_expert_without_tokens_is_not_read() -> None:
 def test_sinks_of_minus_infinity_are_an_ordinary_softmax() -> None:
     decoder = tiny_decoder(CONFIGS["gpt_oss"], dtype=torch.float32)
     for block in decoder.blocks:
-        block.sinks.fill_(float("-inf"))  # type: ignore[operator, union-attr]
+        assert isinstance(block, DecoderBlock) and block.sinks is not None
+        block.sinks.fill_(float("-inf"))
     plain = tiny_decoder(replace(CONFIGS["gpt_oss"], sinks=False), dtype=torch.float32)
     text = random_tokens(9, VOCAB)
     for make in (lambda d: d, lambda d: NativeDecoder(d, "float32")):

@@ -61,7 +61,7 @@ def oracle_of(name: str) -> Any:
     """A random model of transformers whose every vector differs from its initial value."""
     kind, values = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**(SIZES | values))
+    config = getattr(transformers, kind)(**{**SIZES, **values})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.dim() == 1 or "bias" in parameter.__class__.__name__:
@@ -89,7 +89,7 @@ def experts_of(name: str, key: str, tensor: torch.Tensor) -> list[tuple[str, tor
 
 def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
     """llama.cpp's order of a Llama's query and key rows: rotary pairs side by side."""
-    return weight.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+    return weight.view(-1, 2, dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, name: str, oracle: Any, kind: Kind) -> None:
@@ -160,9 +160,9 @@ def test_experts_in_gguf_give_the_logits_of_transformers(name: str, kind: Kind, 
 def hf_mxfp4(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Blocks and scales of gpt-oss's checkpoint for float matrices [experts, outputs, inputs], and what they mean."""
     raw, back = stored(Kind.MXFP4, matrix)
-    blocks = torch.from_numpy(raw).unflatten(-1, (-1, 17))
+    blocks = torch.from_numpy(raw).view(*raw.shape[:-1], -1, 17)
     low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4
-    levels = torch.cat((low, high), -1).unflatten(-1, (16, 2))
+    levels = torch.cat((low, high), -1).view(*low.shape[:-1], 16, 2)
     return levels[..., 0] | levels[..., 1] << 4, blocks[..., 0].contiguous(), back
 
 

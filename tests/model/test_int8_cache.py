@@ -28,7 +28,8 @@ MAX_DIVERGENCE = 6e-4
 
 
 def scores(network: Network, tokens: list[int]) -> torch.Tensor:
-    return DecoderRunner(network).forward([0], chain_tree(tokens)).logits
+    logits: torch.Tensor = DecoderRunner(network).forward([0], chain_tree(tokens)).logits
+    return logits
 
 
 def test_rounding_is_at_most_half_a_step_after_rotation() -> None:
@@ -64,7 +65,7 @@ def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int) ->
     config: ModelConfig = replace(TINY, vocab=VOCAB, heads=4, kv_heads=2, head_dim=head_dim, cache_dtype="int8")
     decoder, tokens = tiny_decoder(config, dtype=torch.float32), random_tokens(40)
     plain: Decoder = tiny_decoder(replace(config, cache_dtype="auto"), dtype=torch.float32)
-    networks = [decoder, NativeDecoder(decoder, "float32"), plain]
+    networks: list[Network] = [decoder, NativeDecoder(decoder, "float32"), plain]
     torch_scores, kernel_scores, exact = (scores(network, tokens) for network in networks)
     # A rotated number halfway between two levels may be rounded to either.
     assert (torch_scores - kernel_scores).norm() < 0.2 * (torch_scores - exact).norm() < 0.01 * exact.norm()

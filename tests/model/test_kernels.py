@@ -25,11 +25,11 @@ from foretell.model.kernels import (
     unavailable_reason,
 )
 from foretell.model.kernels.kv_cache import NativeKVCache
-from foretell.model.kernels.pack import Matrix
 from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
+from foretell.model.stored_matrix import Matrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
@@ -155,7 +155,7 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix | None, bias: Tensor | None = None) -> Tensor:
     assert isinstance(weight, Tensor)
     return F.linear(x, weight, bias)
 

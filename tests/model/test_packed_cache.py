@@ -71,8 +71,8 @@ def load(weights: RandomWeights, precision: Precision = "bfloat16", limit: int |
 
 
 def scores(network: Network) -> torch.Tensor:
-    output = DecoderRunner(network).forward([0], chain_tree(random_tokens(20)))
-    return output.logits
+    logits: torch.Tensor = DecoderRunner(network).forward([0], chain_tree(random_tokens(20))).logits
+    return logits
 
 
 def cached_file() -> Path:

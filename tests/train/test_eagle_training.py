@@ -12,6 +12,7 @@ from foretell.engine.engine import Engine, Request
 from foretell.engine.method import Method
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.linear import Linear
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.checkpoint import load_own
@@ -157,7 +158,7 @@ def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
     layer, block = recipe.network.layers[0], network.blocks[-1]
     assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
     assert isinstance(block, DecoderBlock)
-    assert isinstance(block.mlp, FeedForward)
+    assert isinstance(block.mlp, FeedForward) and isinstance(block.qkv, Linear)
     assert torch.equal(layer.mlp.gate_up_proj.weight, block.mlp.gate_up.weight)
     assert torch.equal(layer.self_attn.qkv_proj.weight[:, -16:], block.qkv.weight)
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.linear import Linear
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 
@@ -44,7 +45,7 @@ def init_fc_identity(network: EagleNetwork) -> None:
 def copy_block(layer: EagleLayer | Eagle3FirstLayer, block: DecoderBlock) -> None:
     """Copy a block of the target, as far as it is dense and sizes agree."""
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
-    if block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
+    if isinstance(block.qkv, Linear) and block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
         # Columns for the token's embedding (first half of EAGLE-3's inputs) stay noise: the block reads states only.
         attention.qkv_proj.weight[:, -d:] = block.qkv.weight
         attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)

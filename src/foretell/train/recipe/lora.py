@@ -113,4 +113,6 @@ def _adapted_linears(decoder: Decoder) -> Iterator[Linear]:
         assert isinstance(block, DecoderBlock)
         if not isinstance(block.mlp, FeedForward):
             raise ValueError("a mixture-of-experts target cannot be tuned; train its heads alone")
+        if not isinstance(block.qkv, Linear):
+            raise ValueError("a target with latent attention cannot be tuned; train its heads alone")
         yield from (block.qkv, block.output, block.mlp.gate_up, block.mlp.down)

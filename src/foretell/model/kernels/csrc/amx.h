@@ -5,10 +5,10 @@
 // `TileModel`, which does what the manual says, number by number.
 //
 // A panel's words are B tiles as they lie in memory: a row of a tile holds one word of the input of 16 outputs. Rows of
-// activations are the rows of A tiles. A token's sums do not depend on the other rows of its tile, and bfloat16 products
-// use tiles for every number of tokens, so that a token's numbers do not depend on its company. They differ from those of
-// processors without AMX: a tile instruction sums 32 inputs, even and odd ones apart, before it adds them. Integer
-// products are exact: those of few tokens use no tiles.
+// activations are the rows of A tiles. A token's sums do not depend on the other rows of its tile, and bfloat16
+// products use tiles for every number of tokens, so that a token's numbers do not depend on its company. They differ
+// from those of processors without AMX: a tile instruction sums 32 inputs, even and odd ones apart, before it adds
+// them. Integer products are exact: those of few tokens use no tiles.
 
 #pragma once
 
@@ -147,7 +147,8 @@ struct TileModel {
   }
   static int rows(int tile) { return state().shape.rows[tile]; }
   static int row_bytes(int tile) { return state().shape.row_bytes[tile]; }
-  // Denormal numbers are taken for zero. (The product of two bfloat16 numbers is exact: no fused instruction is needed.)
+  // Denormal numbers are taken for zero. (The product of two bfloat16 numbers is exact: no fused instruction is
+  // needed.)
   static float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
   static float number(uint32_t bits) {
     float x;
@@ -393,7 +394,8 @@ void multiply_panel_quantized(const uint32_t* panel, int in, const uint32_t* x, 
                                                Float acc = load<Float>(out + kLanes * half);
                                                QuantizedProduct<K>::finish(load<Int>(products + kLanes * half),
                                                                            weights.scale[part][half],
-                                                                           weights.offset[part][half], row, number, acc);
+                                                                           weights.offset[part][half], row, number,
+                                                                           acc);
                                                store(out + kLanes * half, acc);
                                              }
                                            });

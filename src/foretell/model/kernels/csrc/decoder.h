@@ -127,7 +127,8 @@ class ForwardPass {
   // The output of attention or of the gate as operands, in rows of `stride` numbers. `rounded`: operands that round
   // each number by itself were written as such.
   Rows inner_operands(int stride, const Weight& w, bool rounded, const Team& team) const {
-    if (!rounded || !rounds_each_number(w.operand)) return operands_.prepare(w.operand, inner_.get(), w.in, stride, nullptr, 0, team);
+    if (!rounded || !rounds_each_number(w.operand))
+      return operands_.prepare(w.operand, inner_.get(), w.in, stride, nullptr, 0, team);
     return {(const uint32_t*)inner_.get(), (size_t)stride};
   }
 

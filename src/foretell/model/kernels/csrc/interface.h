@@ -61,7 +61,9 @@ struct StateLayer {  // what takes the place of a layer's attention
   int32_t kind, index;  // index: the layer's among those with a state
   const float* convolution;                        // [taps, channels]
   const float* convolution_bias;                   // [channels]; or null
-  const float *rate, *time_bias, *skip, *norm;     // [heads]; [heads]; [heads], Mamba-2 only; one per number of the norm
+  const float *rate, *time_bias;                   // [heads]
+  const float* skip;                               // [heads], Mamba-2 only
+  const float* norm;                               // one per number of the norm
   float eps;
 };
 

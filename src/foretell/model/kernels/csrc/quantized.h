@@ -50,8 +50,8 @@ inline void pack_halves(uint32_t* words, int output, const uint8_t* bytes) {
   pack_nibbles(words, output, [&](int k) { return (load_quad(bytes + 4 * (k % 4)) >> (k / 4 * 4)) & 0x0F0F0F0Fu; });
 }
 
-// Adds one more bit per level, from a word with the bits of 32 inputs: bit 4 k' + j' ... is arranged so that the bits of
-// a word of levels are shifted and masked: bit 8 j + k is input 4 k + j.
+// Adds one more bit per level, from a word with the bits of 32 inputs: bit 4 k' + j' ... is arranged so that the bits
+// of a word of levels are shifted and masked: bit 8 j + k is input 4 k + j.
 inline void add_bits(const uint32_t* p, int shift, Word* levels) {
   const Word bits = load<Word>(p);
   for (int k = 0; k < kGroupWords; ++k) {
@@ -68,7 +68,9 @@ inline void pack_bits(uint32_t* words, int output, const Quad& quad) {
   words[output] = word;
 }
 
-inline void put_half(void* base, int output, const uint8_t* source) { std::memcpy((char*)base + 2 * output, source, 2); }
+inline void put_half(void* base, int output, const uint8_t* source) {
+  std::memcpy((char*)base + 2 * output, source, 2);
+}
 
 // Each kind: inputs and bytes of a block in the file; `kWords`, words of a block in a panel; whether a group has an
 // offset of its own, or else the level that stands for zero; whether it has two scales.
@@ -179,7 +181,8 @@ struct KBlock : Asymmetric {
     unpack_nibbles(group + kLanes * half, g.levels);
     if (kBits == 5) add_bits(group + 4 * kPanel + kLanes * half, 4, g.levels);
     g.scale[0] = g.scale[1] = load_halves(panel + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes));
-    g.offset[0] = -(load_halves(panel + kPanel / 2 + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes + kPanel)));
+    g.offset[0] =
+        -(load_halves(panel + kPanel / 2 + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes + kPanel)));
     return g;
   }
 };
@@ -224,8 +227,8 @@ struct Q6_K {
   }
 };
 
-// Four-bit floats {0, 0.5, 1, 1.5, 2, 3, 4, 6} with a sign, in units of a power of two. Levels are twice the number plus
-// 12, so that they are not negative; the scale is halved.
+// Four-bit floats {0, 0.5, 1, 1.5, 2, 3, 4, 6} with a sign, in units of a power of two. Levels are twice the number
+// plus 12, so that they are not negative; the scale is halved.
 struct MXFP4 : Symmetric {
   static constexpr int kInputs = 32, kBytes = 17, kZero = 12, kWords = kPanel * 4 + kPanel / 4;
   static void pack(const uint8_t* block, uint32_t* panel, int output) {
@@ -238,7 +241,8 @@ struct MXFP4 : Symmetric {
     for (int k = 0; k < kGroupWords; ++k) g.levels[k] = numbers(g.levels[k]);
     const Int e = load_bytes<uint8_t>((const uint8_t*)(panel + 4 * kPanel) + kLanes * half);
     // 2^(e - 128); below 2^-126 a denormal number.
-    g.scale[0] = g.scale[1] = (Float)select(e < splat(1), splat(0x200000), select(e < splat(2), splat(0x400000), (e - splat(1)) << 23));
+    g.scale[0] = g.scale[1] =
+        (Float)select(e < splat(1), splat(0x200000), select(e < splat(2), splat(0x400000), (e - splat(1)) << 23));
     return g;
   }
 
@@ -267,7 +271,8 @@ __attribute__((always_inline)) inline Float widen(const Group& g, const Float* o
   return fma(to_float((Int)level), g.scale[i / 16], offset[i / 16]);
 }
 
-// Exact products: `widen_group` writes a group as words of P, [word of the input][32 outputs], as a panel of P has them.
+// Exact products: `widen_group` writes a group as words of P, [word of the input][32 outputs], as a panel of P has
+// them.
 template <class P, class K>
 void widen_group(const uint32_t* block, int group, uint32_t* words) {
   for (int half = 0; half < 2; ++half) {

@@ -102,7 +102,8 @@ class StatePass {
       const int n = last - c;
       Float y = {};
       for (int j = 0; j < s_.taps; ++j)
-        y = fma(load_part<Float>(tap[j] + c, n), load_part<Float>(layer.convolution + (size_t)j * s_.channels + c, n), y);
+        y = fma(load_part<Float>(tap[j] + c, n),
+                load_part<Float>(layer.convolution + (size_t)j * s_.channels + c, n), y);
       if (layer.convolution_bias) y = y + load_part<Float>(layer.convolution_bias + c, n);
       if (layer.kind == kShortConvolution)
         store_part(out + c, y * load_part<Float>(own + s_.channels + c, n), n);

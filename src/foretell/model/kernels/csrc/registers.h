@@ -86,8 +86,8 @@ constexpr int kPartLanes = 4;
 #endif
 constexpr int kParts = kLanes / kPartLanes;
 
-// Sums of 16 lanes that fit in the registers beside what is added to them: of 32 registers 24 on AVX-512 and NEON, of 16
-// registers 12 on AVX2 (and 12 of SSE's in the portable build).
+// Sums of 16 lanes that fit in the registers beside what is added to them: of 32 registers 24 on AVX-512 and NEON, of
+// 16 registers 12 on AVX2 (and 12 of SSE's in the portable build).
 constexpr int kAccumulators = (FORETELL_AVX512 || FORETELL_NEON ? 24 : 12) / kParts;
 
 template <class T>

@@ -1,9 +1,9 @@
 // Sampling from rows of logits: temperature, top-k, top-p, min-p and a Gumbel-max race.
 //
-// distributions/sampler.py computes the same numbers with torch and numpy. A token weighs 2^bits exp((logit - largest) /
-// temperature), rounded to an integer, so that sums do not depend on their order and every comparison is exact. The
-// kept tokens are the first ones by falling weight, the lower id first among equals. Multiplications and additions are
-// separate: the library is compiled without contraction.
+// distributions/sampler.py computes the same numbers with torch and numpy. A token weighs
+// 2^bits exp((logit - largest) / temperature), rounded to an integer, so that sums do not depend on their order and
+// every comparison is exact. The kept tokens are the first ones by falling weight, the lower id first among equals.
+// Multiplications and additions are separate: the library is compiled without contraction.
 
 #pragma once
 
@@ -206,7 +206,8 @@ Nucleus find_nucleus(std::vector<int64_t>& weights, int64_t limit) {
     const int64_t a = weights[first], b = weights[first + (end - first) / 2], c = weights[end - 1];
     const int64_t pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
     const auto begin = weights.begin();
-    const auto above = std::partition(begin + (int64_t)first, begin + (int64_t)end, [&](int64_t w) { return w > pivot; });
+    const auto above =
+        std::partition(begin + (int64_t)first, begin + (int64_t)end, [&](int64_t w) { return w > pivot; });
     int64_t heavier = 0;
     for (auto it = begin + (int64_t)first; it != above; ++it) heavier += *it;
     if (before + heavier >= limit) {
@@ -250,7 +251,9 @@ void keep_tokens(const Weigher& weigh, const float* x, int n, const Sampling& s,
     weights.clear();
     for (const Candidate& each : kept) weights.push_back(each.weight);
   };
-  const auto drop = [&](auto condition) { kept.erase(std::remove_if(kept.begin(), kept.end(), condition), kept.end()); };
+  const auto drop = [&](auto condition) {
+    kept.erase(std::remove_if(kept.begin(), kept.end(), condition), kept.end());
+  };
   if (counts && (int64_t)kept.size() > s.top_k) {
     collect();
     std::nth_element(weights.begin(), weights.begin() + s.top_k - 1, weights.end(), std::greater<int64_t>());
@@ -301,7 +304,8 @@ void prepare_rows(const float* x, const int64_t* place, const Sampling* s, int r
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int item = 0; item < rows * blocks; ++item) {
     const auto [part, count] = block(item);
-    if (needs_total(s[item / blocks], n)) parts[(size_t)item] = sum_weights(weighers[(size_t)(item / blocks)], part, count);
+    if (needs_total(s[item / blocks], n))
+      parts[(size_t)item] = sum_weights(weighers[(size_t)(item / blocks)], part, count);
   }
   for (int i = 0; i < rows; ++i) {
     int64_t sum = 0;
