@@ -1,5 +1,5 @@
-// Included before everything else in the libraries of a wheel: functions of the C library by their older versions, which
-// every glibc has. Those of glibc 2.29 differ in how they report errors, which the kernels do not look at.
+// Included before everything else in the libraries of a wheel: functions of the C library by their older versions,
+// which every glibc has. Those of glibc 2.29 differ in how they report errors, which the kernels do not look at.
 
 #pragma once
 
