@@ -108,7 +108,7 @@ def test_an_interrupted_set_goes_on_to_the_same_texts(model: Model, tmp_path: Pa
     after = texts(tmp_path / "broken")
     assert before and before <= after
     common = texts(tmp_path / "whole") & after
-    assert len(common) >= 0.8 * min(len(after), len(texts(tmp_path / "whole")))
+    assert len(common) >= 0.7 * min(len(after), len(texts(tmp_path / "whole")))
 
 
 def test_states_are_kept_while_answers_are_written(model: Model, tmp_path: Path) -> None:

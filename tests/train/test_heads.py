@@ -184,11 +184,11 @@ def test_heads_learn_a_small_set_by_heart(name: str) -> None:
         setup_for(decoder, torch.unique(batch.token[batch.loss_mask]), **OVERFIT[name])
     )
     assert isinstance(recipe, HeadsRecipe)
-    assert answers(decoder, recipe.method(recipe.network))[1] < 1.7
+    untrained = answers(decoder, recipe.method(recipe.network))[1]  # knows the noise of a nearly even distribution
     learn(recipe, batch, 250 if name.endswith("one") else 80)
     got, passes = answers(decoder, recipe.method(recipe.network))
     assert got == texts
-    assert passes > 0.95 * 41 / 11
+    assert passes > max(0.95 * 41 / 11, untrained + 0.3)
 
 
 def learn(recipe: HeadsRecipe, batch: Batch, steps: int) -> None:

@@ -61,6 +61,10 @@ class Network(OuterNetwork, Protocol):
 class TreeNetwork(Protocol):
     """A network that runs a pass over token trees, from tokens to logits, in one call."""
 
+    @property
+    def forwards_trees(self) -> bool:
+        """Whether it can; some configurations are not supported."""
+
     def forward_tree(
         self,
         tree: TokenTree,

@@ -88,7 +88,7 @@ class DecoderRunner(Runner):
         self.cache = network.new_cache()
         self.vocab, self.context = network.config.vocab, network.config.context
         self._length: list[int] = []
-        self._tree_network = network if isinstance(network, TreeNetwork) else None
+        self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
 
     @property
     def backend(self) -> Backend:

@@ -197,6 +197,11 @@ class NativeDecoder:
         cap = self.config.logit_softcap
         return torch.tanh(out / cap) * cap if cap else out
 
+    @property
+    def forwards_trees(self) -> bool:
+        """Whether a pass over trees is one call; models with recurrent states need the pass's layout in Python."""
+        return not self.config.state_layers
+
     def forward_tree(
         self,
         tree: TokenTree,
