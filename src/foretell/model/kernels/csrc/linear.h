@@ -144,6 +144,8 @@ struct Blocks {
   int size(int b, int first) const { return (tokens - first + count - b - 1) / (count - b); }
 };
 
+constexpr int kPageBytes = 4096;
+
 // y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks. Two
 // blocks prefetch half of the next panel's lines each (after the last panel: those of the next layer's first panel).
 template <class P>
@@ -151,7 +153,9 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
                     const Team& team) {
   const size_t size = panel_words(w);
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
-  const Blocks blocks(tokens, P::kMaxTokens);
+  // Quantised panels are fetched sooner by two small blocks than by one large block.
+  const bool halves = !P::kPrefetchesAhead && tokens > 3 && tokens <= P::kMaxTokens;
+  const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
   auto pick = pick_tile<P, Prefetch::kHalf>;
   if constexpr (P::kPrefetchesAhead)
     if (tokens > P::kFewTokens)
@@ -163,7 +167,12 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
     for (int b = 0, t = 0; b < blocks.count; ++b) {
       const int count = blocks.size(b, t);
       for (int i = 0; i < 2 * count; ++i) out[i] = Float{};
-      pick(count)(panel, x.words + t * x.stride, x.stride, w.in, (const char*)next + 64 * b, out);
+      const char* soon = (const char*)next + 64 * b;
+      if constexpr (!P::kPrefetchesAhead) {  // half of the lines: a page ahead, or those of the next panel
+        if (blocks.count == 1) soon = (const char*)panel + kPageBytes;
+        if (b > 1) soon = (const char*)panel;
+      }
+      pick(count)(panel, x.words + t * x.stride, x.stride, w.in, soon, out);
       for (int i = 0; i < count; ++i) apply_epilogue(output, w, out + 2 * i, p, t + i);
       t += count;
     }

@@ -335,8 +335,8 @@ struct QuantizedProduct {
 
   // Adds to out[2 * t], out[2 * t + 1]: the panel's 32 outputs for token t.
   template <int T, Prefetch>
-  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char*, Float* out) {
-    unrolled(panel, x, stride, in, out, std::make_index_sequence<T>());
+  static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
+    unrolled(panel, x, stride, in, next, out, std::make_index_sequence<T>());
   }
 
   // The step of a group's sums for one token; `number`: word of its activations that the offset is multiplied with.
@@ -348,12 +348,11 @@ struct QuantizedProduct {
 
  private:
   template <size_t... T>
-  static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, Float* out,
+  static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
                        std::index_sequence<T...>) {
     Float acc[] = {out[2*T]..., out[2*T+1]...};
-    for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
-      for (int line = 0; line < K::kWords; line += 2 * kLanes)  // half of the lines one page ahead
-        __builtin_prefetch(panel + 1024 + line, 0, 2);
+    for (int first = 0; first < in; first += K::kInputs, panel += K::kWords, next += 4 * K::kWords) {
+      for (int line = 0; line < K::kWords; line += 2 * kLanes) __builtin_prefetch(next + 4 * line, 0, 2);
       for (int group = 0; group < K::kInputs / kGroupInputs; ++group, x += Int8Blocks::kRowWords) {
         const Group low = K::read(panel, group, 0), high = K::read(panel, group, 1);
         constexpr int kParts = K::kTwoScales ? 2 : 1, kWords = kGroupWords / kParts;
