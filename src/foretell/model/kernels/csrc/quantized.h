@@ -351,9 +351,10 @@ struct QuantizedProduct {
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
                        std::index_sequence<T...>) {
     Float acc[] = {out[2*T]..., out[2*T+1]...};
-    for (int first = 0; first < in; first += K::kInputs, panel += K::kWords, next += 4 * K::kWords) {
-      for (int line = 0; line < K::kWords; line += 2 * kLanes) __builtin_prefetch(next + 4 * line, 0, 2);
-      for (int group = 0; group < K::kInputs / kGroupInputs; ++group, x += Int8Blocks::kRowWords) {
+    constexpr int kGroups = K::kInputs / kGroupInputs, kPrefetched = K::kWords / kGroups;  // words per group
+    for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
+      for (int group = 0; group < kGroups; ++group, x += Int8Blocks::kRowWords, next += 4 * kPrefetched) {
+        for (int line = 0; line < kPrefetched; line += 2 * kLanes) __builtin_prefetch(next + 4 * line, 0, 2);
         const Group low = K::read(panel, group, 0), high = K::read(panel, group, 1);
         constexpr int kParts = K::kTwoScales ? 2 : 1, kWords = kGroupWords / kParts;
         for (int part = 0; part < kParts; ++part) {
