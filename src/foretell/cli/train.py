@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 app = typer.Typer(pretty_exceptions_enable=False)
 _DEFAULTS = TrainingSettings(recipe="", model="", data=(), out="")
 """Defaults of options."""
+_BARRIER_SECONDS = 0.2
+"""Time for another thread to free a barrier."""
 
 
 @app.command()
@@ -158,6 +160,10 @@ def run(settings: TrainingSettings, command: str) -> None:
         )  # fmt: skip
     # A process that exits before its process group is destroyed may abort others that still write.
     accelerator.wait_for_everyone()
+    # A thread of Gloo takes the GIL to free the last barrier. Destroying the group waits for that thread with the GIL
+    # held, so the thread must be done by then.
+    if accelerator.num_processes > 1:
+        time.sleep(_BARRIER_SECONDS)
     accelerator.end_training()
 
 
