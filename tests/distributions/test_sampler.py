@@ -16,6 +16,7 @@ from foretell.distributions.sampler import kept_tokens, sample
 from foretell.model import kernels
 from foretell.model.kernels import build
 from helpers import gumbel_max, p_value, process
+from kernel_builds import other_build
 
 INFINITE = float("inf")
 parameters = st.builds(
@@ -96,7 +97,7 @@ def test_kernels_and_torch_agree_alone_and_in_batches(
 def test_portable_kernels_sample_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, sampling = random_logits(8, 5000, 3, "normal"), [SamplingParams(0.7, top_p=0.9), SamplingParams(1.0)] * 4
     found = sample(x, range(8), sampling, range(8))
-    plain = build.build(["-DFORETELL_PORTABLE"]).library
+    plain = other_build("portable")
     monkeypatch.setattr(build, "library", lambda: plain)
     assert sample(x, range(8), sampling, range(8)) == found
 
