@@ -7,7 +7,7 @@ import torch
 from foretell.load import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import GGUFWeights, gguf_config
-from foretell.model.stored_matrix import StoredMatrix, widen_rows
+from foretell.model.stored_matrix import StoredMatrix
 
 
 def test_matrices_of_a_gguf_file_widen_to_its_tensors() -> None:
@@ -32,7 +32,7 @@ def test_float_matrices_keep_their_dtype_and_rows_are_stacked() -> None:
     a, b = torch.randn(4, 6).bfloat16(), torch.randn(2, 6).bfloat16()
     stored = [StoredMatrix.of(a), StoredMatrix.of(b)]
     assert [m.kind for m in stored] == ["BF16", "BF16"] and not stored[0].quantized
-    assert torch.equal(widen_rows(stored), torch.cat([a, b]))
+    assert torch.equal(torch.cat([m.widen() for m in stored]), torch.cat([a, b]))
     assert torch.equal(stored[0].rows(torch.tensor([3, 1])).widen(), a[[3, 1]])
 
 

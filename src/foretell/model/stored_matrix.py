@@ -1,6 +1,5 @@
 """Matrices as their checkpoint stores them: rows of quantised blocks, or of floats. They are widened on request."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,11 +91,6 @@ def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
     scale, zero = (blocks[:, i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
     levels = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1).astype(np.float32)
     return torch.from_numpy((scale * (levels - zero)).reshape(len(data), -1))
-
-
-def widen_rows(parts: Sequence[StoredMatrix]) -> Float[torch.Tensor, "o i"]:
-    """Matrices of the same inputs, one below the other; in the common dtype of their numbers."""
-    return torch.cat([part.widen() for part in parts])
 
 
 Matrix = torch.Tensor | StoredMatrix
