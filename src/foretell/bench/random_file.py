@@ -14,6 +14,7 @@ from foretell.load import DEFAULT_MODEL, resolve_reference
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.stored_matrix import BLOCKS, Kind
+from foretell.quantize.gguf_metadata import write_sizes
 from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
 
@@ -72,15 +73,7 @@ def _write(target: Path, config: ModelConfig, kind: Kind) -> None:
             writer.add_uint32(name, value)
         else:
             writer.add_string(name, value)
-    writer.add_vocab_size(vocab)
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.hidden)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.ffn)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    write_sizes(writer, config, vocab)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta if config.rope else 1e4)
     writer.add_layer_norm_rms_eps(_NORM)

@@ -53,19 +53,24 @@ def write_metadata(
     if part is not None:
         raise ValueError(f"{name}: {part} cannot be described in a GGUF file; write a directory")
     writer.add_name(name)
-    writer.add_vocab_size(c.vocab)
-    writer.add_context_length(c.context)
-    writer.add_embedding_length(c.hidden)
-    writer.add_block_count(c.layers)
-    writer.add_feed_forward_length(c.ffn)
-    writer.add_head_count(c.heads)
-    writer.add_head_count_kv(c.kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
+    write_sizes(writer, c, c.vocab)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     divisors = _write_rope(writer, c, name)
     _write_tokenizer(writer, c, codec, eos, name)
     return divisors
+
+
+def write_sizes(writer: Any, config: ModelConfig, vocab: int) -> None:
+    """Write the sizes of a model; `vocab`: that of its tokenizer, padding included."""
+    writer.add_vocab_size(vocab)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.ffn)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
 
 
 def _write_rope(writer: Any, c: ModelConfig, name: str) -> Sequence[float]:
