@@ -1,6 +1,7 @@
 """The decoder against transformers: equal logits from the same checkpoint, for chains in chunks and for trees."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,12 @@ def random_parents(nodes: int, seed: int) -> list[int]:
     return [-1, *(int(generator.integers(0, node)) for node in range(1, nodes))]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    oracle = oracle_of(name)
-    oracle.save_pretrained(tmp_path)
-    runner, text = DecoderRunner(read(tmp_path)), random_tokens(40, SIZES["vocab_size"])
+def check_logits(decoder: Decoder, oracle: Any, chunks: Sequence[int]) -> None:
+    """Logits of chunks of a text, and of a tree after it, are those of transformers."""
+    runner, text = DecoderRunner(decoder), random_tokens(sum(chunks), SIZES["vocab_size"])
     wanted, at = oracle_logits(oracle, text), 0
     assert wanted.std() > 0.3
-    for size in (7, 1, 20, 12):
+    for size in chunks:
         found = runner.forward([0], chain_tree(text[at : at + size])).logits
         torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=1e-4)
         runner.commit(0, range(size))
@@ -128,3 +127,10 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     for node in range(14):
         path = [tokens[i] for i in tree.ancestors(0, node)]
         torch.testing.assert_close(found[node], oracle_logits(oracle, [*text, *path])[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    oracle = oracle_of(name)
+    oracle.save_pretrained(tmp_path)
+    check_logits(read(tmp_path), oracle, (7, 1, 20, 12))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_decoder import SIZES, random_parents, read
+from test_decoder import SIZES, check_logits, random_parents, read
 from test_packed_cache import FileWeights, model_file
 
 from foretell.accept import Match
@@ -36,7 +36,7 @@ from foretell.model.state_store import LayerStates, StateStore
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder
-from helpers import VOCAB, all_logits, chain_tree, of_catalogue, oracle_logits, random_tokens, speculator
+from helpers import VOCAB, all_logits, chain_tree, of_catalogue, random_tokens, speculator
 
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -104,20 +104,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 @every_model
 def test_logits_equal_those_of_transformers(name: str) -> None:
-    runner, text = DecoderRunner(decoder_of(name)), random_tokens(40, SIZES["vocab_size"])
-    wanted, at = oracle_logits(oracle_of(name), text), 0
-    assert wanted.std() > 0.3
-    for size in (7, 1, 1, 19, 12):
-        found = runner.forward([0], chain_tree(text[at : at + size])).logits
-        torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=1e-4)
-        runner.commit(0, range(size))
-        at += size
-    tokens, parents = random_tokens(14, 61, seed=3), random_parents(14, seed=4)
-    tree = tree_from_lists([tokens], [parents])
-    found = runner.forward([0], tree).logits
-    for node in range(14):
-        path = [tokens[i] for i in tree.ancestors(0, node)]
-        torch.testing.assert_close(found[node], oracle_logits(oracle_of(name), [*text, *path])[-1], rtol=0, atol=1e-4)
+    check_logits(decoder_of(name), oracle_of(name), (7, 1, 1, 19, 12))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite"])
