@@ -6,7 +6,7 @@ with the same operations, in the same order, as if the path had been read token 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -35,6 +35,8 @@ class StateStore(Cache):
     Reading a token changes S to `decay * S + key * value^T`, where the value may depend on S (`LayerStates.recur`).
     Numbers are float32 or wider, whatever the dtype of the weights: states in bfloat16 drift.
     """
+
+    any_length = False
 
     def __init__(self, layers: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
         s = self.shape = shape
@@ -113,6 +115,11 @@ class StateStore(Cache):
         if length == 0 and row < self.rows:
             self._rows[row] = _Row()
             self.inputs[:, row], self.state[:, row] = 0, 0
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the states of row `source`, which stand after `length` tokens, to row `target`."""
+        self._rows[target] = replace(self._rows[source])
+        self.inputs[:, target], self.state[:, target] = self.inputs[:, source], self.state[:, source]
 
     def pass_states(self, layout: Layout) -> "PassStates":
         """Access to the states for the tokens of a pass that `begin` announced."""
