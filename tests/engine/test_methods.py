@@ -63,10 +63,9 @@ class CountingRunner(DecoderRunner):
         return super().forward(rows, tree, **more)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_requests_of_all_methods_share_a_pass_and_each_gets_the_text_it_gets_alone(temperature: float) -> None:
+def test_requests_of_all_methods_share_a_pass_and_each_gets_the_text_it_gets_alone() -> None:
     requests = [
-        Request(random_tokens(5 + 3 * i, seed=i), SamplingParams(temperature, seed=i), 9) for i in range(len(MIXED))
+        Request(random_tokens(5 + 3 * i, seed=i), SamplingParams(i % 3 / 2, seed=i), 9) for i in range(len(MIXED))
     ]
     runner = CountingRunner(target())
     engine, steps = Engine(runner, PLAIN, rows=len(MIXED) - 3, chunk=32), 0
@@ -83,9 +82,9 @@ def test_requests_of_all_methods_share_a_pass_and_each_gets_the_text_it_gets_alo
     assert [found[n] for n in numbers] == tokens(alone)
     assert runner.passes == steps
     expected = [naive(target(), r) for r in requests]
-    for name, got, wanted in zip(MIXED, tokens(alone), expected, strict=True):
-        if variant(name).same_seed or (variant(name).lossless and not temperature):
-            assert got == wanted, name
+    for i, name in enumerate(MIXED):
+        if variant(name).same_seed or (variant(name).lossless and not requests[i].sampling_params.temperature):
+            assert list(alone[i].tokens) == expected[i], name
 
 
 @kernels_only
@@ -256,7 +255,7 @@ def test_switches_of_wrong_types_are_refused(values: dict[str, object], words: s
 
 # Prefixes shared between rows.
 
-COPYING = ("autoregressive", "ngram", "eagle3", "draft_model", "hybrid_model", "phrases", "medusa", "cascade", "online")
+COPYING = ("autoregressive", "eagle3", "draft_model", "hybrid_model", "phrases", "cascade")
 
 
 @pytest.mark.parametrize("name", COPYING)
