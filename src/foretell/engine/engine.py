@@ -339,7 +339,7 @@ class Engine:
         self._admit()
         scheduled = self._schedule()
         failed, self._failed_methods = self._failed_methods, set()
-        together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed}
+        together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed} if failed else scheduled
         updates = list[Update]()
         while len(together) > 1:
             try:
@@ -455,7 +455,7 @@ class Engine:
             sampling_params=tuple(r.request.sampling_params for r in running),
             rngs=tuple(r.rng for r in running),
             max_depth=np.array([r.remaining_tokens - 1 for r in running]),
-            max_drafts=tuple(limits) if any(limit is not None for limit in limits) else (),
+            max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
         )
 
     def _commit(
