@@ -385,7 +385,7 @@ class Attention {
         float* sums[kTileQueries];
         for (int q = 0; q < count; ++q)
           some[q] = rows.words + (i + q) * rows.stride, sums[q] = out.first + (i + q) * out.stride;
-        column_product<C>(count, blocks)({keys, kLanes, apart}, 0, words_, some, sums, ahead);
+        column_product<C>(count, blocks)({keys, kLanes, apart}, words_, some, sums, ahead);
       }
     }
     for (int i = 0; i < queries; ++i) cache_.scale_scores(at, block, blocks, out.first + i * out.stride);
@@ -476,7 +476,6 @@ class Attention {
     const int slot = chunk * kChunk + from;
     const char* ahead = cache_.keys_at(at, slot / kChunk * kChunk + kChunk);
     const uint32_t* values = cache_.value_words(at, slot, most - from, words_of(team), ahead);
-    values -= (size_t)from / C::kDepth * m_.head_dim;
     for (int i = 0; i < count; i += queries_per_mix())
       mix_some(at, values, chunk, from, queries + i, std::min(queries_per_mix(), count - i),
                i || cache_.scales_values() ? nullptr : ahead);
@@ -487,13 +486,13 @@ class Attention {
     int shared = kChunk;
     const uint32_t* weights[kTileQueries];
     for (int q = 0; q < count; ++q)
-      shared = std::min(shared, queries[q].range.shared), weights[q] = queries[q].weights;
-    const int begin = from / C::kDepth, end = std::max(begin, shared / C::kDepth);
+      shared = std::min(shared, queries[q].range.shared), weights[q] = queries[q].weights + from / C::kDepth;
+    const int begin = from / C::kDepth, end = std::max(begin, shared / C::kDepth);  // words that all queries share
     for (int first = 0; first < m_.head_dim; first += kTileBlocks * kLanes) {
       const int vectors = std::min(kTileBlocks, (m_.head_dim - first) / kLanes);
       float* mixed[kTileQueries];
       for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
-      column_product<C>(count, vectors)({values + first, (size_t)m_.head_dim, kLanes}, begin, end, weights, mixed,
+      column_product<C>(count, vectors)({values + first, (size_t)m_.head_dim, kLanes}, end - begin, weights, mixed,
                                         first ? nullptr : ahead);
     }
     for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots

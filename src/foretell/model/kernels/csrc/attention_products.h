@@ -20,17 +20,17 @@ struct Columns {
 constexpr int kTileBlocks = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
 constexpr int kTileQueries = kAccumulators / kTileBlocks;
 
-// Products of Q rows with V vectors, over words from .. to - 1 in this order: out[q] receives 16 * V sums. Meanwhile as
-// many bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
+// Products of Q rows of some words with V vectors, summed from the first word to the last: out[q] receives 16 * V sums.
+// Meanwhile as many bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
 template <class C, int Q, int V>
-void multiply_columns(const Columns& columns, int from, int to, const uint32_t* const* rows, float* const* out,
+void multiply_columns(const Columns& columns, int words, const uint32_t* const* rows, float* const* out,
                       const char* ahead) {
   const size_t step = columns.step, apart = columns.apart;
   Float sums[Q][V] = {};
-  for (int w = from; w < to; ++w) {
+  for (int w = 0; w < words; ++w) {
     Word column[V];
     if (ahead)
-      for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * ((size_t)(w - from) * V + v), 0, 2);
+      for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * ((size_t)w * V + v), 0, 2);
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) column[v] = load<Word>(columns.words + (size_t)w * step + v * apart);
 #pragma GCC unroll 8
@@ -44,7 +44,7 @@ void multiply_columns(const Columns& columns, int from, int to, const uint32_t* 
     for (int v = 0; v < V; ++v) store(out[q] + v * kLanes, sums[q][v]);
 }
 
-using ColumnProduct = void (*)(const Columns&, int, int, const uint32_t* const*, float* const*, const char*);
+using ColumnProduct = void (*)(const Columns&, int, const uint32_t* const*, float* const*, const char*);
 
 template <class C, size_t... I>
 ColumnProduct column_product_of(int rows, int vectors, std::index_sequence<I...>) {

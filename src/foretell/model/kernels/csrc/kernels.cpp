@@ -3,7 +3,7 @@
 // All kernels are batch-invariant: what is computed for a token does not depend on the other tokens of the call. Every
 // sum over an inner dimension runs in one fixed order, with the same instructions for every number of tokens, and
 // attention visits a token's keys in sequence order, whatever their cache slots. So a token verified in a tree gets bit
-// for bit the result of decoding it alone. For the same reason multiply-adds are explicit (`fma` in vectors.h), and the
+// for bit the result of decoding it alone. For the same reason multiply-adds are explicit (`fma` in registers.h), and the
 // kernels must be compiled with -ffp-contract=off.
 //
 // Matrix products read 32-bit *words*: one float32, two bfloat16 or four int8 numbers. Weights are packed into panels
@@ -46,9 +46,8 @@ void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width
 
 // A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
 // layers that `hidden_layers` names, ascending; the last of them is the embeddings, and receives the output of the
-// last layer. normed: receives the final norm
-// of that output, [tokens, hidden], or, where `norm_scored_only` is set, [scored, hidden]. logits [scored, outputs of
-// the head]. Returns as foretell_stack, or -2: a token does not exist.
+// last layer. normed: receives the final norm of that output, [tokens, hidden], or, where `norm_scored_only` is set,
+// [scored, hidden]. logits [scored, outputs of the head]. Returns as foretell_stack.
 int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Weight* head,
                            int32_t width, const float* norm, const TreePass* pass,
                            const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
