@@ -4,11 +4,12 @@
 // 2, TDPBF16PS and TDPBSUD). This code has not run on a processor with AMX yet: what it computes is tested with
 // `TileModel`, which does what the manual says, number by number.
 //
-// A panel's words are B tiles as they lie in memory: a row of a tile holds one word of the input of 16 outputs. Rows of
-// activations are the rows of A tiles. A token's sums do not depend on the other rows of its tile, and bfloat16
-// products use tiles for every number of tokens, so that a token's numbers do not depend on its company. They differ
-// from those of processors without AMX: a tile instruction sums 32 inputs, even and odd ones apart, before it adds
-// them. Integer products are exact: those of few tokens use no tiles.
+// A panel's words are B tiles as they lie in memory: a row of a tile holds one word of the input of 16 outputs. So are
+// blocks of keys and groups of values (attention_products.h). Rows of activations are the rows of A tiles. A token's
+// sums do not depend on the other rows of its tile, and bfloat16 products use tiles for every number of tokens, so that
+// a token's numbers do not depend on its company. They differ from those of processors without AMX: a tile instruction
+// sums 32 inputs, even and odd ones apart, before it adds them. Integer products are exact: those of few tokens use no
+// tiles.
 
 #pragma once
 

@@ -56,10 +56,10 @@ ColumnProduct column_product(int rows, int vectors) {
   return column_product_of<C>(rows, vectors, std::make_index_sequence<kTileQueries * kTileBlocks>());
 }
 
-// With AMX's tiles a row's sums are made of steps of 16 words (8, where a head's words are no multiple of 16): the
-// products of the lower numbers and those of the upper ones are summed apart, then added to the total. The number of
-// rows changes nothing: single queries use tiles too. A step that adds zeros leaves a sum as it is, provided that all
-// numbers are finite.
+// With AMX's tiles, which are used for bfloat16 words and every number of rows: a step is 16 words (8, where a head's
+// words are no multiple of 16). Its lower numbers and its upper ones are summed apart, and both are added to the total.
+// A step that adds zeros leaves a sum as it is, as long as all numbers are finite. Like all of amx.h, this has not run
+// on a processor with AMX yet.
 
 // Rows of sums, `stride` apart.
 struct Sums {

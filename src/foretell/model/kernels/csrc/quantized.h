@@ -50,8 +50,8 @@ inline void pack_halves(uint32_t* words, int output, const uint8_t* bytes) {
   pack_nibbles(words, output, [&](int k) { return (load_quad(bytes + 4 * (k % 4)) >> (k / 4 * 4)) & 0x0F0F0F0Fu; });
 }
 
-// Adds one more bit per level, from a word with a bit per input: bit 8 j + k belongs to input 4 k + j, so that one shift
-// and one mask give the bits of a word of levels.
+// Adds one more bit per level, from a word with a bit per input: bit 8 j + k belongs to input 4 k + j, so that a shift
+// and a mask give the bits of a word of levels.
 inline void add_bits(const uint32_t* p, int shift, Word* levels) {
   const Word bits = load<Word>(p);
   for (int k = 0; k < kGroupWords; ++k) {
