@@ -25,6 +25,7 @@ from test_kernels import (
 )
 from test_quantized_kernels import random_blocks
 
+from foretell.model.config import ModelConfig
 from foretell.model.kernels import (
     NativeLinear,
     NativeStack,
@@ -191,12 +192,12 @@ def test_attention_sums_in_the_order_of_the_instruction(
     assert error(other[pairs], expected[pairs]) > 0.03
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("config", [LONG, replace(LONG, cache_dtype="int8")], ids=["bfloat16", "int8 cache"])
 def test_attention_over_several_chunks_does_not_depend_on_company(
-    cache_dtype: str, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, model: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(model, monkeypatch)
-    config = replace(LONG, heads=3, kv_heads=1, cache_dtype=cache_dtype)
+    config = replace(config, heads=3, kv_heads=1)
     stack, x, threads = stack_of(config, "bfloat16"), tokens(264, config), torch.get_num_threads()
     expected = stack(x, chain(264, 0), cache_of(config, "bfloat16", slots=320), 0, 1)
     exact = replace(config, cache_dtype="auto")
