@@ -89,9 +89,9 @@ class ForwardPass {
                        {qkv_.get(), width, width, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
     const auto [from, to] = team.share(tokens_ * m_.heads);
-    for (int i = from; i < to; ++i)
-      for (int j = i * m_.head_dim; j < (i + 1) * m_.head_dim; j += kLanes)
-        store(inner_.get() + j, load<Float>(inner_.get() + j) * sigmoid(load<Float>(qkv_.get() + j)));
+    const size_t end = (size_t)to * m_.head_dim;
+    for (size_t i = (size_t)from * m_.head_dim; i < end; i += kLanes)
+      store(inner_.get() + i, load<Float>(inner_.get() + i) * sigmoid(load<Float>(qkv_.get() + i)));
   }
 
   // The recurrent state in place of attention.

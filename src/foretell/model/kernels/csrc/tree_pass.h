@@ -56,12 +56,19 @@ class TreeLayout {
   Layout layout_;
 };
 
-// Numbers the marked nodes of a pass consecutively, the others -1.
+// Numbers the marked nodes of a pass consecutively, the others -1; returns how many are marked.
 template <class Marked>
-void number_nodes(const TreePass& pass, const Marked& marked, int64_t* index) {
-  const int n = pass.requests * pass.nodes;
-  int64_t count = 0;
-  for (int i = 0; i < n; ++i) index[i] = marked(i) ? count++ : -1;
+int number_nodes(const TreePass& pass, const Marked& marked, int64_t* index) {
+  int count = 0;
+  for (int i = 0; i < pass.requests * pass.nodes; ++i) index[i] = marked(i) ? count++ : -1;
+  return count;
+}
+
+// Calls run(number among the tokens read, number among the scored ones) for every scored node.
+template <class Run>
+void each_scored(const TreePass& pass, const Run& run) {
+  for (int i = 0; i < pass.requests * pass.nodes; ++i)
+    if (pass.logit_index[i] >= 0) run((size_t)pass.hidden_index[i], (size_t)pass.logit_index[i]);
 }
 
 }  // namespace
