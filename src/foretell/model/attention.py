@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
+from foretell.model.attention_config import QueryScaling
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
@@ -24,12 +25,13 @@ class AttentionBackend(ABC):
         self,
         layer: int,
         q: Float[torch.Tensor, "*t h e"],
-        k: Float[torch.Tensor, "*t g e"],
-        v: Float[torch.Tensor, "*t g e"],
+        k: Float[torch.Tensor, "*t g e"] | None,
+        v: Float[torch.Tensor, "*t g e"] | None,
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "*t he"]:
         """Attention of the new queries of a layer over earlier keys and values and the new ones.
 
+        `k`, `v`: None in layers that read the keys and values of an earlier layer.
         `sinks`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
         """
 
@@ -61,17 +63,43 @@ class CachedAttention(AttentionBackend):
         self,
         layer: int,
         q: Float[torch.Tensor, "t h e"],
-        k: Float[torch.Tensor, "t g e"],
-        v: Float[torch.Tensor, "t g e"],
+        k: Float[torch.Tensor, "t g e"] | None,
+        v: Float[torch.Tensor, "t g e"] | None,
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
         c, padded = self._config, self._padded
         store, index = self._cache.store(layer)
         assert isinstance(store, KVCache)
-        store.write(index, padded.row, padded.slot, k, v)
-        q = q.to(store.dtype)
-        return padded_attention(q, index, store, padded, c.window_of(layer), c.scale, c.attention_softcap, sinks)
+        if k is not None and v is not None:
+            store.write(index, padded.row, padded.slot, k, v)
+        q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)
+        mask = padded.window_mask(c.window_of(layer), c.chunked)
+        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks)
+
+
+def own_keys(k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a layer that has its own.
+
+    Raises:
+        ValueError: it reads those of an earlier layer.
+    """
+    if k is None or v is None:
+        raise ValueError("layers that share keys and values are not supported in training: only in decoding")
+    return k, v
+
+
+def query_factors(scaling: QueryScaling, position: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t"]:
+    """The factor on the queries at these positions."""
+    steps = torch.div(position + scaling.offset, scaling.interval, rounding_mode="floor")
+    return 1 + scaling.factor * torch.log1p(steps.float())
+
+
+def scale_queries(
+    q: Float[torch.Tensor, "*t h e"], position: Int[torch.Tensor, "*t"], scaling: QueryScaling | None
+) -> Float[torch.Tensor, "*t h e"]:
+    """Queries times the factors of their positions; None: as they are."""
+    return q if scaling is None else q * query_factors(scaling, position)[..., None, None].to(q.dtype)
 
 
 def padded_attention(
@@ -79,19 +107,21 @@ def padded_attention(
     layer: int,
     cache: KVCache,
     padded: PaddedLayout,
-    window: int,
+    mask: Bool[torch.Tensor, "b n s"],
     scale: float,
     softcap: float,
     sinks: Float[torch.Tensor, " h"] | None = None,
 ) -> Float[torch.Tensor, "t hd"]:
-    """Grouped-query softmax attention; the heads of a group become further queries, so that keys are read once."""
+    """Grouped-query softmax attention over the slots that the mask allows; the heads of a group become further queries,
+    so that keys are read once.
+    """
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
     k, v = cache.read(layer, padded.cache_rows, s)
     kv = k.shape[1]
     group = heads // kv
     folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)
-    mask = padded.window_mask(window)[:, None, None].expand(b, 1, group, n, s).reshape(b, 1, group * n, s)
+    mask = mask[:, None, None].expand(b, 1, group, n, s).reshape(b, 1, group * n, s)
     if sinks is not None:
         sinks = sinks.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
     out = masked_attention(folded, k, v, mask, scale, softcap, sinks)

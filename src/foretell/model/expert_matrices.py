@@ -35,3 +35,5 @@ class ExpertMatrices:
     """Added to the router's scores where experts are chosen, but not to their weights."""
     shared: GatedMatrices | None = None
     shared_gate: Float[Tensor, "1 d"] | None = None
+    expert_scale: Float[Tensor, " e"] | None = None
+    """A factor on the weights of each expert."""

@@ -11,7 +11,7 @@ from foretell.model.rope_config import RopeConfig
 
 _EMPTY_RANGE = 0.001
 """Width, in dimensions, of an empty YaRN range: avoids a division by zero (as in transformers)."""
-RopeTables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
+RopeTables = tuple[Float[torch.Tensor, "context _"], Float[torch.Tensor, "context _"]]
 RopeAngles = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of every token's angles, `[*t, 1, half]` each."""
 

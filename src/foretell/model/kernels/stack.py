@@ -166,6 +166,8 @@ class NativeStack:
         """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
         plain = not (config.latent or config.learned_positions or config.parallel_blocks)
         plain = plain and (config.state is None or supports_states(config.state))
+        plain = plain and not (config.layer_inputs or config.kv_layers or config.local_head_dim or config.layer_scales)
+        plain = plain and not (config.chunked or config.query_scaling or config.unit_qk_norm or config.value_norm)
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
             plain = plain and config.residual_scale == 1
