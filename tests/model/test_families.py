@@ -2,6 +2,7 @@
 and by trees.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,18 +11,31 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_decoder import SIZES, YARN, check_logits, read
+from test_decoder import SIZES as SMALL
+from test_decoder import YARN, check_logits, random_parents, read
 
+from foretell.core.tree import tree_from_lists
+from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
+from foretell.model.kernels import available
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.structures import Precision
+from foretell.model.load.native import load_native
+from foretell.model.load.weights import SafetensorsWeights
+from foretell.model.runner import DecoderRunner
+from helpers import chain_tree, random_tokens
 
+needs_kernels = pytest.mark.skipif(not available(), reason="the kernels are not available here")
+
+SIZES = SMALL | {"hidden_size": 64}
 S, F = "sliding_attention", "full_attention"
 GEMMA: dict[str, Any] = {
-    "num_hidden_layers": 7, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8,
+    "num_hidden_layers": 7, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
     "layer_types": [S, S, F, S, F, S, F], "vocab_size_per_layer_input": 61, "pad_token_id": 0,
 }  # fmt: skip
 NO_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 3, "layer_types": [S, F, F]}
 LLAMA4: dict[str, Any] = {
-    "num_hidden_layers": 4, "head_dim": 8, "intermediate_size_mlp": 40, "num_local_experts": 3, "floor_scale": 4,
+    "num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 40, "num_local_experts": 3, "floor_scale": 4,
     "attention_chunk_size": 8, "interleave_moe_layer_step": 2,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,9 +49,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4 two experts": ("Llama4TextConfig", LLAMA4 | {"num_experts_per_tok": 2, "moe_layers": [0, 3],
     "use_qk_norm": False, "attention_bias": True, "no_rope_layers": [0, 1, 1, 0]}),
     "llama4 dense": ("Llama4TextConfig", LLAMA4 | {"moe_layers": [], "attn_temperature_tuning": False}),
-    "ministral3": ("Ministral3Config", {"head_dim": 8, "pad_token_id": 0, "rope_parameters": YARN | {
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": YARN | {
     "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
-    "ministral3 window": ("Ministral3Config", {"head_dim": 8, "pad_token_id": 0, "sliding_window": 8}),
+    "ministral3 window": ("Ministral3Config", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 8}),
 }  # fmt: skip
 
 
@@ -56,12 +70,59 @@ def oracle_of(name: str) -> Any:
 
 
 @cache
-def decoder_of(name: str) -> Decoder:
+def folder_of(name: str) -> Path:
     folder = Path(mkdtemp(prefix="foretell-family-"))
     oracle_of(name).save_pretrained(folder)
-    return read(folder)
+    return folder
+
+
+@cache
+def decoder_of(name: str) -> Decoder:
+    return read(folder_of(name))
+
+
+@cache
+def native_of(name: str, precision: Precision) -> NativeDecoder:
+    config = from_hf(json.loads((folder_of(name) / "config.json").read_text()))
+    return load_native(config, SafetensorsWeights(folder_of(name)), precision)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_transformers(name: str) -> None:
     check_logits(decoder_of(name), oracle_of(name), (7, 1, 1, 19, 12))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernels_give_the_logits_of_transformers(name: str) -> None:
+    check_logits(native_of(name, "float32"), oracle_of(name), (7, 1, 1, 19, 12), atol=3e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["gemma4 shared", "gemma4 experts", "llama4 two experts", "ministral3"])
+def test_the_kernels_give_every_token_the_same_bits_in_trees_chunks_and_batches(
+    name: str, precision: Precision
+) -> None:
+    network, text = native_of(name, precision), random_tokens(30, SIZES["vocab_size"])
+    runner, alone, ends = DecoderRunner(network), DecoderRunner(network), list[torch.Tensor]()
+    for row, chunk in ((0, 30), (2, 1), (1, 7)):
+        for at in range(0, len(text), chunk):
+            logits = runner.forward([row], chain_tree(text[at : at + chunk])).logits
+            runner.commit(row, range(len(logits)))
+        ends.append(logits[-1])
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    tokens, parents = random_tokens(12, SIZES["vocab_size"], seed=3), random_parents(12, seed=1)
+    tree = tree_from_lists([tokens] * 3, [parents] * 3)
+    found = runner.forward([2, 0, 1], tree).logits.view(3, 12, -1)
+    alone.forward([0], chain_tree(text))
+    alone.commit(0, range(30))
+    for node in range(12):
+        alone.truncate(0, 30)
+        for step in tree.ancestors(0, node):
+            logits = alone.forward([0], chain_tree([tokens[step]])).logits
+            alone.commit(0, [0])
+        assert all(torch.equal(found[row, node], logits[0]) for row in range(3))
+    runner.commit(1, tree.ancestors(0, 11))
+    after = runner.forward([1], chain_tree([5])).logits
+    assert torch.equal(after, alone.forward([0], chain_tree([5])).logits)
