@@ -291,7 +291,8 @@ class NativeStack:
         """
         if invalid < 0:
             return
-        where = ", ".join(f"{f.name} {getattr(layout, f.name)[invalid]}" for f in fields(layout))
+        columns = {f.name: getattr(layout, f.name) for f in fields(layout)}
+        where = ", ".join(f"{name} {column[invalid]}" for name, column in columns.items() if column is not None)
         size = f"{cache.rows} rows of {cache.slots} slots and {self.model.context} positions"
         raise ValueError(
             f"token {invalid} of the layout has no visible slot or lies outside the cache of {size}: {where}"
