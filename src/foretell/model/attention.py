@@ -25,15 +25,24 @@ class AttentionBackend(ABC):
         self,
         layer: int,
         q: Float[torch.Tensor, "*t h e"],
-        k: Float[torch.Tensor, "*t g e"] | None,
-        v: Float[torch.Tensor, "*t g e"] | None,
+        k: Float[torch.Tensor, "*t g e"],
+        v: Float[torch.Tensor, "*t g e"],
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "*t he"]:
         """Attention of the new queries of a layer over earlier keys and values and the new ones.
 
-        `k`, `v`: None in layers that read the keys and values of an earlier layer.
         `sinks`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
         """
+
+    def attend_shared(
+        self, layer: int, q: Float[torch.Tensor, "*t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+    ) -> Float[torch.Tensor, "*t he"]:
+        """Attention of a layer that reads the keys and values of an earlier one.
+
+        Raises:
+            ValueError: it is not supported here.
+        """
+        raise ValueError("layers that share keys and values are not supported in training: only in decoding")
 
     def states(self, layer: int) -> LayerStates:
         """The recurrent states of a layer.
@@ -63,30 +72,28 @@ class CachedAttention(AttentionBackend):
         self,
         layer: int,
         q: Float[torch.Tensor, "t h e"],
-        k: Float[torch.Tensor, "t g e"] | None,
-        v: Float[torch.Tensor, "t g e"] | None,
+        k: Float[torch.Tensor, "t g e"],
+        v: Float[torch.Tensor, "t g e"],
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
-        c, padded = self._config, self._padded
-        store, index = self._cache.store(layer)
-        assert isinstance(store, KVCache)
-        if k is not None and v is not None:
-            store.write(index, padded.row, padded.slot, k, v)
+        store, index = self._store(layer)
+        store.write(index, self._padded.row, self._padded.slot, k, v)
+        return self.attend_shared(layer, q, sinks)
+
+    def attend_shared(
+        self, layer: int, q: Float[torch.Tensor, "t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+    ) -> Float[torch.Tensor, "t he"]:
+        """Attend to the slots that the layout makes visible."""
+        c, padded, (store, index) = self._config, self._padded, self._store(layer)
         q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)
         mask = padded.window_mask(c.window_of(layer), c.chunked)
         return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks)
 
-
-def own_keys(k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a layer that has its own.
-
-    Raises:
-        ValueError: it reads those of an earlier layer.
-    """
-    if k is None or v is None:
-        raise ValueError("layers that share keys and values are not supported in training: only in decoding")
-    return k, v
+    def _store(self, layer: int) -> tuple[KVCache, int]:
+        store, index = self._cache.store(layer)
+        assert isinstance(store, KVCache)
+        return store, index
 
 
 def query_factors(scaling: QueryScaling, position: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t"]:

@@ -114,9 +114,18 @@ class DecoderLayer(nn.Module, ABC):
     def layer_modules(self) -> LayerModules:
         """Its modules."""
 
-    def project(self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles | None) -> Projected:
-        """Rotated queries, rotated keys, and values from the input of the attention; None: an earlier layer's."""
-        return self._rotated(self.layer_modules.qkv(x), sizes, angles)
+    def project(
+        self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles | None
+    ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
+        """Rotated queries, rotated keys, and values from the input of the attention.
+
+        Raises:
+            ValueError: the layer reads the keys and values of an earlier one.
+        """
+        q, k, v = self._rotated(self.layer_modules.qkv(x), sizes, angles)
+        if k is None or v is None:
+            raise ValueError("layers that share keys and values are not supported in training: only in decoding")
+        return q, k, v
 
     def _rotated(
         self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles | None
@@ -151,7 +160,11 @@ class DecoderLayer(nn.Module, ABC):
         if p.mixer is not None:
             mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
         else:
-            mixed = self.merge_heads(attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks))
+            q, k, v = self._rotated(projected, sizes, angles)
+            if k is None or v is None:
+                mixed = attention.attend_shared(layer, q, p.sinks)
+            else:
+                mixed = self.merge_heads(attention.attend(layer, q, k, v, p.sinks))
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)

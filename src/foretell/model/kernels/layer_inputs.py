@@ -19,6 +19,8 @@ class NativeLayerInputs:
     projection: NativeLinear
     norm: Float[torch.Tensor, " w"]
     eps: float
+    mapped: bool = False
+    """Whether the table is a view of a file, of which a pass reads a few rows."""
 
     def __call__(
         self, token: Int[torch.Tensor, " t"], embedded: Float[torch.Tensor, "t d"]
@@ -33,5 +35,5 @@ class NativeLayerInputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
-        return int(self.table.nbytes + self.projection.nbytes + self.norm.nbytes)
+        """Bytes that it holds beside the file."""
+        return int((0 if self.mapped else self.table.nbytes) + self.projection.nbytes + self.norm.nbytes)

@@ -235,11 +235,13 @@ def _read_layer_inputs(config: ModelConfig, weights: Weights, precision: Precisi
     """The table of per-layer inputs, in a mapped file a view of it, and their projection, which is packed anew."""
     vocab, total, width = layer_inputs_sizes(config)
     table, dtype = weights.matrix(LAYER_INPUTS_TABLE, vocab, total), weight_dtype(precision)
+    mapped = weights.maps(LAYER_INPUTS_TABLE)
     return NativeLayerInputs(
-        NativeEmbedding(table if weights.maps(LAYER_INPUTS_TABLE) else table.rounded(dtype), dtype, 1.0),
+        NativeEmbedding(table if mapped else table.rounded(dtype), dtype, 1.0),
         NativeLinear(weights.matrix(LAYER_INPUTS_PROJECTION, total, config.hidden), None, precision),
         weights.require(LAYER_INPUTS_NORM, width).float() + config.norm_offset,
         config.norm_eps,
+        mapped,
     )
 
 

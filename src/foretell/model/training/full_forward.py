@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import nn
 
-from foretell.model.attention import AttentionBackend, masked_attention, own_keys, scale_queries
+from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.rope import RopeTables, rope_angles
@@ -48,15 +48,14 @@ class CausalAttention(AttentionBackend):
         self,
         layer: int,
         q: Float[torch.Tensor, "b s h e"],
-        k: Float[torch.Tensor, "b s g e"] | None,
-        v: Float[torch.Tensor, "b s g e"] | None,
+        k: Float[torch.Tensor, "b s g e"],
+        v: Float[torch.Tensor, "b s g e"],
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b s he"]:
         """Every position attends to itself and earlier ones."""
         c, window, s = self._config, self._config.window_of(layer), q.shape[1]
-        keys, values = own_keys(k, v)
         q = scale_queries(q, torch.arange(s, device=q.device).expand(len(q), s), c.query_scaling_of(layer))
-        q, k, v = (part.transpose(1, 2) for part in (q, keys, values))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if c.attention_softcap or 0 < window < s or sinks is not None:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
             mask = _causal_mask(s, window, c.chunked, q.device)

@@ -5,7 +5,7 @@ reads beside its own tokens.
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.attention import AttentionBackend, masked_attention, own_keys, scale_queries
+from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.rope import rope_angles
@@ -44,7 +44,7 @@ def probe_forward(
             if i + 1 < len(decoder.blocks):
                 x = block(x, c.sizes_of(i), rotation, i, sequence)
             else:
-                sequence.store(*own_keys(*block.project(block.attention_norm(x), c.sizes_of(i), rotation)[1:]))
+                sequence.store(*block.project(block.attention_norm(x), c.sizes_of(i), rotation)[1:])
         y = block(y, c.sizes_of(i), probe_rotation, i, probes)
     return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
@@ -74,13 +74,13 @@ class _SequenceAttention(AttentionBackend):
         self,
         layer: int,
         q: Float[torch.Tensor, "b n h e"],
-        k: Float[torch.Tensor, "b n g e"] | None,
-        v: Float[torch.Tensor, "b n g e"] | None,
+        k: Float[torch.Tensor, "b n g e"],
+        v: Float[torch.Tensor, "b n g e"],
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b n he"]:
         """Attention over the keys that the mask of each position allows."""
         c, earlier = self._config, self._earlier
-        self.store(*own_keys(k, v))
+        self.store(k, v)
         q = scale_queries(q, self._position, c.query_scaling_of(layer))
         keys, values = self._k, self._v
         if earlier is not None:
