@@ -30,7 +30,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.load import packed_cache
 from foretell.model.load.native import load_native
-from foretell.model.load.weights import SafetensorsWeights
+from foretell.model.load.weights import SafetensorsWeights, build_decoder
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree
 from helpers import all_logits, chain_tree, random_tokens
@@ -58,7 +58,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4TextConfig", LLAMA4),
     "llama4 two experts": ("Llama4TextConfig", LLAMA4 | {"num_experts_per_tok": 2, "moe_layers": [0, 3],
     "use_qk_norm": False, "attention_bias": True, "no_rope_layers": [0, 1, 1, 0]}),
-    "llama4 dense": ("Llama4TextConfig", LLAMA4 | {"moe_layers": [], "attn_temperature_tuning": False}),
+    "llama4 dense": ("Llama4TextConfig", LLAMA4 | {"moe_layers": [], "attn_temperature_tuning": False,
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 16.0, "high_freq_factor": 1.0,
+    "low_freq_factor": 1.0, "original_max_position_embeddings": 16}}),
     "ministral3": ("Ministral3Config", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": YARN | {
     "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
     "ministral3 window": ("Ministral3Config", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 8}),
@@ -184,3 +186,46 @@ def test_the_kernels_give_every_token_the_same_bits_in_trees_chunks_and_batches(
     runner.commit(1, tree.ancestors(0, 11))
     after = runner.forward([1], chain_tree([5])).logits
     assert torch.equal(after, alone.forward([0], chain_tree([5])).logits)
+
+
+def raw_of(name: str, **changes: object) -> dict[str, Any]:
+    """The configuration of a model with other values; null leaves a key out."""
+    return {**json.loads((folder_of(name) / "config.json").read_text()), **changes}
+
+
+def test_sizes_of_full_layers_as_published_files_name_them() -> None:
+    raw = raw_of("gemma4 k is v", per_layer_config=None, global_head_dim=32, num_global_key_value_heads=1)
+    assert from_hf(raw) == from_hf(raw_of("gemma4 k is v"))
+    whole = {"model_type": "gemma4", "text_config": raw, "vision_config": {}}
+    assert from_hf(whole) == from_hf(raw)
+    text = raw_of("ministral3")
+    assert from_hf({"model_type": "mistral3", "text_config": text}) == from_hf(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4 shared", {"num_kv_shared_layers": 6}, "num_kv_shared_layers should be less, so that full_attention"),
+        ("gemma4 shared", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention should be vision"),
+        ("gemma4 shared", {"per_layer_config": {"2": {"head_dim": 32}}}, "per_layer_config should be head_dim"),
+        ("gemma4 shared", {"layer_types": ["chunked_attention"] * 7}, "layer_types should be 7 of sliding_attention"),
+        ("gemma4 shared", {"rope_parameters": {"full_attention": {}}}, "no 'rope_parameters.sliding_attention'"),
+        ("gemma4 experts", {"top_k_experts": 9}, "top_k_experts should be at most 5"),
+        ("llama4", {"no_rope_layers": [1]}, "no_rope_layers should be 4 of 0"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types should be 4 of chunked_attention"),
+        ("llama4", {"hidden_act": "tanh"}, "unknown activation 'tanh'"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", "beta": 1.0}}, "rope_parameters.beta should be left"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_hf(raw_of(name, **changes))
+
+
+def test_missing_tensors_are_named() -> None:
+    config = from_hf(raw_of("gemma4 shared"))
+    for missing in ("layers.1.layer_scalar", "embed_tokens_per_layer.weight", "layers.0.per_layer_projection.weight"):
+        weights = SafetensorsWeights(folder_of("gemma4 shared"))
+        del weights._readers[f"model.{missing}"]
+        with pytest.raises(ValueError, match=f"has no model.{missing}"):
+            build_decoder(config, weights, torch.float32, torch.device("cpu"))
