@@ -138,10 +138,12 @@ class Attention {
   // Norms and rotates queries and keys, writes keys and values to the cache, and keeps the queries for `attend`.
   void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team) const {
     if (team.thread == 0) next_unit_.store(0, std::memory_order_relaxed);
-    const int heads = m_.heads + 2 * m_.kv_heads;
+    const int all = m_.heads + 2 * m_.kv_heads, heads = layer.reads_keys ? m_.heads : all;
     const auto [from, to] = team.share(visibility_.layout().count * heads);
-    for (int i = from; i < to; ++i)
-      rotate_and_store_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
+    for (int i = from; i < to; ++i) {
+      const int token = i / heads, head = i % heads;
+      rotate_and_store_head(layer, index, token, head, qkv + ((size_t)token * all + head) * m_.head_dim, team);
+    }
   }
 
   // Writes out [tokens, heads * head_dim] as operands of the output product. Threads take units of work one by one: a
@@ -233,7 +235,11 @@ class Attention {
         x[i] = a * cos[i] - b * sin[i];
         x[i + half] = b * cos[i] + a * sin[i];
       }
+    } else if (layer.v_norm) {
+      normalize(x, dim, layer.v_norm, m_.eps, x);
     }
+    if (head < m_.heads && layer.query_scale)
+      for (int i = 0; i < dim; ++i) x[i] *= layer.query_scale[layout.position[token]];
     cache_.rotate(x);
     if (head < m_.heads) {
       C::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * words_);
@@ -247,7 +253,9 @@ class Attention {
   }
 
   int first_visible(const Layer& layer, int token) const {
-    return layer.window ? std::max(0, visibility_[token].length - layer.window) : 0;
+    const int length = visibility_[token].length;
+    if (layer.chunked && layer.window) return (length - 1) / layer.window * layer.window;
+    return layer.window ? std::max(0, length - layer.window) : 0;
   }
 
   // All chunks of a tile's text, one after the other.

@@ -288,7 +288,9 @@ const char* foretell_abi() {
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
-      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
+      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale),
+      F(Experts, weighs_inputs), F(Experts, expert_scale), F(Experts, router_norm), F(Experts, input_norm),
+      F(Experts, output_norm), F(Experts, dense_norm));
     S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
       F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
       F(StateLayer, norm), F(StateLayer, eps));
@@ -302,7 +304,8 @@ const char* foretell_abi() {
       F(Layer, state), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
-      F(Layer, mlp));
+      F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
+      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first), F(Layer, scale));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
       F(Model, softcap), F(Model, residual_scale));
@@ -322,7 +325,7 @@ const char* foretell_abi() {
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
-      F(Layout, visible_prefix), F(Layout, extra_slots));
+      F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots),

@@ -22,7 +22,7 @@ class TreeLayout {
     for (size_t t = 0; t < extra_.size(); ++t)
       std::copy(extra_[t].begin(), extra_[t].end(), padded_.begin() + (ptrdiff_t)(t * width));
     layout_ = {(int32_t)row_.size(), (int32_t)width,         row_.data(),   slot_.data(),
-               position_.data(),     visible_prefix_.data(), padded_.data()};
+               position_.data(),     visible_prefix_.data(), padded_.data(), nullptr,    0};
   }
 
   const Layout& layout() const { return layout_; }
