@@ -164,7 +164,7 @@ class GGUF:
         if len(e.shape) != 2 or kind is None:
             return None
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
-        return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1))
+        return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1), self.release_pages)
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""
