@@ -71,7 +71,8 @@ def test_a_gguf_file_is_written_and_loads(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "group"), [("Q4_0", "32"), ("Q4_1", "32"), ("Q8_0", "16")])
 def test_a_directory_is_written_and_holds_the_numbers_that_it_reports(kind: str, group: str, tmp_path: Path) -> None:
     found = quantize(tmp_path / "out", "--type", kind, "--group-size", group, "--method", "gptq")
-    _, weights, codec, _ = open_checkpoint(tmp_path / "out")
+    _, weights, read_codec, _ = open_checkpoint(tmp_path / "out")
+    codec = read_codec()
     assert weights.matrix("model.layers.0.mlp.down_proj.weight", 64, 96).kind == (
         {"Q4_0": "Q4_0", "Q4_1": "Q4_Z"}.get(kind, "F32")
     )

@@ -33,6 +33,7 @@ from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import print_error, report_errors
 from foretell.cli.setup import set_threads
 from foretell.load import DEFAULT_MODEL, load, parse_device, resolve_dtype
+from foretell.model.load.native import finish_writing
 from foretell.utils.store import RunStore
 
 
@@ -219,7 +220,9 @@ def check_peer_device(names: Sequence[str], device: str) -> None:
 def _load_models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
     """The model in every precision, or random ones of a shape."""
     if shape is None:
-        return [load(reference, p, device) for p in precisions]
+        models = [load(reference, p, device) for p in precisions]
+        finish_writing()
+        return models
     return random_models(shape, precisions, parse_device(device))
 
 

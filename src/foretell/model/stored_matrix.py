@@ -45,9 +45,7 @@ class StoredMatrix:
             )
 
     @classmethod
-    def of(
-        cls, tensor: Float[torch.Tensor, "o i"], release_pages: Callable[[], None] | None = None
-    ) -> "StoredMatrix":
+    def of(cls, tensor: Float[torch.Tensor, "o i"], release_pages: Callable[[], None] | None = None) -> "StoredMatrix":
         """A float tensor as it is; float64 becomes float32."""
         kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
         tensor = tensor.detach().contiguous()

@@ -176,7 +176,8 @@ class SafetensorsWeights(Weights):
         """The tensor of this name, or None."""
         for candidate in candidate_names(name):
             if candidate in self._file_of:
-                return self._file_of[candidate].tensor(candidate)
+                found: Tensor = self._file_of[candidate].tensor(candidate)
+                return found
         return None
 
     @property
