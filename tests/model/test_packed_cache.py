@@ -238,7 +238,7 @@ from foretell.model import kernels
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.load.weights import SafetensorsWeights
 kernels.available()
-matrix = SafetensorsWeights(Path(sys.argv[1])).matrix("lm_head.weight", 65536, 2048)
+matrix = SafetensorsWeights(Path(sys.argv[1])).matrix("lm_head.weight", 32768, 2048)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 print(NativeLinear(matrix, None, "bfloat16").nbytes, peak() - before)
@@ -247,15 +247,15 @@ print(NativeLinear(matrix, None, "bfloat16").nbytes, peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts in kilobytes")
 def test_pages_of_a_matrix_are_released_while_it_is_packed(tmp_path: Path) -> None:
-    size = 65536 * 2048 * 2
-    place = {"dtype": "BF16", "shape": [65536, 2048], "data_offsets": [0, size]}
+    size = 32768 * 2048 * 2
+    place = {"dtype": "BF16", "shape": [32768, 2048], "data_offsets": [0, size]}
     header = json.dumps({"lm_head.weight": place}).encode().ljust(96)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)
     done = subprocess.run([sys.executable, "-c", _HEAD_PEAK, tmp_path], check=True, capture_output=True)
     packed, peak = map(int, done.stdout.split())
-    assert packed == size and peak < 1.1 * packed + 130e6, (packed, peak)
+    assert packed == size and peak < 1.1 * packed + 100e6, (packed, peak)
 
 
 def test_interrupted_work_is_removed(weights: FileWeights) -> None:
@@ -263,7 +263,7 @@ def test_interrupted_work_is_removed(weights: FileWeights) -> None:
     folder.mkdir()
     old, names = (
         time.time() - 7200,
-        ("tmp1x", "tmp-999999999-x.tmp", f"tmp-{os.getpid()}-x", "new", "tmp-999999999-new"),
+        ("tmp1x", "tmp-999999999-x", f"tmp-{os.getpid()}-x", "new", "tmp-999999999-new"),
     )
     for name in names:
         (folder / name).mkdir() if name == "tmp1x" else (folder / name).write_bytes(b"")

@@ -31,6 +31,7 @@ from foretell.bench.replay import method_replays, replay_all
 from foretell.bench.results import build_results
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import print_error, report_errors
+from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import DEFAULT_MODEL, load, parse_device, resolve_dtype
 from foretell.model.load.native import finish_writing
@@ -90,11 +91,6 @@ METHODS = "ngram,suffix,recycling,sam_recycling"
 """Measured unless the user names others: lossless, and needing nothing but the model."""
 _CONTEXT_MARGIN = 64
 """Cache slots of a peer beyond the tokens of a step."""
-
-
-def split_commas(text: str) -> list[str]:
-    """Parts of a comma-separated option."""
-    return [w.strip() for w in text.split(",") if w.strip()]
 
 
 def parse_counts(text: str, option: str) -> list[int]:
