@@ -28,13 +28,23 @@ _KIND_OF_TYPE: Mapping[int, Kind] = {
 
 
 def _block_size(ggml_type: int) -> tuple[int, int]:
-    """Numbers and bytes of a block."""
+    """Numbers and bytes of a block.
+
+    Raises:
+        ValueError: an unknown type.
+    """
     if ggml_type in _KIND_OF_TYPE:
         return BLOCKS[_KIND_OF_TYPE[ggml_type]]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
     return found
+
+
+def _type_name(ggml_type: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(ggml_type).name if ggml_type in list(GGMLQuantizationType) else str(ggml_type)
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,8 @@ class GGUF:
             raise ValueError(
                 f"{path}: damaged GGUF file near byte {cursor.position} of {size}: {error}; download it again"
             ) from error
+        for name, entry in self.tensors.items():
+            self._check(name, entry)
 
     def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
         cursor.position = 4
@@ -131,11 +143,28 @@ class GGUF:
             found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.position // align) * align
-        entries = {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
-        for name, e in entries.items():
-            if e.offset + self._bytes(e) > len(self._data):
-                raise ValueError(f"tensor {name} reaches past the end of the file")
-        return meta, entries
+        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
+
+    def _check(self, name: str, e: TensorInfo) -> None:
+        try:
+            per_block, _ = _block_size(e.ggml_type)
+        except (KeyError, ValueError) as error:
+            raise self._unsupported(name, e) from error
+        if e.shape and e.shape[-1] % per_block:
+            raise ValueError(
+                f"{self.path}: rows of {e.shape[-1]} numbers in the tensor {name} are no whole blocks of {per_block}, "
+                f"as its type {_type_name(e.ggml_type)} needs; download it again"
+            )
+        if e.offset + self._bytes(e) > len(self._data):
+            raise ValueError(
+                f"{self.path}: damaged GGUF file: the tensor {name} reaches past its end; download it again"
+            )
+
+    def _unsupported(self, name: str, e: TensorInfo) -> ValueError:
+        return ValueError(
+            f"{self.path}: the tensor {name} has the type {_type_name(e.ggml_type)}, which is not supported; take a "
+            f"file of {', '.join(_KIND_OF_TYPE.values())}"
+        )
 
     @staticmethod
     def _bytes(e: TensorInfo) -> int:
@@ -179,7 +208,11 @@ class GGUF:
         from gguf.quants import dequantize
 
         rows = prod(e.shape[:-1])
-        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type)).reshape(e.shape))
+        try:
+            wide = dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type))
+        except NotImplementedError as error:
+            raise self._unsupported(name, e) from error
+        return torch.from_numpy(wide.reshape(e.shape))
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
         """Where a tensor is, or one expert's part of it.
