@@ -24,6 +24,7 @@ ORDER = [
         "model.linear",
         "model.load.experts",
         "model.load.gguf",
+        "model.load.mapped_file",
         "model.load.safetensors_file",
         "model.moe",
         "model.rope",

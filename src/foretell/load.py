@@ -48,7 +48,7 @@ from foretell.model.load.weights import (
 from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.speculator import is_speculator
-from foretell.tokenizer.codec import TextCodec, from_directory
+from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
@@ -298,6 +298,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     raw, source = _read_config(path), str(path / "config.json")
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
+    require_tokenizer(path)
     return OpenCheckpoint(config, weights, partial(from_directory, path), _eos_tokens(path, config))
 
 

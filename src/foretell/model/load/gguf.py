@@ -4,7 +4,6 @@ tensors are dequantised by `gguf.quants`.
 
 import mmap
 import struct
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.model.load.mapped_file import map_file, release_pages
 from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -111,12 +111,10 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < 24:
-                raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
-            # Writable, so that torch makes tensors of it; what is written stays in this process.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        size = path.stat().st_size
+        if size < 24:
+            raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
+        self._data = map_file(path)
         cursor = _Cursor(self._data)
         if self._data[:4] != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
@@ -173,8 +171,7 @@ class GGUF:
 
     def release_pages(self) -> None:
         """Return the file's memory pages to the system; they are read again when needed."""
-        if sys.platform == "linux":
-            self._data.madvise(mmap.MADV_DONTNEED)
+        release_pages(self._data)
 
     @property
     def storage(self) -> Literal["quantized", "float32", "half"]:

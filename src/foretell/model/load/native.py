@@ -1,6 +1,5 @@
 """Loads the decoder on the CPU kernels from a checkpoint, one block at a time, or from the cache of packed weights."""
 
-import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,11 +21,10 @@ from foretell.model.kernels.packed_file import PackedFileError, PackedPart, Pack
 from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock, plan_block
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.experts import read_expert_layer, read_gated
-from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile
+from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.weights import BlockNames, Weights, block_names, build_block
 from foretell.model.stored_matrix import StoredMatrix
 
-log = logging.getLogger(__name__)
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTER_PARTS = 2
 """Parts of a file of packed weights before the blocks: the head, and the final norm."""
@@ -179,7 +177,7 @@ class _Keep:
         try:
             action(self._file)
         except OSError as error:
-            log.warning("the packed weights are not kept for the next start: %s", error)
+            report_not_kept(error)
             self._file.abandon()
             self._file = None
 

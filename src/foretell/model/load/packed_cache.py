@@ -128,7 +128,7 @@ class PackedWeightsFile:
     def __init__(self, files: Iterable[Path], dtype: str, details: Iterable[str]) -> None:
         files = [file.resolve() for file in files]
         key = [str(FORMAT_VERSION), dtype, build.packing_key(), *details, *map(_identity, files)]
-        self.model, self.dtype = str(files[0] if len(files) == 1 else files[0].parent), dtype
+        self.model, self.dtype = str(files[0].parent if files[0].suffix == ".safetensors" else files[0]), dtype
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"{Path(self.model).stem}-{dtype}-{digest}{SUFFIX}"
 
@@ -167,8 +167,14 @@ class PackedWeightsFile:
             _make_room(folder, size, limit)
             return UnfinishedFile(self)
         except OSError as error:
-            log.warning("the packed weights are not kept for the next start: %s", error)
+            report_not_kept(error)
             return None
+
+
+def report_not_kept(error: OSError) -> None:
+    """Say why packed weights are not in the cache."""
+    where = f"{error.filename}: " if error.filename else ""
+    log.warning("the packed weights are not kept for the next start: %s%s", where, error.strerror or error)
 
 
 def _make_room(folder: Path, size: int, limit: int) -> None:

@@ -1,9 +1,7 @@
 """Maps safetensors files: tensors are views, whose pages can be returned to the system at any time."""
 
 import json
-import mmap
 import struct
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
+
+from foretell.model.load.mapped_file import map_file, release_pages
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -40,13 +40,11 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with safe_open(path, framework="pt"):  # checks the header
+            with safe_open(path, framework="np"):  # checks the header
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: missing or damaged safetensors file ({error}); download it again") from error
-        with path.open("rb") as file:
-            # Writable, so that torch makes tensors of it; what is written stays in this process.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._data = map_file(path)
         (size,) = _SIZE.unpack_from(self._data)
         first = _SIZE.size + size
         header = json.loads(self._data[_SIZE.size : first])
@@ -76,5 +74,4 @@ class SafetensorsFile:
 
     def release_pages(self) -> None:
         """Return the file's memory pages to the system; they are read again when needed."""
-        if sys.platform == "linux":
-            self._data.madvise(mmap.MADV_DONTNEED)
+        release_pages(self._data)
