@@ -144,7 +144,7 @@ def step(
     ] = "",
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
-    ] = "bfloat16",
+    ] = "auto",
     device: Device = "cpu",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens per pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
@@ -219,7 +219,7 @@ def _load_models(reference: str, shape: str | None, precisions: Sequence[str], d
         models = [load(reference, p, device) for p in precisions]
         finish_writing()
         return models
-    return random_models(shape, precisions, parse_device(device))
+    return random_models(shape, ["bfloat16" if p == "auto" else p for p in precisions], parse_device(device))
 
 
 def _prefix_tokens(model: Model, length: int, random: bool) -> list[int]:
@@ -241,7 +241,7 @@ def run(
     model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
-    ] = "bfloat16",
+    ] = "auto",
     device: Device = "cpu",
     peers: Annotated[
         str,
@@ -305,7 +305,7 @@ def record_(
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
     model: ModelName = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "auto",
     device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
     threads: Threads = None,
