@@ -27,6 +27,8 @@ ORDER = [
         "model.linear",
         "model.load.experts",
         "model.load.gguf",
+        "model.load.mapped_file",
+        "model.load.safetensors_file",
         "model.moe",
         "model.rope",
         "model.rope_config",

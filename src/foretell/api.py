@@ -1,7 +1,7 @@
 """The Python interface: a model that generates with any method, and its answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +89,7 @@ class Model:
         self._network = network if isinstance(network, Network) else None
         self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
+        self._speculators: dict[object, Speculator] = {}
 
     @property
     def network(self) -> Network:
@@ -151,7 +152,7 @@ class Model:
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.
         """
-        context = self._build_context()
+        context = replace(self._build_context(), known_speculators={})  # a copy of its own, which may be trained
         if Path(reference).is_dir():
             return read_speculator(context, Path(reference))
         if reference not in NETWORKS:
@@ -169,6 +170,7 @@ class Model:
             codec=self.codec,
             draft_codecs=tuple(d.codec for d in models),
             checkpoint=self._checkpoint,
+            known_speculators=self._speculators,
             speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
 

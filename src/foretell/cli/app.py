@@ -36,6 +36,7 @@ COMMANDS: Sequence[Command] = (
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
     Command("export", "foretell.cli.export", "Write a trained speculator in the format of another engine."),
     Command("quantize", "foretell.cli.quantize", "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ)."),
+    Command("evaluate", "foretell.cli.evaluate", "Compare a dtype with the model's exact numbers: KL and perplexity."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
     Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),

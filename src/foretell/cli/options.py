@@ -90,3 +90,8 @@ KvCacheDtype = Annotated[
         help="Cached keys and values: auto (as the model computes) or int8 (half the bytes of bfloat16).",
     ),
 ]
+
+
+def split_commas(text: str) -> list[str]:
+    """Parts of a comma-separated option."""
+    return [w.strip() for w in text.split(",") if w.strip()]

@@ -187,17 +187,27 @@ def _check_message(number: int, message: Message) -> None:
             raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
 
 
-def from_directory(path: Path) -> TextCodec:
-    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
+def require_tokenizer(path: Path) -> Path:
+    """The `tokenizer.json` of a model directory.
 
     Raises:
-        ValueError: there is no `tokenizer.json`, or a file is damaged.
+        ValueError: there is none.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
             f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first"
         )
+    return file
+
+
+def from_directory(path: Path) -> TextCodec:
+    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
+
+    Raises:
+        ValueError: there is no `tokenizer.json`, or a file is damaged.
+    """
+    file = require_tokenizer(path)
     raw = _read_tokenizer_config(path / "tokenizer_config.json")
     template = raw.get("chat_template")
     if isinstance(template, list):
