@@ -19,12 +19,14 @@ from foretell.model.runner import DecoderRunner, Runner
 from helpers import (
     VARIANTS,
     VOCAB,
+    Phrases,
     Variant,
     all_logits,
     chain_tree,
     engine_for,
     exact_distribution,
     generate,
+    letters,
     naive,
     p_value,
     random_tokens,
@@ -85,6 +87,32 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
         | {
             "bias": replace(
                 plain, sampling_params=replace(plain.sampling_params, logit_bias={start[0]: -float("inf"), 5: 3.0})
+            ),
+            "bad words": replace(
+                plain,
+                sampling_params=replace(
+                    plain.sampling_params, bad_words=((start[2],), tuple(start[4:6]), tuple(start[5:9]))
+                ),
+            ),
+            "allowed": replace(
+                plain, sampling_params=replace(plain.sampling_params, allowed_token_ids=tuple(range(3, 17)))
+            ),
+            "min tokens": replace(
+                plain,
+                sampling_params=replace(plain.sampling_params, min_tokens=9),
+                eos=(start[3],),
+                stop_token_ids=(start[6],),
+                stop=(letters(start[1:3]),),
+            ),
+            "ignore eos": replace(plain, eos=(start[3],), ignore_eos=True),
+            "stop token": replace(plain, stop_token_ids=(start[6],)),
+            "constraint": replace(plain, constraint=Phrases()),
+            "constraint and more": replace(
+                plain,
+                constraint=Phrases(),
+                sampling_params=replace(
+                    plain.sampling_params, bad_words=((12, 4), (12, 6)), repetition_penalty=1.3, min_p=0.01, top_k=3
+                ),
             ),
             "stop": replace(plain, stop=("zzz", "".join(chr(ord("a") + t) for t in start[4:6]))),
             "eos": replace(plain, eos=(start[6],)),
@@ -269,7 +297,9 @@ def assert_naive(variant: Variant, temperature: float) -> None:
         updates = run(engine_for(variant.make(VOCAB), rows=5), requests)
     assert dict(zip(names, map(tokens_of, updates), strict=True)) == dict(zip(names, texts, strict=True))
     reasons = {name: u[-1].finish_reason for name, u in zip(names, updates, strict=True)}
-    assert reasons == {name: "stop" if name in ("stop", "eos") else "length" for name in names}
+    assert reasons == {
+        name: "stop" if len(text) < r.max_new_tokens else "length" for name, r, text in matrix(temperature)
+    }
     found = [p for u in updates[-1] for p in u.logprobs]
     logits = torch.from_numpy(all_logits(target(), [*requests[-1].prompt, *texts[-1]])[-len(texts[-1]) - 1 : -1])
     assert found == pytest.approx(torch.log_softmax(logits, -1)[range(len(texts[-1])), texts[-1]].tolist(), abs=1e-9)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
 
 
@@ -68,6 +69,8 @@ class Context:
     """Greatest useful depth of drafts per request: the tokens it may still get after the next one."""
     coupled: bool = False
     """Whether the acceptor keeps the drafts that the target samples itself, so that drafters may know its noise."""
+    rules: tuple[TokenRules | None, ...] = ()
+    """Which tokens may follow, per request; empty: no request has rules."""
 
     @property
     def last_tokens(self) -> list[int]:
@@ -76,7 +79,7 @@ class Context:
 
     def limited(self, max_depth: Int[np.ndarray, " b"], coupled: bool) -> "Context":
         """The same requests with other greatest depths, for an acceptor that is `coupled` or not."""
-        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth, coupled)
+        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth, coupled, self.rules)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""
@@ -89,6 +92,7 @@ class Context:
             rngs=tuple(self.rngs[i] for i in indices),
             max_depth=self.max_depth[list(indices)],
             coupled=self.coupled,
+            rules=tuple(self.rules[i] for i in indices) if self.rules else (),
         )
 
 

@@ -9,6 +9,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.shape.base import Shape
+from foretell.shape.constrained import TreeLimits, fit_to_rules
 
 D = TypeVar("D", bound=Drafter)
 
@@ -55,7 +56,13 @@ class Method(Generic[D]):
     def propose(self, context: Context) -> TokenTree:
         """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's."""
         limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
-        return self.draft.add_probes(self.tree.grow(self.draft, limited).limit_depth(limited.max_depth), context)
+        tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
+        return self.draft.add_probes(fit_to_rules(tree, context, self._tree_limits), context)
+
+    @property
+    def _tree_limits(self) -> TreeLimits:
+        accept = self.accept
+        return TreeLimits(accept.same_seed or not accept.lossless, accept.takes_added and self.draft.drafts_forced)
 
     def observe(self, step: StepResult) -> None:
         """Update drafter and shape after a pass of the target."""
