@@ -33,11 +33,20 @@ class _ActiveRequest:
 class Batch:
     """Answers prompts with one engine.
 
-    `errors` collects the lines that the model cannot answer. `writer` shows text as it comes (one prompt only).
+    `logprobs`, `prompt_logprobs`: as in `Request`. `errors` collects the lines that the model cannot answer. `writer`
+    shows text as it comes (one prompt only).
     """
 
-    def __init__(self, model: Model, engine: Engine, logprobs: bool, writer: AnswerWriter | None = None) -> None:
-        self._model, self._engine, self._logprobs, self._writer = model, engine, logprobs, writer
+    def __init__(
+        self,
+        model: Model,
+        engine: Engine,
+        logprobs: int | None = None,
+        writer: AnswerWriter | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self._model, self._engine, self._writer = model, engine, writer
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._active: dict[int, _ActiveRequest] = {}
         self._answered: dict[int, list[AnsweredPrompt]] = {}
         self.errors: list[LineError] = []
@@ -68,7 +77,9 @@ class Batch:
                 stop=prompt.stop,
                 raw=prompt.raw,
                 logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
                 allow_special_tokens=prompt.allow_special_tokens,
+                **vars(prompt.options),
             )
             self._active[self._engine.submit(request)] = _ActiveRequest(line, prompt)
         except ValueError as error:
