@@ -406,7 +406,10 @@ def exact_distribution(network: Decoder, prompt: Sequence[int], length: int, sam
     def grow(text: list[int], chance: float) -> list[float]:
         if len(text) == len(prompt) + length:
             return [chance]
-        distribution = process(all_logits(network, text)[-1], text, len(prompt), sampling)
+        logits, answer = all_logits(network, text)[-1].astype(np.float64), text[len(prompt) :]
+        ruled = Request(prompt, sampling)
+        logits[[not may_follow(ruled, [*answer, token]) for token in range(len(logits))]] = -np.inf
+        distribution = process(logits, text, len(prompt), sampling)
         return [c for token, p in enumerate(distribution.tolist()) for c in grow([*text, token], chance * p)]
 
     return np.array(grow(list(prompt), 1.0))

@@ -26,7 +26,9 @@ from helpers import (
     engine_for,
     exact_distribution,
     generate,
+    is_complete,
     letters,
+    may_follow,
     naive,
     p_value,
     random_tokens,
@@ -305,14 +307,29 @@ def assert_naive(variant: Variant, temperature: float) -> None:
     assert found == pytest.approx(torch.log_softmax(logits, -1)[range(len(texts[-1])), texts[-1]].tolist(), abs=1e-9)
 
 
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.same_seed], ids=str)
+def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) -> None:
+    sampling = SamplingParams(temperature=3.0, bad_words=((12, 4), (8,)), min_tokens=3)
+    requests = [
+        Request(PROMPTS[i], replace(sampling, seed=i), 14, eos=(6,), constraint=Phrases() if i < 3 else None)
+        for i in range(5)
+    ]
+    with unchecked():
+        answers = generate(variant.make(VOCAB), requests)
+    for request, answer in zip(requests, answers, strict=True):
+        assert all(may_follow(request, answer[: i + 1]) for i in range(len(answer)))
+        assert len(answer) == 14 or answer[-1] == 6 or is_complete(request, answer)
+
+
 @every_kind_of_rejection
 @pytest.mark.parametrize(
     "sampling",
     [
         replace(FLAT, top_k=3, top_p=0.9, min_p=0.12),
         replace(FLAT, repetition_penalty=1.5, presence_penalty=0.9, frequency_penalty=0.8, logit_bias={0: 1.5}),
+        replace(FLAT, bad_words=((3,), (0, 2), (2, 1, 0)), top_k=3),
     ],
-    ids=["truncated", "penalised"],
+    ids=["truncated", "penalised", "ruled"],
 )
 def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
     assert fit(variant, sampling, 1000) > 1e-3
