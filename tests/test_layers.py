@@ -42,7 +42,7 @@ ORDER = [
     ("distributions.topk",),
     ("core",),
     ("tokenizer", "retrieval.suffix_array"),
-    ("distributions", "retrieval"),
+    ("distributions", "retrieval", "structured"),
     ("model.decoder",),
     (
         "model.compress",

@@ -9,6 +9,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.shape.base import Shape
+from foretell.shape.constrained import TreeLimits, fit_to_rules
 
 D = TypeVar("D", bound=Drafter)
 
@@ -58,7 +59,13 @@ class Method(Generic[D]):
         """
         limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
         tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
+        tree = fit_to_rules(tree.limit_drafts(limited.max_drafts), context, self._tree_limits)
         return self.draft.add_probes(tree.limit_drafts(limited.max_drafts), context)
+
+    @property
+    def _tree_limits(self) -> TreeLimits:
+        accept = self.accept
+        return TreeLimits(accept.same_seed or not accept.lossless, accept.takes_added and self.draft.drafts_forced)
 
     def observe(self, step: StepResult) -> None:
         """Update drafter and shape after a pass of the target."""

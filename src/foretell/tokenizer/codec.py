@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ class TextCodec:
         """
         return list(self.tokenizer.encode(_checked_text(text), add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, without special tokens unless asked for."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def chat(self, messages: Sequence[Message], allow_special_tokens: bool = False) -> list[int]:
         """Token ids of a conversation with the generation prompt.
@@ -145,9 +145,11 @@ class TextCodec:
         found = {text: renamed.token_to_id(name) for text, name in names.items()}
         return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental detokenizer."""
-        return Detokenizer(self.decode, self._run_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new incremental detokenizer, of text without special tokens unless asked for."""
+        if skip_special_tokens:
+            return Detokenizer(self.decode, self._run_tokens)
+        return Detokenizer(partial(self.decode, skip_special_tokens=False), self._run_tokens)
 
     @cached_property
     def _run_tokens(self) -> frozenset[int]:
