@@ -129,11 +129,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
         raise ValueError(f"{port} is no port; use 0 (any free one) to 65535")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(BACKLOG)
-        return bound
+        return _listening(family, (host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"port {port} is in use; choose another with --port, or 0 for any free one") from None
@@ -147,14 +143,24 @@ def _bind_unix(path: Path) -> socket.socket:
         if _answers(path):
             raise ValueError(f"{path}: another server listens there; choose another path with --uds")
         path.unlink()
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        bound.bind(str(path))
+        bound = _listening(socket.AF_UNIX, str(path))
         path.chmod(0o600)
-        bound.listen(BACKLOG)
         return bound
     except OSError as error:
         raise ValueError(f"cannot listen on {path}: {error.strerror or error}") from None
+
+
+def _listening(family: int, address: tuple[str, int] | str) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _answers(path: Path) -> bool:

@@ -30,8 +30,8 @@ async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) 
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_top_logprobs(service, logprobs, "top_logprobs")
     prompt = await service.in_pool(service.encoder.chat, body)
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    most = _max_new_tokens(service, body, [prompt], asked, None, "messages")
+    asked_by = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    most = _max_new_tokens(service, body, [prompt], asked_by, None, "messages")
     loaded = service.loaded
     requests, seed = make_requests(body, [prompt], most, loaded.model.eos, logprobs, loaded.defaults)
     format = ChatFormat(_head(service, body, name, seed))
@@ -47,7 +47,7 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
         raise bad_request("best_of is not supported by this server; leave it out, and use n", "best_of")
     _check_top_logprobs(service, body.logprobs, "logprobs")
     prompts = await service.in_pool(service.encoder.prompts, body.prompt, body.add_special_tokens is not False)
-    most = _max_new_tokens(service, body, prompts, body.max_tokens, COMPLETION_MAX_TOKENS, "prompt")
+    most = _max_new_tokens(service, body, prompts, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
     loaded = service.loaded
     requests, seed = make_requests(body, prompts, most, loaded.model.eos, body.logprobs, loaded.defaults)
     format = CompletionFormat(_head(service, body, name, seed), _echoed(service, body, prompts))
@@ -81,15 +81,17 @@ def _max_new_tokens(
     service: Service,
     body: GenerationBody,
     prompts: Sequence[list[int]],
-    asked: int | None,
+    asked_by: str,
     default: int | None,
     param: str,
 ) -> list[int]:
-    """Most new tokens for each prompt, which is shortened from the left if `truncate_prompt_tokens` says so.
+    """Most new tokens for each prompt, from the field `asked_by` or the default. A prompt is shortened from the left if
+    `truncate_prompt_tokens` says so.
 
     Raises:
         ApiError: a prompt is empty, or it does not fit the context with the tokens that are asked for.
     """
+    asked: int | None = getattr(body, asked_by)
     context, vocab = service.loaded.model.config.context, service.loaded.model.config.vocab
     found = []
     for prompt in prompts:
@@ -99,9 +101,11 @@ def _max_new_tokens(
         if not all(0 <= token < vocab for token in prompt):
             raise bad_request(f"the prompt has a token outside the vocabulary of {vocab}", param)
         room = context - len(prompt)
-        if room < (asked or 1):
-            wanted = f" and {asked} new ones were asked for" if asked else ""
-            raise context_exceeded(f"the prompt has {len(prompt)} tokens{wanted}", context, param)
+        if room < 1:
+            raise context_exceeded(f"the prompt has {len(prompt)} tokens", context, param)
+        if asked is not None and asked > room:
+            wanted = f"the prompt has {len(prompt)} tokens, {asked} new ones were asked for"
+            raise context_exceeded(wanted, context, asked_by)
         usual = service.loaded.defaults.get("max_new_tokens", room) if default is None else default
         found.append(asked or min(usual, room))
     return found
