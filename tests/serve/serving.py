@@ -18,8 +18,9 @@ from command import tiny_target
 from foretell.engine.engine import Engine, Update
 from foretell.load import load
 from foretell.serve.app import create_app
+from foretell.serve.loaded import LoadedModel, Methods
 from foretell.serve.run import Address, GracefulServer
-from foretell.serve.service import LoadedModel, Service
+from foretell.serve.service import Service
 from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
 NAME = "tiny"
@@ -113,14 +114,16 @@ def running_server(settings: ServerSettings = SETTINGS, method: str = "suffix", 
     engines = list[PacedEngine]()
     model = load(str(tiny_target()), dtype="float32")
 
-    def make_engine() -> Engine:
-        engine = PacedEngine(
-            model.runner(), model.method(method), rows, detokenizer=model.codec.detokenizer, prefix_caching=True
-        )
-        engines.append(engine)
-        return engine
+    class PacedModel(LoadedModel):
+        def make_engine(self) -> Engine:
+            self.methods.clear()
+            chosen = self.methods.get(method)
+            engine = PacedEngine(model.runner(), chosen, rows, detokenizer=model.codec.detokenizer, prefix_caching=True)
+            engines.append(engine)
+            return engine
 
-    loaded = LoadedModel(model, make_engine, "fp_test", {"temperature": 1.0}, method, True)
+    methods = Methods(model.method, method, {"suffix", "ngram"})
+    loaded = PacedModel(model, methods, rows, True, "fp_test", {"temperature": 1.0})
     settings = replace(settings, limits=replace(settings.limits, max_num_seqs=rows))
     service = Service(settings, lambda: loaded)
     bound = Address(port=0).bind()

@@ -1,6 +1,7 @@
 """`foretell serve`: an OpenAI-compatible server."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +13,14 @@ from foretell.cli import options
 
 if TYPE_CHECKING:
     from foretell.cli.setup import LongTextOptions, MethodSelection
-    from foretell.serve.service import LoadedModel
+    from foretell.serve.loaded import LoadedModel
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 DEFAULT_METHOD = "autoregressive"
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 """Environment variable with API keys, separated by commas."""
+CHEAP_FAMILIES = ("baseline", "retrieval")
+"""Methods without weights of their own: requests may ask for them."""
 NEEDED = ("starlette", "uvicorn")
 """Packages of the extra `serve`."""
 
@@ -26,6 +29,14 @@ NEEDED = ("starlette", "uvicorn")
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
     method: options.Method = None,
+    request_method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--request-method",
+            metavar="NAME",
+            help="Another method that requests may ask for, besides plain decoding and retrieval; repeatable.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any free one.")] = 8000,
     uds: Annotated[Path | None, typer.Option(metavar="PATH", help="Listen on a unix socket instead.")] = None,
@@ -132,14 +143,14 @@ def serve(
         max_num_seqs,
         enable_prefix_caching,
         (generation_config, override_generation_config),
+        tuple(request_method or ()),
     )
     service = Service(settings, load)
 
     def announce(url: str) -> None:
         loaded = service.loaded
-        typer.echo(
-            f"foretell: {settings.served_names[0]} ({loaded.fingerprint}, {loaded.method}) answers on {url}", err=True
-        )
+        name = f"{settings.served_names[0]} ({loaded.fingerprint}, {loaded.methods.default})"
+        typer.echo(f"foretell: {name} answers on {url}", err=True)
 
     run(create_app(service), service, Address(host, port, uds, ssl_certfile, ssl_keyfile), announce)
 
@@ -154,23 +165,34 @@ def _load(
     rows: int,
     prefix_caching: bool,
     generation_config: tuple[str, str | None],
+    allowed: tuple[str, ...],
 ) -> "LoadedModel":
     """Load what the server serves."""
+    from foretell.catalogue import catalogue, find
+    from foretell.catalogue.config import SpeculativeConfig
     from foretell.cli.setup import load_models
     from foretell.load import resolve_reference
     from foretell.serve.defaults import read_defaults
     from foretell.serve.fingerprint import system_fingerprint
-    from foretell.serve.service import LoadedModel
+    from foretell.serve.loaded import LoadedModel, Methods
 
     path = resolve_reference(model)
     defaults = read_defaults(generation_config[0], path, generation_config[1])
     setup = load_models(model, dtype, device, selection, references, long_text=long_text)
-    method = setup.method(selection.name)
+    # The options of the command line are for the method that it named.
+    others = replace(setup, config=SpeculativeConfig())
+    methods = Methods(
+        lambda name: (setup if name == selection.name else others).method(name),
+        selection.name,
+        {entry.name for entry in catalogue().values() if entry.family in CHEAP_FAMILIES}
+        | {find(name).name for name in allowed},
+    )
+    methods.get(selection.name)
     return LoadedModel(
         model=setup.model,
-        make_engine=lambda: setup.model.engine(setup.method(selection.name), rows, prefix_caching),
+        methods=methods,
+        rows=rows,
+        prefix_caching=prefix_caching,
         fingerprint=system_fingerprint(path, setup.model.runner().backend),
         defaults=defaults,
-        method=method.name,
-        lossless=method.lossless,
     )

@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foretell.engine.engine import Request, Update, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.serve.errors import server_error, unavailable
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens of a position with their log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,29 @@ class Piece:
     index: int
     text: str
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
-    finish_reason: str | None
-    stop_reason: int | str | None
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second one on; in the first piece only."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @staticmethod
+    def of(index: int, updates: Sequence[Update]) -> "Piece":
+        """Consecutive updates of a request as one piece."""
+        last = updates[-1]
+        return Piece(
+            index,
+            "".join(u.text for u in updates),
+            tuple(t for u in updates for t in u.tokens),
+            tuple(p for u in updates for p in u.logprobs),
+            tuple(p for u in updates for p in getattr(u, "top_logprobs", ())),
+            tuple(p for u in updates for p in getattr(u, "prompt_logprobs", ())),
+            tuple(p for u in updates for p in getattr(u, "prompt_top_logprobs", ())),
+            last.finish_reason,
+            getattr(last, "stop_reason", None),
+        )
 
 
 @dataclass
@@ -28,7 +50,6 @@ class Choice:
 
     index: int
     request: Request
-    pieces: list[Piece] = field(default_factory=list)
     tokens: int = 0
     first_at: float = 0.0
     last_at: float = 0.0
@@ -46,15 +67,7 @@ class Choice:
             raise server_error(f"the engine failed on this request: {describe_error(last.error)}")
         if last.finish_reason == "cancelled":
             raise unavailable("the request was cancelled")
-        piece = Piece(
-            self.index,
-            "".join(u.text for u in updates),
-            tuple(t for u in updates for t in u.tokens),
-            tuple(p for u in updates for p in u.logprobs),
-            tuple(p for u in updates for p in getattr(u, "top_logprobs", ())),
-            last.finish_reason,
-            getattr(last, "stop_reason", None),
-        )
+        piece = Piece.of(self.index, updates)
         self.first_at, self.last_at = self.first_at or at, at
         self.tokens += len(piece.tokens)
         self.statistics = last.statistics

@@ -5,11 +5,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from foretell.core.sampling import CounterRNG, SamplingParams, Stream
-from foretell.engine.engine import Request
+from foretell.engine.engine import Request, validate_request
 from foretell.serve.errors import bad_request
+from foretell.serve.loaded import LoadedModel
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.generation import GenerationBody
 
@@ -18,6 +20,12 @@ REQUEST: type = Request
 _ATTRIBUTES = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (SAMPLING, REQUEST)}
 _SEED_BITS = 53
 """Of a seed that the server draws: JavaScript reads such numbers exactly."""
+
+
+def _bad_words(words: Sequence[str], loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of words, at the beginning of a text and after a space."""
+    encode = partial(loaded.model.codec.encode, add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(encode(text)) for word in words for text in (word, f" {word}")))
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class EngineField:
     kind: type
     attribute: str = ""
     """Name in the engine, if it is another."""
-    convert: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[Any, LoadedModel], Any] = lambda value, loaded: value
     neutral: Any = None
 
     @property
@@ -52,72 +60,97 @@ class EngineField:
 FIELDS: Sequence[EngineField] = (
     EngineField("temperature", SAMPLING),
     EngineField("top_p", SAMPLING),
-    EngineField("top_k", SAMPLING, convert=lambda k: max(k, 0)),
+    EngineField("top_k", SAMPLING, convert=lambda k, _: max(k, 0)),
     EngineField("min_p", SAMPLING),
     EngineField("presence_penalty", SAMPLING),
     EngineField("frequency_penalty", SAMPLING),
-    EngineField("repetition_penalty", SAMPLING, neutral=1),
+    EngineField("repetition_penalty", SAMPLING),
     EngineField("logit_bias", SAMPLING),
-    EngineField("allowed_token_ids", SAMPLING, convert=tuple),
-    EngineField("bad_words", REQUEST, convert=tuple),
-    EngineField("min_tokens", REQUEST),
-    EngineField("stop", REQUEST, convert=tuple),
+    EngineField("min_tokens", SAMPLING),
+    EngineField("allowed_token_ids", SAMPLING, convert=lambda ids, _: tuple(ids)),
+    EngineField("bad_words", SAMPLING, convert=_bad_words),
+    EngineField("stop", REQUEST, convert=lambda stop, _: tuple(stop)),
+    EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(ids)),
+    EngineField("ignore_eos", REQUEST),
     EngineField("include_stop_str_in_output", REQUEST),
     EngineField("skip_special_tokens", REQUEST, neutral=True),
     EngineField("prompt_logprobs", REQUEST),
     EngineField("priority", REQUEST),
-    EngineField("speculative.method", REQUEST),
+    EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms, _: time.perf_counter() + ms / 1000),
     EngineField("speculative.max_drafts", REQUEST),
-    EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms: time.perf_counter() + ms / 1000),
+    EngineField("speculative.method", REQUEST, convert=lambda name, loaded: loaded.methods.get(name)),
 )
 """A further field is one line here and one in `protocol.generation`."""
 _NOT_YET = ("structured_outputs",)
 _NOT_YET_CHAT = ("tools", "echo", "documents")
 
 
-def engine_values(body: GenerationBody, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def engine_values(body: GenerationBody, loaded: LoadedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """Attributes of `SamplingParams` and of `Request` that a body asks for.
 
     Raises:
-        ApiError: a field asks for what the engine cannot do.
+        ApiError: a field asks for what the engine cannot do, or its value is wrong.
     """
     _refuse_missing_features(body)
     values: dict[type, dict[str, Any]] = {SAMPLING: {}, REQUEST: {}}
     for field in FIELDS:
-        value = field.read(body, defaults)
-        if value is None or (field.target not in _ATTRIBUTES[field.kind] and (not value or value == field.neutral)):
+        value, known = field.read(body, loaded.defaults), field.target in _ATTRIBUTES[field.kind]
+        if value is None or (not known and (not value or value == field.neutral)):
             continue
-        if field.target not in _ATTRIBUTES[field.kind]:
+        if not known:
             raise bad_request(f"{field.name} is not supported by this server; leave it out", field.name)
-        values[field.kind][field.target] = field.convert(value)
+        try:
+            values[field.kind][field.target] = field.convert(value, loaded)
+        except ValueError as error:
+            raise bad_request(str(error), field.name) from error
     return values[SAMPLING], values[REQUEST]
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """An encoded prompt, and the most new tokens after it."""
+
+    tokens: list[int]
+    max_new_tokens: int
+
+
 def make_requests(
-    body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: Sequence[int],
-    eos: tuple[int, ...],
-    logprobs: int | None,
-    defaults: Mapping[str, Any],
-) -> tuple[list[Request], int]:
-    """The engine's requests, choice k of prompt p at p * n + k, and the seed that they draw with.
+    body: GenerationBody, prompts: Sequence[Prompt], logprobs: int | None, seed: int, loaded: LoadedModel
+) -> list[Request]:
+    """The engine's requests, choice k of prompt p at p * n + k.
+
+    `logprobs`: number of the likeliest tokens that are reported with each token; None: nothing is reported.
 
     Raises:
         ApiError: a field is out of range, or asks for what the engine cannot do.
     """
-    sampling, request = engine_values(body, defaults)
-    seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
-    ends = () if body.ignore_eos else eos
-    request |= {"eos": (*ends, *(body.stop_token_ids or ())), **_logprob_values(logprobs)}
+    sampling, request = engine_values(body, loaded)
+    if logprobs is not None:
+        request["logprobs"] = _logprobs(logprobs)
+    config = loaded.model.config
     try:
-        return [
-            Request(prompt, SamplingParams(**sampling, seed=choice_seed(seed, k)), max_new_tokens=most, **request)
-            for prompt, most in zip(prompts, max_new_tokens, strict=True)
+        requests = [
+            Request(
+                prompt.tokens,
+                SamplingParams(**sampling, seed=choice_seed(seed, k)),
+                prompt.max_new_tokens,
+                eos=loaded.model.eos,
+                **request,
+            )
+            for prompt in prompts
             for k in range(body.n or 1)
-        ], seed
+        ]
+        for first in requests[:: body.n or 1]:
+            validate_request(first, config.vocab, config.context)
+        return requests
     except ValueError as error:
-        raise bad_request(str(error), str(error).split()[0]) from error
+        word = str(error).split()[0]
+        raise bad_request(str(error), word if word in type(body).model_fields else None) from error
+
+
+def draw_seed(body: GenerationBody) -> int:
+    """The seed of a request, or a new one."""
+    return secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -125,12 +158,10 @@ def choice_seed(seed: int, choice: int) -> int:
     return seed if choice == 0 else CounterRNG(seed).key(choice, Stream.CHOICE)
 
 
-def _logprob_values(logprobs: int | None) -> dict[str, Any]:
-    if logprobs is None:
-        return {}
-    if logprobs and "top_logprobs" not in _ATTRIBUTES[REQUEST]:
-        raise bad_request("top_logprobs above 0 is not supported by this server", "top_logprobs")
-    return {"logprobs": True} | ({"top_logprobs": logprobs} if logprobs else {})
+def _logprobs(likeliest: int) -> int | bool:
+    if likeliest and "prompt_logprobs" not in _ATTRIBUTES[REQUEST]:
+        raise bad_request("top_logprobs above 0 are not supported by this server", "top_logprobs")
+    return likeliest or True
 
 
 def _refuse_missing_features(body: GenerationBody) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from foretell.serve.choices import Piece
+from foretell.serve.choices import Piece, TopLogprobs
 from foretell.serve.token_text import TokenTexts
 
 LEAST_LOGPROB = -9999.0
@@ -20,7 +20,7 @@ class LogprobWriter:
         """`choices[].logprobs` of a chat completion."""
         if not piece.logprobs:
             return None
-        tops = piece.top_logprobs or ((),) * len(piece.tokens)
+        tops = _fill(piece.top_logprobs, len(piece.tokens))
         return {
             "content": [
                 self._entry(token, logprob) | {"top_logprobs": [self._entry(t, p) for t, p in top]}
@@ -28,21 +28,45 @@ class LogprobWriter:
             ]
         }
 
-    def completion(self, piece: Piece, offset: int) -> dict[str, Any] | None:
-        """`choices[].logprobs` of a completion whose piece begins at character `offset` of the choice."""
+    def completion(self, piece: Piece, offset: int, prompt: Sequence[int] = ()) -> dict[str, Any] | None:
+        """`choices[].logprobs` of a completion whose piece begins at character `offset` of the choice.
+
+        `prompt`: tokens of a prompt that is echoed before the piece.
+        """
         if not piece.logprobs:
             return None
-        names = [self._name(token) for token in piece.tokens]
-        tops = piece.top_logprobs or ((),) * len(piece.tokens)
+        tokens = [*prompt, *piece.tokens]
+        echoed = (None, *piece.prompt_logprobs) if prompt else ()
+        chosen = [*echoed, *piece.logprobs]
+        tops = [*_fill(piece.prompt_top_logprobs, len(echoed) - 1), *_fill(piece.top_logprobs, len(piece.tokens))]
+        tops = [(), *tops] if prompt else tops
         return {
-            "tokens": names,
-            "token_logprobs": [max(p, LEAST_LOGPROB) for p in piece.logprobs],
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None if p is None else max(p, LEAST_LOGPROB) for p in chosen],
             "top_logprobs": [
-                {self._name(t): max(p, LEAST_LOGPROB) for t, p in ((token, logprob), *top)}
-                for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+                None if p is None else {self._name(t): max(q, LEAST_LOGPROB) for t, q in ((token, p), *top)}
+                for token, p, top in zip(tokens, chosen, tops, strict=True)
             ],
-            "text_offset": self._offsets(piece.tokens, offset),
+            "text_offset": self._offsets(tokens, offset),
         }
+
+    def prompt(self, piece: Piece, tokens: Sequence[int]) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: of every token of the prompt but the first, with the likeliest ones, by token."""
+        tops = _fill(piece.prompt_top_logprobs, len(piece.prompt_logprobs))
+        found: list[dict[str, Any] | None] = [None]
+        for token, logprob, top in zip(tokens[1:], piece.prompt_logprobs, tops, strict=True):
+            ranks = {t: rank for rank, (t, _) in enumerate(top, 1)}
+            found.append(
+                {
+                    str(t): {
+                        "logprob": max(p, LEAST_LOGPROB),
+                        "rank": ranks.get(t),
+                        "decoded_token": self._texts.of(t)[0],
+                    }
+                    for t, p in ((token, logprob), *top)
+                }
+            )
+        return found
 
     def _offsets(self, tokens: Sequence[int], offset: int) -> list[int]:
         found = list[int]()
@@ -60,3 +84,8 @@ class LogprobWriter:
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._token_ids else self._texts.of(token)[0]
+
+
+def _fill(tops: Sequence[TopLogprobs], count: int) -> Sequence[TopLogprobs]:
+    """The likeliest tokens of `count` positions; none for each if none were asked for."""
+    return tops or ((),) * count

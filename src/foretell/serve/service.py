@@ -4,17 +4,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from foretell.api import Model
-from foretell.engine.engine import Engine
 from foretell.serve.errors import ApiError, bad_request, overloaded, unavailable
 from foretell.serve.jobs import Jobs
+from foretell.serve.loaded import LoadedModel
 from foretell.serve.prompts import PromptEncoder
 from foretell.serve.settings import ServerSettings
 from foretell.serve.token_text import TokenTexts
@@ -22,20 +20,6 @@ from foretell.serve.worker import EngineWorker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to be served."""
-
-    model: Model
-    make_engine: Callable[[], Engine]
-    """Called in the thread of the engine, again after a crash."""
-    fingerprint: str
-    defaults: Mapping[str, Any]
-    """Sampling defaults by field; see `serve.defaults`."""
-    method: str
-    lossless: bool
 
 
 class State(Enum):

@@ -24,6 +24,7 @@ class AnswerHead:
     continuous_usage: bool = False
     token_ids: bool = False
     """Whether the ids of the prompt's and the answer's tokens are reported."""
+    prompt_logprobs: bool = False
     extension: Mapping[str, Any] = field(default_factory=dict)
     """Foretell's own object: what is needed to repeat the answer."""
     created: int = field(default_factory=lambda: int(time.time()))

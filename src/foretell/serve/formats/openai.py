@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from foretell.engine.engine import Request
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.sse import DONE, event
@@ -47,6 +48,7 @@ class OpenAIFormat(AnswerFormat):
             "usage": usage,
             **measurements,
             **ids,
+            **self._of_prompt(choices, pieces),
             "foretell": self.head.extension,
         }
 
@@ -57,6 +59,15 @@ class OpenAIFormat(AnswerFormat):
     @abstractmethod
     def _choice(self, piece: Piece) -> dict[str, Any]:
         """The choice of a whole answer."""
+
+    def _of_prompt(self, choices: Choices, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """What a whole answer says of the prompt."""
+        return {}
+
+    def _prompt_logprobs(self, piece: Piece, request: Request) -> dict[str, Any]:
+        if not self.head.prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": self.head.logprobs.prompt(piece, request.prompt)}
 
     def _ending(self, piece: Piece) -> dict[str, Any]:
         """What choices of both APIs end with."""
@@ -102,6 +113,9 @@ class ChatFormat(OpenAIFormat):
             **self._ending(piece),
         }
 
+    def _of_prompt(self, choices: Choices, pieces: Sequence[Piece]) -> dict[str, Any]:
+        return self._prompt_logprobs(pieces[0], choices.all[0].request)
+
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return {
             "index": piece.index,
@@ -116,27 +130,27 @@ class CompletionFormat(OpenAIFormat):
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, head: AnswerHead, echoed: Sequence[str] = ()) -> None:
+    def __init__(self, head: AnswerHead, requests: Sequence[Request], echoed: Sequence[str] = ()) -> None:
         super().__init__(head)
-        self._echoed = echoed
-        self._offsets = dict[int, int](enumerate(map(len, echoed)))
+        self._requests, self._echoed = requests, dict(enumerate(echoed))
+        self._offsets = dict[int, int]()
         """Characters written so far, by choice."""
 
     def begin(self, choices: Choices) -> Iterator[bytes]:
-        """The prompts, if they are echoed."""
-        for index, text in enumerate(self._echoed):
-            yield self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
+        """Nothing: a prompt is echoed with the first tokens, as its log-probabilities are known by then."""
+        yield from ()
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        offset = self._offsets.get(piece.index, 0)
-        self._offsets[piece.index] = offset + len(piece.text)
+        """A choice of a chunk, and of a whole answer, which is one chunk."""
+        offset, echoed = self._offsets.get(piece.index, 0), self._echoed.pop(piece.index, None)
+        text, prompt = (echoed or "") + piece.text, self._requests[piece.index].prompt
+        self._offsets[piece.index] = offset + len(text)
         return {
             "index": piece.index,
-            "text": piece.text,
-            "logprobs": self.head.logprobs.completion(piece, offset),
+            "text": text,
+            "logprobs": self.head.logprobs.completion(piece, offset, () if echoed is None else prompt),
             **self._ending(piece),
         }
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        echoed = self._echoed[piece.index] if self._echoed else ""
-        return {**self._delta(piece), "text": echoed + piece.text}
+        return self._delta(piece) | self._prompt_logprobs(piece, self._requests[piece.index])

@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 
 from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from foretell.engine.engine import Request
+from foretell.engine.engine import Request, Update
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
 from foretell.serve.formats.base import AnswerFormat
@@ -74,21 +73,12 @@ async def _events(job: Job, choices: Choices, format: AnswerFormat, interval: fl
 
 async def _collect(job: Job, choices: Choices) -> list[Piece]:
     """The whole answer: one piece per choice."""
-    pieces: list[list[Piece]] = [[] for _ in choices.all]
+    updates: list[list[Update]] = [[] for _ in choices.all]
     async for batch in job.batches():
-        for piece in choices.add(batch):
-            pieces[piece.index].append(piece)
-    return [reduce(_join, found) for found in pieces]
-
-
-def _join(a: Piece, b: Piece) -> Piece:
-    return replace(
-        b,
-        text=a.text + b.text,
-        tokens=a.tokens + b.tokens,
-        logprobs=a.logprobs + b.logprobs,
-        top_logprobs=a.top_logprobs + b.top_logprobs,
-    )
+        choices.add(batch)
+        for index, _, update in batch:
+            updates[index].append(update)
+    return [Piece.of(index, found) for index, found in enumerate(updates)]
 
 
 async def _until_disconnect(http: HttpRequest, work: "asyncio._CoroutineLike[list[Piece]]") -> list[Piece]:

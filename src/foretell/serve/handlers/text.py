@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
+from foretell.engine.engine import Request
 from foretell.serve.errors import bad_request
-from foretell.serve.fields import make_requests
+from foretell.serve.fields import Prompt, draw_seed, make_requests
 from foretell.serve.formats.base import AnswerHead
 from foretell.serve.formats.openai import ChatFormat, CompletionFormat
 from foretell.serve.handlers.endpoint import warning_headers
@@ -24,37 +25,45 @@ COMPLETION_MAX_TOKENS = 16
 
 async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) -> ASGIApp:
     """Answer a conversation."""
-    name = _check(service, body, "messages")
+    name, seed = _check(service, body), draw_seed(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_top_logprobs(service, logprobs, "top_logprobs")
-    prompt = await service.in_pool(service.encoder.chat, body)
-    asked_by = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    most = _max_new_tokens(service, body, [prompt], asked_by, None, "messages")
-    loaded = service.loaded
-    requests, seed = make_requests(body, [prompt], most, loaded.model.eos, logprobs, loaded.defaults)
-    format = ChatFormat(_head(service, body, name, seed))
+    requests = await service.in_pool(_chat_requests, service, body, logprobs, seed)
+    format = ChatFormat(_head(service, body, name, requests[0], seed))
     return await respond(service, http, _plan(body, requests, format))
+
+
+def _chat_requests(service: Service, body: ChatBody, logprobs: int | None, seed: int) -> list[Request]:
+    asked_by = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    prompt = service.encoder.chat(body)
+    prompts = _fit(service, body, [prompt], asked_by, None, "messages")
+    return make_requests(body, prompts, logprobs, seed, service.loaded)
 
 
 async def completions(service: Service, http: HttpRequest, body: CompletionBody) -> ASGIApp:
     """Continue prompts."""
-    name = _check(service, body, "prompt")
+    name, seed = _check(service, body), draw_seed(body)
     if body.suffix:
         raise bad_request("suffix is not supported by this server; leave it out", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported by this server; leave it out, and use n", "best_of")
     _check_top_logprobs(service, body.logprobs, "logprobs")
-    prompts = await service.in_pool(service.encoder.prompts, body.prompt, body.add_special_tokens is not False)
-    most = _max_new_tokens(service, body, prompts, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
-    loaded = service.loaded
-    requests, seed = make_requests(body, prompts, most, loaded.model.eos, body.logprobs, loaded.defaults)
-    format = CompletionFormat(_head(service, body, name, seed), _echoed(service, body, prompts))
+    requests = await service.in_pool(_completion_requests, service, body, seed)
+    format = CompletionFormat(_head(service, body, name, requests[0], seed), requests, _echoed(service, body, requests))
     return await respond(service, http, _plan(body, requests, format))
 
 
-def _check(service: Service, body: GenerationBody, param: str) -> str:
+def _completion_requests(service: Service, body: CompletionBody, seed: int) -> list[Request]:
+    if body.echo and body.logprobs is not None:
+        body.prompt_logprobs = body.logprobs
+    encoded = service.encoder.prompts(body.prompt, body.add_special_tokens is not False)
+    prompts = _fit(service, body, encoded, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
+    return make_requests(body, prompts, body.logprobs, seed, service.loaded)
+
+
+def _check(service: Service, body: GenerationBody) -> str:
     """Check what needs no encoded prompt; the served name of the model."""
     name = service.check_model(body.model)
     limits = service.settings.limits
@@ -77,16 +86,16 @@ def _check_top_logprobs(service: Service, count: int | None, param: str) -> None
         raise bad_request(f"{param} must be at most {most}, found {count}", param)
 
 
-def _max_new_tokens(
+def _fit(
     service: Service,
     body: GenerationBody,
     prompts: Sequence[list[int]],
     asked_by: str,
     default: int | None,
     param: str,
-) -> list[int]:
-    """Most new tokens for each prompt, from the field `asked_by` or the default. A prompt is shortened from the left if
-    `truncate_prompt_tokens` says so.
+) -> list[Prompt]:
+    """The prompts with their most new tokens, from the field `asked_by` or the default. A prompt is shortened from the
+    left if `truncate_prompt_tokens` says so.
 
     Raises:
         ApiError: a prompt is empty, or it does not fit the context with the tokens that are asked for.
@@ -107,7 +116,7 @@ def _max_new_tokens(
             wanted = f"the prompt has {len(prompt)} tokens, {asked} new ones were asked for"
             raise context_exceeded(wanted, context, asked_by)
         usual = service.loaded.defaults.get("max_new_tokens", room) if default is None else default
-        found.append(asked or min(usual, room))
+        found.append(Prompt(prompt, asked or min(usual, room)))
     return found
 
 
@@ -118,31 +127,32 @@ def _truncate(prompt: list[int], most: int | None, room: int) -> None:
         del prompt[: max(len(prompt) - keep, 0)]
 
 
-def _head(service: Service, body: GenerationBody, name: str, seed: int) -> AnswerHead:
-    loaded, options = service.loaded, body.stream_options or StreamOptions()
+def _head(service: Service, body: GenerationBody, name: str, request: Request, seed: int) -> AnswerHead:
+    options = body.stream_options or StreamOptions()
     continuous = bool(options.continuous_usage_stats)
     return AnswerHead(
         model=name,
-        fingerprint=loaded.fingerprint,
+        fingerprint=service.loaded.fingerprint,
         logprobs=LogprobWriter(service.texts, bool(body.return_tokens_as_token_ids)),
         include_usage=bool(options.include_usage) or continuous,
         continuous_usage=continuous,
         token_ids=bool(body.return_token_ids),
-        extension={"seed": seed, "method": loaded.method, "lossless": loaded.lossless},
+        prompt_logprobs=body.prompt_logprobs is not None,
+        extension={"seed": seed} | service.loaded.describe_method(request),
     )
 
 
-def _plan(body: GenerationBody, requests: Sequence, format: ChatFormat | CompletionFormat) -> Plan:  # type: ignore[type-arg]
+def _plan(body: GenerationBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Plan:
     return Plan(requests, body.n or 1, format, bool(body.stream), warning_headers(body))
 
 
-def _echoed(service: Service, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[str]:
+def _echoed(service: Service, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
     """The text of the prompt of every choice, if it is echoed."""
     if not body.echo:
         return []
-    codec = service.loaded.model.codec
-    texts = [
-        given if isinstance(given, str) else codec.decode(tokens)
-        for given, tokens in zip(body.prompt, prompts, strict=True)
+    texts = body.prompt if isinstance(body.prompt[0], str) else None
+    codec, each = service.loaded.model.codec, body.n or 1
+    return [
+        str(texts[i // each]) if texts is not None else codec.decode(request.prompt)
+        for i, request in enumerate(requests)
     ]
-    return [text for text in texts for _ in range(body.n or 1)]
