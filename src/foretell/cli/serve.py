@@ -181,11 +181,11 @@ def _load(
     setup = load_models(model, dtype, device, selection, references, long_text=long_text)
     # The options of the command line are for the method that it named.
     others = replace(setup, config=SpeculativeConfig())
+    cheap = {entry.name for entry in catalogue().values() if entry.family in CHEAP_FAMILIES}
     methods = Methods(
         lambda name: (setup if name == selection.name else others).method(name),
         selection.name,
-        {entry.name for entry in catalogue().values() if entry.family in CHEAP_FAMILIES}
-        | {find(name).name for name in allowed},
+        cheap | {find(name).name for name in allowed},
     )
     methods.get(selection.name)
     return LoadedModel(

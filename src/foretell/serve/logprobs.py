@@ -41,10 +41,10 @@ class LogprobWriter:
         tops = [*_fill(piece.prompt_top_logprobs, len(echoed) - 1), *_fill(piece.top_logprobs, len(piece.tokens))]
         tops = [(), *tops] if prompt else tops
         return {
-            "tokens": [self._name(token) for token in tokens],
+            "tokens": [self._key(token) for token in tokens],
             "token_logprobs": [None if p is None else max(p, LEAST_LOGPROB) for p in chosen],
             "top_logprobs": [
-                None if p is None else {self._name(t): max(q, LEAST_LOGPROB) for t, q in ((token, p), *top)}
+                None if p is None else {self._key(t): max(q, LEAST_LOGPROB) for t, q in ((token, p), *top)}
                 for token, p, top in zip(tokens, chosen, tops, strict=True)
             ],
             "text_offset": self._offsets(tokens, offset),
@@ -84,6 +84,13 @@ class LogprobWriter:
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._token_ids else self._texts.of(token)[0]
+
+    def _key(self, token: int) -> str:
+        """The name of a token in a completion; part of a character is named by its bytes, as tokens are keys there."""
+        text, data = self._texts.of(token)
+        if self._token_ids or text.encode() == data:
+            return self._name(token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _fill(tops: Sequence[TopLogprobs], count: int) -> Sequence[TopLogprobs]:

@@ -56,11 +56,10 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
 
 
 def _completion_requests(service: Service, body: CompletionBody, seed: int) -> list[Request]:
-    if body.echo and body.logprobs is not None:
-        body.prompt_logprobs = body.logprobs
+    asked = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
     encoded = service.encoder.prompts(body.prompt, body.add_special_tokens is not False)
     prompts = _fit(service, body, encoded, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
-    return make_requests(body, prompts, body.logprobs, seed, service.loaded)
+    return make_requests(body.model_copy(update=asked), prompts, body.logprobs, seed, service.loaded)
 
 
 def _check(service: Service, body: GenerationBody) -> str:
