@@ -1,6 +1,5 @@
 """A server with a tiny model in a thread of the test's process."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -130,7 +129,7 @@ def running_server(settings: ServerSettings = SETTINGS, method: str = "suffix", 
     config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     ready = threading.Event()
     server = GracefulServer(config, service, ready.set)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="foretell-server")
     thread.start()
     try:
         assert ready.wait(SECONDS), server.failure

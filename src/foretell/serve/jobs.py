@@ -59,7 +59,8 @@ class Job:
         if self._error is None:
             self._wake.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), interval)
+                async with asyncio.timeout(interval):
+                    await self._wake.wait()
 
     def close(self) -> None:
         """Cancel what is not over."""

@@ -32,7 +32,10 @@ class Methods:
         Raises:
             ValueError: requests may not ask for it, or something that it needs is missing.
         """
-        name = find(name).name
+        built = self._built.get(name)
+        return self._build_once(find(name).name) if built is None else built
+
+    def _build_once(self, name: str) -> AnyMethod:
         if name not in self.allowed:
             raise unknown("method", name, sorted(self.allowed))
         with self._lock:

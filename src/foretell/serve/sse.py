@@ -50,7 +50,8 @@ class EventStream:
 
     async def _write(self, send: Send) -> None:
         async def put(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._stalled_seconds)
+            async with asyncio.timeout(self._stalled_seconds):
+                await send(message)
 
         async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
             await put({"type": "http.response.start", "status": 200, "headers": self._headers})
