@@ -11,14 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import httpx2
-import uvicorn
 
 from command import tiny_target
 from foretell.engine.engine import Engine, Update
 from foretell.load import load
 from foretell.serve.app import create_app
 from foretell.serve.loaded import LoadedModel, Methods
-from foretell.serve.run import Address, GracefulServer
+from foretell.serve.run import Address, GracefulServer, server_config
 from foretell.serve.service import Service
 from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
@@ -57,6 +56,11 @@ class Server:
     def engine(self) -> PacedEngine:
         return self.engines[-1]
 
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
     @cached_property
     def http(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=SECONDS, verify=False)
@@ -76,8 +80,7 @@ class Server:
 
     def start(self, body: dict[str, Any], until: bytes = b"", head: str = "x: y") -> socket.socket:
         """Send a chat request, and read until these bytes have come."""
-        host, port = self.url.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)), SECONDS)
+        connection = socket.create_connection(self.address, SECONDS)
         data = json.dumps({"messages": [{"role": "user", "content": "hello"}], "temperature": 0} | body).encode()
         start = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(start.encode() + data)
@@ -126,7 +129,8 @@ def running_server(settings: ServerSettings = SETTINGS, method: str = "suffix", 
     settings = replace(settings, limits=replace(settings.limits, max_num_seqs=rows))
     service = Service(settings, lambda: loaded)
     bound = Address(port=0).bind()
-    config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    config = server_config(create_app(service), Address())
+    config.timeout_graceful_shutdown = 1
     ready = threading.Event()
     server = GracefulServer(config, service, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="foretell-server")

@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from foretell.serve.connections import BoundedHttpProtocol
 from foretell.serve.service import Service
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._on_ready = service, on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks = list[asyncio.Task[None]]()
         self._draining = False
         self.failure: Exception | None = None
@@ -75,6 +77,9 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal to end."""
+        if self._loop is None:  # It does not listen yet.
+            self.should_exit = True
+            return
         if self._draining:
             self.should_exit = self.force_exit = True
             return
@@ -93,6 +98,24 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
+def server_config(app: ASGIApp, address: Address) -> uvicorn.Config:
+    """The settings of uvicorn."""
+    return uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        ssl_certfile=address.ssl_certfile,
+        ssl_keyfile=address.ssl_keyfile,
+        ssl_keyfile_password=address.ssl_keyfile_password,
+    )
+
+
 def serve(app: ASGIApp, service: Service, address: Address, on_listening: Callable[[str], None]) -> None:
     """Serve until a signal. `on_listening` is called with the URL once the model is ready.
 
@@ -100,19 +123,7 @@ def serve(app: ASGIApp, service: Service, address: Address, on_listening: Callab
         ValueError: the address cannot be used, or the model cannot be loaded.
     """
     with closing(address.bind()) as bound:
-        config = uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-            ssl_certfile=address.ssl_certfile,
-            ssl_keyfile=address.ssl_keyfile,
-            ssl_keyfile_password=address.ssl_keyfile_password,
-        )
+        config = server_config(app, address)
         server = GracefulServer(config, service, lambda: on_listening(address.url(bound)))
         try:
             server.run(sockets=[bound])
