@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from foretell.serve.loaded import LoadedModel
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-DEFAULT_METHOD = "autoregressive"
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 """Environment variable with API keys, separated by commas."""
 CHEAP_FAMILIES = ("baseline", "retrieval")
