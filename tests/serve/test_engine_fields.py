@@ -13,7 +13,7 @@ from foretell.engine.engine import Request
 ATTRIBUTES = {f.name for kind in (Request, SamplingParams) for f in dataclasses.fields(kind)}
 
 
-def needs(name: str) -> Any:
+def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(name not in ATTRIBUTES, reason=f"the engine has no {name} yet")
 
 
