@@ -10,6 +10,9 @@ class Cache(ABC):
     A cache is one store for all layers (`KVCache`), or one store per kind of layer (`LayeredCache`).
     """
 
+    any_length = True
+    """Whether a row can go back to every earlier length."""
+
     @property
     @abstractmethod
     def rows(self) -> int:
@@ -47,6 +50,10 @@ class Cache(ABC):
         """
         return
 
+    @abstractmethod
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of row `source`, which `restorable` returned, those of row `target`."""
+
     def store(self, layer: int) -> "tuple[Cache, int]":
         """The store of a layer, and the layer's index in it."""
         return self, layer
@@ -61,6 +68,7 @@ class LayeredCache(Cache):
 
     def __init__(self, stores: Sequence[Cache], places: Sequence[tuple[int, int]]) -> None:
         self.stores, self._places = tuple(stores), tuple(places)
+        self.any_length = all(store.any_length for store in self.stores)
 
     @property
     def rows(self) -> int:
@@ -98,6 +106,11 @@ class LayeredCache(Cache):
         """Forget a row's tokens from `length` on."""
         for store in self.stores:
             store.truncate(row, length)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy tokens of a row in every store."""
+        for store in self.stores:
+            store.copy_row(source, target, length)
 
     def store(self, layer: int) -> tuple[Cache, int]:
         """The store of a layer, and the layer's index in it."""

@@ -14,6 +14,8 @@ _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
 """The cache grows in steps of 256 slots up to 1024 slots, then in steps of 1024."""
 
+_SLOT_BLOCK = 16
+"""Slots that lie together in the caches of the kernels: the memory of a row is copied in whole blocks of them."""
 
 _ROTATED_BLOCKS = 64, 16, 1
 """Dimensions that an int8 cache rotates together: as many as divide a head."""
@@ -129,6 +131,12 @@ class KVCache(Cache):
         source, target = list(source[skip:]), target + skip
         for part in self._movable:
             part[:, row, :, target : target + len(source)] = part[:, row][:, :, source]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first slots of row `source` to row `target`."""
+        end = min(-(-length // _SLOT_BLOCK) * _SLOT_BLOCK, self.slots)
+        for part in self._parts():
+            part[:, target, :, :end] = part[:, source, :, :end]
 
 
 class LatentCache(KVCache):
