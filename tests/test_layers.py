@@ -72,7 +72,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("train.recipe",),
     ("train.loop",),
-    ("bench", "roofline", "verify"),
+    ("bench", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]

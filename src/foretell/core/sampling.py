@@ -123,6 +123,8 @@ class Stream(IntEnum):
     """Initial tokens of Jacobi decoding."""
     LOOKAHEAD = (1 << 30) + 1
     """Initial tokens in the window of lookahead decoding."""
+    CHOICE = (1 << 30) + 2
+    """Seeds of the second and further answers to one prompt."""
 
 
 DEPTHS_PER_STREAM = 1 << 10
