@@ -21,8 +21,22 @@ class Cache(ABC):
         """Bytes of the tensors."""
 
     @abstractmethod
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows of `slots` tokens each, the nodes of a tree included; the contents stay."""
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Give row `rows[i]` room for `slots[i]` tokens, the nodes of a tree included; the contents stay.
+
+        Raises:
+            OutOfBlocksError: the cache is limited and full; then nothing is changed.
+        """
+
+    def has_room(self, rows: Sequence[int], slots: Sequence[int]) -> bool:
+        """Whether `reserve` would succeed."""
+        return True
+
+    @abstractmethod
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Let the row `target`, which holds nothing, begin with the first `length` tokens of `source`, which
+        `restorable(source, length)` returned.
+        """
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass over a tree of `nodes` nodes, for each of its rows after `lengths[i]` tokens; the first
@@ -42,9 +56,7 @@ class Cache(ABC):
         return length
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on, which `restorable` returned. Keys and values need no action: they
-        are written again before they are read.
-        """
+        """Forget a row's tokens from `length` on, which `restorable` returned, and free their memory."""
         return
 
     def store(self, layer: int) -> "tuple[Cache, int]":
@@ -72,10 +84,19 @@ class LayeredCache(Cache):
         """Bytes of all stores."""
         return sum(store.nbytes for store in self.stores)
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow every store."""
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Reserve in every store."""
         for store in self.stores:
             store.reserve(rows, slots)
+
+    def has_room(self, rows: Sequence[int], slots: Sequence[int]) -> bool:
+        """Whether every store has room."""
+        return all(store.has_room(rows, slots) for store in self.stores)
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Fork the row in every store."""
+        for store in self.stores:
+            store.fork(source, target, length)
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass to every store."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.cache import Cache
 from foretell.model.decoder import BlockOutput, BlockRange, Decoder, SkipSet
 from foretell.model.kv_cache import KVCache
@@ -19,7 +20,7 @@ _SLOT_STEP = 256
 
 
 class _Shape(NamedTuple):
-    """Everything that a captured pass depends on; `cache` is the address and shape of the cache."""
+    """Everything that a captured pass depends on; `cache`: the addresses and shapes of the cache and its table."""
 
     rows: int
     queries: int
@@ -73,11 +74,10 @@ class GraphedDecoder(NetworkWrapper):
         index = pad_to_rectangle(layout, _next_power(b), _next_power(n))
         flat_layout = _select(layout, index.flatten())
         used = int(max(layout.visible_prefix.max(), layout.slot.max() + 1))
-        slots = min(-(-used // _SLOT_STEP) * _SLOT_STEP, cache.k.shape[3])
+        slots = min(-(-used // _SLOT_STEP) * _SLOT_STEP, cache.table.shape[1] * BLOCK_SLOTS)
         padded = PaddedLayout.from_layout(flat_layout, x.device, torch.arange(index.numel()).view(index.shape), slots)
-        shape = _Shape(
-            index.shape[0], index.shape[1], slots, (cache.k.data_ptr(), *cache.k.shape), blocks.hidden_layers
-        )
+        memory = cache.k.data_ptr(), *cache.k.shape, cache.table.data_ptr(), *cache.table.shape
+        shape = _Shape(index.shape[0], index.shape[1], slots, memory, blocks.hidden_layers)
         flat = x[index.flatten().to(x.device)]
         static = self._passes.get(shape)
         if static is None:

@@ -194,9 +194,8 @@ class DecoderRunner(Runner):
         return states, output.expert_counts
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
-        need = max(rows) + 1
-        self._length += [0] * (need - len(self._length))
-        self.cache.reserve(need, max([self._length[row] for row in rows]) + nodes)
+        self._length += [0] * (max(rows) + 1 - len(self._length))
+        self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
 
     @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:

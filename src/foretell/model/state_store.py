@@ -57,12 +57,20 @@ class StateStore(Cache):
         records = (self.node_inputs, self.node_keys, self.node_values, self.node_decay)
         return sum(part.nbytes for part in (self.inputs, self.state, *records))
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows, whatever the number of slots."""
-        if rows > self.rows:
-            self.inputs, self.state = (_grown(part, rows) for part in (self.inputs, self.state))
-            self._grow_records(rows, self.node_inputs.shape[2])
-            self._rows += [_Row() for _ in range(rows - self.rows)]
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Make room for these rows, whatever the number of slots."""
+        needed = max(rows) + 1
+        if needed > self.rows:
+            self.inputs, self.state = (_grown(part, needed) for part in (self.inputs, self.state))
+            self._grow_records(needed, self.node_inputs.shape[2])
+            self._rows += [_Row() for _ in range(needed - self.rows)]
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Copy the states of a row after all of its tokens."""
+        self.reserve([target], [length])
+        side = self._rows[source].side
+        self._rows[target] = _Row(length=length)
+        self.inputs[:, target, 0], self.state[:, target, 0] = self.inputs[:, source, side], self.state[:, source, side]
 
     def _grow_records(self, rows: int, nodes: int) -> None:
         for name in ("node_inputs", "node_keys", "node_values", "node_decay"):

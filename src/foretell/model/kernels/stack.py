@@ -16,6 +16,7 @@ from torch import Tensor
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
@@ -234,9 +235,9 @@ class NativeStack:
         if invalid < 0:
             return
         where = ", ".join(f"{f.name} {getattr(layout, f.name)[invalid]}" for f in fields(layout))
-        size = f"{cache.rows} rows of {cache.slots} slots and {self.model.context} positions"
         raise ValueError(
-            f"token {invalid} of the layout has no visible slot or lies outside the cache of {size}: {where}"
+            f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the {cache.rows} "
+            f"rows of the cache or the {self.model.context} positions: {where}"
         )
 
     def without_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
@@ -364,14 +365,12 @@ class NativeStack:
             states = store.native_pass(layout, projected_width(self.config.state))
         if not isinstance(cache, NativeKVCache):
             raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
-        layers, rows, _, slots, _ = cache.k.shape
+        layers, _, blocks, _, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         least = sum(i not in recurrent for i in range(len(self.layers)))
-        shape = (max(layers, least), rows, self.config.kv_heads, slots, self.config.head_dim)
+        shape = (max(layers, least), self.config.kv_heads, blocks, BLOCK_SLOTS, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        if slots % structures.LANES:
-            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
         if states is None:
             return cache.struct
         struct = structures.Cache.from_buffer_copy(cache.struct)

@@ -56,10 +56,10 @@ class Visibility {
 // New tokens first .. last - 1, all of one cache row, which read the keys and values together.
 struct TokenTile {
   int first, last;
-  std::vector<int> extra_blocks;  // blocks of the cache that hold the tokens' extra slots
+  std::vector<int> extra_groups;  // groups of 16 slots that hold the tokens' extra slots
 };
 
-// The tokens of a pass in tiles, and the place of every extra slot among the blocks of its tile.
+// The tokens of a pass in tiles, and the place of every extra slot among the groups of its tile.
 class TokenTiles {
  public:
   TokenTiles(const Visibility& visibility, int tokens_per_tile)
@@ -70,33 +70,33 @@ class TokenTiles {
         tiles_.push_back({t, t, {}});
       tiles_.back().last = t + 1;
       for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
-        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_blocks, visibility[t].extra_slots[i]);
+        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, visibility[t].extra_slots[i]);
     }
-    for (const TokenTile& tile : tiles_) most_blocks_ = std::max(most_blocks_, (int)tile.extra_blocks.size());
+    for (const TokenTile& tile : tiles_) most_groups_ = std::max(most_groups_, (int)tile.extra_groups.size());
   }
   const std::vector<TokenTile>& all() const { return tiles_; }
-  int most_extra_blocks() const { return most_blocks_; }
-  // The number of a token's extra slot among those of its tile's blocks.
+  int most_extra_groups() const { return most_groups_; }
+  // The number of a token's extra slot among those of its tile's groups.
   int place_of(int token, int extra) const { return places_[(size_t)token * width_ + extra]; }
 
  private:
-  static int place(std::vector<int>& blocks, int slot) {
+  static int place(std::vector<int>& groups, int slot) {
     size_t i = 0;
-    while (i < blocks.size() && blocks[i] != slot / kLanes) ++i;
-    if (i == blocks.size()) blocks.push_back(slot / kLanes);
+    while (i < groups.size() && groups[i] != slot / kLanes) ++i;
+    if (i == groups.size()) groups.push_back(slot / kLanes);
     return (int)i * kLanes + slot % kLanes;
   }
   const int width_;
   std::vector<int> places_;
   std::vector<TokenTile> tiles_;
-  int most_blocks_ = 0;
+  int most_groups_ = 0;
 };
 
-// Key blocks, or value vectors, of a tile, and its queries: their sums fit in registers.
-constexpr int kTileBlocks = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
-constexpr int kTileQueries = kAccumulators / kTileBlocks;
+// Groups of 16 keys, or value vectors, of a tile, and its queries: their sums fit in registers.
+constexpr int kTileGroups = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
+constexpr int kTileQueries = kAccumulators / kTileGroups;
 
-// Products of Q queries with K blocks of 16 keys, `words` words each: out[q] receives 16 * K scores. Meanwhile as many
+// Products of Q queries with K groups of 16 keys, `words` words each: out[q] receives 16 * K scores. Meanwhile as many
 // bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
 template <class C, int Q, int K>
 void score_tile(const uint32_t* keys, int words, const uint32_t* const* queries, float* const* out, const char* ahead) {
@@ -118,43 +118,57 @@ void score_tile(const uint32_t* keys, int words, const uint32_t* const* queries,
     for (int k = 0; k < K; ++k) store(out[q] + k * kLanes, sums[q][k]);
 }
 
-// Sums of value words from .. to - 1, each a row of `stride` words, weighted with the words of Q queries: out[q]
-// receives V vectors. Every sum begins at 0. Meanwhile as many bytes from `ahead` on (null: none) are prefetched.
+// The values of a chunk of keys: the words of every block of the cache, and the bytes to prefetch meanwhile.
+constexpr int kChunk = 256, kChunkBlocks = kChunk / kCacheBlock;
+struct ChunkValues {
+  const uint32_t* words[kChunkBlocks];
+  const char* ahead[kChunkBlocks];
+};
+
+// Sums of value words from .. to - 1 of a chunk, from dimension `first` of `stride` on, weighted with the words of Q
+// queries: out[q] receives V vectors. Every sum begins at 0.
 template <class C, int Q, int V>
-void mix_tile(const uint32_t* values, int stride, int from, int to, const uint32_t* const* weights, float* const* out,
-              const char* ahead) {
+void mix_tile(const ChunkValues& values, int first, int stride, int from, int to, bool prefetch,
+              const uint32_t* const* weights, float* const* out) {
+  constexpr int kBlockWords = kCacheBlock / C::kDepth;
   Float sums[Q][V] = {};
-  for (int i = from; i < to; ++i) {
-    Word value[V];
-    if (ahead)
-      for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * ((size_t)(i - from) * V + v), 0, 2);
+  for (int begin = from; begin < to;) {
+    const int b = begin / kBlockWords, end = std::min(to, (b + 1) * kBlockWords);
+    const uint32_t* word = values.words[b] + (size_t)(begin % kBlockWords) * stride + first;
+    const char* ahead = values.ahead[b] + 64 * (size_t)(begin % kBlockWords) * V;
+    for (int i = begin; i < end; ++i, word += stride, ahead += 64 * V) {
+      Word value[V];
+      if (prefetch)
+        for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * v, 0, 2);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) value[v] = load<Word>(values + (size_t)i * stride + v * kLanes);
+      for (int v = 0; v < V; ++v) value[v] = load<Word>(word + v * kLanes);
 #pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-      const Word weight = splat(weights[q][i]);
+      for (int q = 0; q < Q; ++q) {
+        const Word weight = splat(weights[q][i]);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[q][v] = C::step(sums[q][v], value[v], weight);
+        for (int v = 0; v < V; ++v) sums[q][v] = C::step(sums[q][v], value[v], weight);
+      }
     }
+    begin = end;
   }
   for (int q = 0; q < Q; ++q)
     for (int v = 0; v < V; ++v) store(out[q] + v * kLanes, sums[q][v]);
 }
 
 using ScoreTile = void (*)(const uint32_t*, int, const uint32_t* const*, float* const*, const char*);
-using MixTile = void (*)(const uint32_t*, int, int, int, const uint32_t* const*, float* const*, const char*);
+using MixTile = void (*)(const ChunkValues&, int, int, int, int, bool, const uint32_t* const*, float* const*);
 
 template <class C, size_t... I>
-ScoreTile score_tile_of(int queries, int blocks, std::index_sequence<I...>) {
-  constexpr ScoreTile all[] = {score_tile<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
-  return all[(queries - 1) * kTileBlocks + blocks - 1];
+ScoreTile score_tile_of(int queries, int groups, std::index_sequence<I...>) {
+  constexpr ScoreTile all[] = {score_tile<C, I / kTileGroups + 1, I % kTileGroups + 1>...};
+  return all[(queries - 1) * kTileGroups + groups - 1];
 }
 template <class C, size_t... I>
 MixTile mix_tile_of(int queries, int vectors, std::index_sequence<I...>) {
-  constexpr MixTile all[] = {mix_tile<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
-  return all[(queries - 1) * kTileBlocks + vectors - 1];
+  constexpr MixTile all[] = {mix_tile<C, I / kTileGroups + 1, I % kTileGroups + 1>...};
+  return all[(queries - 1) * kTileGroups + vectors - 1];
 }
-constexpr auto kTileSizes = std::make_index_sequence<kTileQueries * kTileBlocks>();
+constexpr auto kTileSizes = std::make_index_sequence<kTileQueries * kTileGroups>();
 
 // The result of a query over some of its keys.
 struct Partial {
@@ -217,22 +231,21 @@ class Attention {
   }
 
  private:
-  static constexpr int kChunk = 256;        // keys: a multiple of 16 * kTileBlocks
   static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
-  static_assert(kMaxGroup <= kMaxQueries && kChunk % (kTileBlocks * kLanes) == 0);
+  static_assert(kMaxGroup <= kMaxQueries && kChunk % kCacheBlock == 0 && kCacheBlock % kLanes == 0);
   static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
 
   size_t partial_size() const { return (size_t)m_.head_dim + kLanes; }
 
-  // Memory of a thread: scores of a chunk and of the extra blocks, partial results of a chunk and merged ones, a head,
+  // Memory of a thread: scores of a chunk and of the extra groups, partial results of a chunk and merged ones, a head,
   // and keys and values of a chunk that are not stored as words.
   size_t scratch_size() const {
-    const size_t per_query = kChunk + (size_t)tiles_.most_extra_blocks() * kLanes + 2 * partial_size();
+    const size_t per_query = kChunk + (size_t)tiles_.most_extra_groups() * kLanes + 2 * partial_size();
     return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) + cache_.scratch_words(kChunk);
   }
   float* scratch(const Team& team) const { return scratch_.get() + team.thread * scratch_size_; }
   float* scores_of(int i, const Team& team) const { return scratch(team) + (size_t)i * kChunk; }
-  int extra_stride() const { return tiles_.most_extra_blocks() * kLanes; }
+  int extra_stride() const { return tiles_.most_extra_groups() * kLanes; }
   float* extra_scores_of(int i, const Team& team) const {
     return scratch(team) + (size_t)tile_queries_ * kChunk + (size_t)i * extra_stride();
   }
@@ -394,42 +407,42 @@ class Attention {
     if (count) mix(at, chunk, from, queries, count, team);
   }
 
-  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole blocks.
+  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole groups of 16.
   void score_contiguous(const CacheHead& at, const TokenTile& tile, int kv, int chunk, int from, int shared,
                         const Team& team) const {
     const int queries = (tile.last - tile.first) * group_;
-    for (int key = from; key < shared; key += kTileBlocks * kLanes) {
-      const int blocks = std::min(kTileBlocks, (shared - key + kLanes - 1) / kLanes), slot = chunk * kChunk + key;
-      score_blocks(at, slot / kLanes, blocks, tile, kv, queries, team,
-                   [&](int i) { return scores_of(i, team) + key; });
+    for (int key = from, groups; key < shared; key += groups * kLanes) {
+      const int slot = chunk * kChunk + key, rest = kCacheBlock - slot % kCacheBlock;
+      groups = std::min({kTileGroups, (shared - key + kLanes - 1) / kLanes, rest / kLanes});
+      score_groups(at, slot, groups, tile, kv, queries, team, [&](int i) { return scores_of(i, team) + key; });
     }
   }
 
-  // Scores of a tile's queries for blocks of the cache.
+  // Scores of a tile's queries for groups of 16 keys from a slot on, all in one block of the cache.
   template <class Row>
-  void score_blocks(const CacheHead& at, int block, int blocks, const TokenTile& tile, int kv, int queries,
+  void score_groups(const CacheHead& at, int slot, int groups, const TokenTile& tile, int kv, int queries,
                     const Team& team, const Row& row) const {
-    const char* ahead = cache_.values_at(at, block * kLanes);
-    const uint32_t* keys = cache_.key_words(at, block, blocks, words_of(team), ahead);
+    const char* ahead = cache_.values_at(at, slot);
+    const uint32_t* keys = cache_.key_words(at, slot, groups, words_of(team), ahead);
     for (int i = 0; i < queries; i += kTileQueries) {
       const int count = std::min(kTileQueries, queries - i);
       const uint32_t* some[kTileQueries];
       float* rows[kTileQueries];
       for (int q = 0; q < count; ++q) some[q] = query(tile, kv, i + q), rows[q] = row(i + q);
-      score_tile_of<C>(count, blocks, kTileSizes)(keys, words_, some, rows,
+      score_tile_of<C>(count, groups, kTileSizes)(keys, words_, some, rows,
                                                i || cache_.scales_values() ? nullptr : ahead);
-      for (int q = 0; q < count; ++q) cache_.scale_scores(at, block, blocks, rows[q]);
+      for (int q = 0; q < count; ++q) cache_.scale_scores(at, slot, groups, rows[q]);
     }
   }
 
-  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra blocks, from which every
+  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra groups, from which every
   // token takes its own.
   void score_extra(const Layer& layer, const CacheHead& at, const TokenTile& tile, int kv, int chunk,
                    const Team& team) const {
     const int queries = (tile.last - tile.first) * group_;
-    for (size_t b = 0; b < tile.extra_blocks.size(); ++b)
-      score_blocks(at, tile.extra_blocks[b], 1, tile, kv, queries, team,
-                   [&](int i) { return extra_scores_of(i, team) + b * kLanes; });
+    for (size_t g = 0; g < tile.extra_groups.size(); ++g)
+      score_groups(at, tile.extra_groups[g] * kLanes, 1, tile, kv, queries, team,
+                   [&](int i) { return extra_scores_of(i, team) + g * kLanes; });
     for (int t = tile.first; t < tile.last; ++t) {
       const Range range = range_of(layer, t, chunk);
       for (int key = range.shared; key < range.to; ++key) {
@@ -473,10 +486,10 @@ class Attention {
   // Scales of the values of 16 keys; 0 past the last one that the token sees.
   Float value_scales(const CacheHead& at, int token, int key) const {
     const VisibleKeys& keys = visibility_[token];
-    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at) + key);
+    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at, key));
     float scales[kLanes];
     for (int i = 0; i < kLanes; ++i)
-      scales[i] = key + i < keys.length ? cache_.value_scales(at)[keys.slot(key + i)] : 0;
+      scales[i] = key + i < keys.length ? *cache_.value_scales(at, keys.slot(key + i)) : 0;
     return load<Float>(scales);
   }
 
@@ -499,28 +512,37 @@ class Attention {
   void mix(const CacheHead& at, int chunk, int from, const Query* queries, int count, const Team& team) const {
     int most = 0;
     for (int i = 0; i < count; ++i) most = std::max(most, queries[i].range.shared);
-    const int slot = chunk * kChunk + from;
-    const char* ahead = cache_.keys_at(at, slot / kChunk * kChunk + kChunk);
-    const uint32_t* values = cache_.value_words(at, slot, most - from, words_of(team), ahead);
-    values -= (size_t)from / C::kDepth * m_.head_dim;
+    const ChunkValues values = chunk_values(at, chunk, from, most, team);
     for (int i = 0; i < count; i += queries_per_mix())
       mix_some(at, values, chunk, from, queries + i, std::min(queries_per_mix(), count - i),
-               i || cache_.scales_values() ? nullptr : ahead);
+               !i && !cache_.scales_values());
   }
 
-  void mix_some(const CacheHead& at, const uint32_t* values, int chunk, int from, const Query* queries, int count,
-                const char* ahead) const {
+  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk are prefetched meanwhile.
+  ChunkValues chunk_values(const CacheHead& at, int chunk, int from, int to, const Team& team) const {
+    ChunkValues out = {};
+    for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
+      const int begin = b * kCacheBlock, slot = chunk * kChunk + begin;
+      out.ahead[b] = cache_.keys_at(at, cache_.has(at, slot + kChunk) ? slot + kChunk : slot);
+      uint32_t* scratch = words_of(team) + (size_t)begin * words_;
+      out.words[b] = cache_.value_words(at, slot, std::min(kCacheBlock, to - begin), scratch, out.ahead[b]);
+    }
+    return out;
+  }
+
+  void mix_some(const CacheHead& at, const ChunkValues& values, int chunk, int from, const Query* queries, int count,
+                bool prefetch) const {
     int shared = kChunk;
     const uint32_t* weights[kTileQueries];
     for (int q = 0; q < count; ++q)
       shared = std::min(shared, queries[q].range.shared), weights[q] = queries[q].weights;
     const int begin = from / C::kDepth, end = std::max(begin, shared / C::kDepth);
-    for (int first = 0; first < m_.head_dim; first += kTileBlocks * kLanes) {
-      const int vectors = std::min(kTileBlocks, (m_.head_dim - first) / kLanes);
+    for (int first = 0; first < m_.head_dim; first += kTileGroups * kLanes) {
+      const int vectors = std::min(kTileGroups, (m_.head_dim - first) / kLanes);
       float* mixed[kTileQueries];
       for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
-      mix_tile_of<C>(count, vectors, kTileSizes)(values + first, m_.head_dim, begin, end, weights, mixed,
-                                             first ? nullptr : ahead);
+      mix_tile_of<C>(count, vectors, kTileSizes)(values, first, m_.head_dim, begin, end, prefetch && !first, weights,
+                                                 mixed);
     }
     for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots
       const int same = q;
