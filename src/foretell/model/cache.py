@@ -33,10 +33,8 @@ class Cache(ABC):
         return True
 
     @abstractmethod
-    def fork(self, source: int, target: int, length: int) -> None:
-        """Let the row `target`, which holds nothing, begin with the first `length` tokens of `source`, which
-        `restorable(source, length)` returned.
-        """
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of row `source`, which `restorable` returned, those of row `target`."""
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass over a tree of `nodes` nodes, for each of its rows after `lengths[i]` tokens; the first
@@ -93,10 +91,10 @@ class LayeredCache(Cache):
         """Whether every store has room."""
         return all(store.has_room(rows, slots) for store in self.stores)
 
-    def fork(self, source: int, target: int, length: int) -> None:
-        """Fork the row in every store."""
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy tokens of a row in every store."""
         for store in self.stores:
-            store.fork(source, target, length)
+            store.copy_row(source, target, length)
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass to every store."""

@@ -26,7 +26,7 @@ INT8_LIMIT = 127
 class KVCache(Cache):
     """Keys and values in blocks of `BLOCK_SLOTS` tokens, `[layers, kv_heads, blocks, BLOCK_SLOTS, head_dim]`.
 
-    A table names the blocks of every batch row; rows that `fork` made share blocks (paged attention: Kwon et al., arXiv
+    A table names the blocks of every batch row; rows that begin alike share blocks (paged attention: Kwon et al., arXiv
     2309.06180). A row writes to blocks of its own only: those from its last, incomplete one on.
 
     `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. A head is rotated by a Hadamard
@@ -182,12 +182,13 @@ class KVCache(Cache):
         elif changed:
             self._update_views()
 
-    def fork(self, source: int, target: int, length: int) -> None:
-        """Let an empty row begin with the first tokens of another; see `Cache.fork`.
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first tokens of a row those of another: both hold the full blocks, and the last one is copied.
 
         Raises:
-            OutOfBlocksError: there is no block for a copy of the last, incomplete one.
+            OutOfBlocksError: there is no block for the copy.
         """
+        self.truncate(target, 0)
         incomplete = length % BLOCK_SLOTS > 0
         if incomplete and not self.blocks.has_free(1):
             raise OutOfBlocksError("a block is needed for a copy, and all are in use")

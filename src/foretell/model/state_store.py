@@ -65,8 +65,8 @@ class StateStore(Cache):
             self._grow_records(needed, self.node_inputs.shape[2])
             self._rows += [_Row() for _ in range(needed - self.rows)]
 
-    def fork(self, source: int, target: int, length: int) -> None:
-        """Copy the states of a row after all of its tokens."""
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the states of row `source`, which stand after `length` tokens, to row `target`."""
         self.reserve([target], [length])
         side = self._rows[source].side
         self._rows[target] = _Row(length=length)
