@@ -43,15 +43,16 @@ class Answer:
     """The error message, where `finish_reason` is `error`."""
 
     @staticmethod
-    def from_completion(completion: Completion, engine: Engine) -> "Answer":
-        """The answer of a request that an engine has completed."""
+    def from_completion(completion: Completion, engine: Engine, method: AnyMethod | None = None) -> "Answer":
+        """The answer of a request that an engine has completed; `method`: the request's own, if it named one."""
+        method = method or engine.method
         return Answer(
             text=completion.text,
             tokens=completion.tokens,
             finish_reason=completion.finish_reason,
-            method=engine.method.name,
-            drafter=engine.method.drafter_label or engine.method.draft.label,
-            lossless=engine.method.lossless,
+            method=method.name,
+            drafter=method.drafter_label or method.draft.label,
+            lossless=method.lossless,
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,
@@ -174,7 +175,9 @@ class Model:
     def engine(
         self, method: AnyMethod | str = "autoregressive", rows: int = 16, prefix_caching: bool = False
     ) -> Engine:
-        """An engine that serves this model with one method, at most `rows` requests at a time; see `Engine`."""
+        """An engine that serves this model, at most `rows` requests at a time; see `Engine`. `method` decodes the
+        requests that name no method.
+        """
         method = self.method(method) if isinstance(method, str) else method
         return Engine(
             self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer, prefix_caching=prefix_caching
@@ -208,8 +211,11 @@ class Model:
         raw: bool = False,
         logprobs: bool = False,
         allow_special_tokens: bool = False,
+        method: AnyMethod | None = None,
+        max_drafts: int | None = None,
     ) -> Request:
-        """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`.
+        """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`, for `method` and `max_drafts` see
+        `Request`.
 
         `stop`: one stop string, or several.
 
@@ -222,7 +228,11 @@ class Model:
         if not all(isinstance(s, str) for s in stop):
             raise ValueError(f"stop must be a string or several strings, found {stop!r}")
         tokens = self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens)
-        return Request(tokens, sampling or SamplingParams(), max_new_tokens, stop, self.eos, logprobs)
+        return Request(
+            *(tokens, sampling or SamplingParams(), max_new_tokens, stop, self.eos, logprobs),
+            method=method,
+            max_drafts=max_drafts,
+        )
 
     def stream(
         self,

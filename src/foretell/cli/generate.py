@@ -146,7 +146,7 @@ def run(
 
     engine = setup.model.engine(setup.method(method), rows=min(rows, len(specs)))
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
-    batch, answers = Batch(setup.model, engine, output.logprobs, writer), list["Answer"]()
+    batch, answers = Batch(setup, engine, output.logprobs, writer), list["Answer"]()
     started = time.perf_counter()
     with Interrupt() as interrupt:
         for answered in batch.run(specs, interrupt):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from foretell.catalogue import find
 from foretell.core.sampling import SamplingParams
 from foretell.tokenizer.codec import Message
 from foretell.utils.validation import parse_json, validate
@@ -26,6 +27,7 @@ class PromptLine(BaseModel):
     """The keys of a line: exactly one of `prompt`, `messages` and `turns`, and parameters. Other keys are ignored.
 
     `turns` are the user's messages of a conversation: each is answered after the earlier ones and their answers.
+    `method`: what decodes it, by its name. `max_drafts`: most drafted tokens per step. `priority`: lower ones first.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -44,6 +46,9 @@ class PromptLine(BaseModel):
     max_new_tokens: int | None = None
     stop: list[str] | str | None = None
     raw: bool | None = None
+    method: str | None = None
+    max_drafts: Annotated[int, Field(ge=0)] | None = None
+    priority: int = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +90,10 @@ class PromptSpec:
     stop: tuple[str, ...]
     raw: bool
     allow_special_tokens: bool = False
+    method: str | None = None
+    """What decodes it, by its name; None: the method of the command line."""
+    max_drafts: int | None = None
+    priority: int = 0
 
     @property
     def title(self) -> str:
@@ -146,7 +155,8 @@ def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
     """The prompt of a line; the defaults hold where the line names no parameter.
 
     Raises:
-        ValueError: the prompt is empty, a parameter is out of range, or raw text has several turns or a system message.
+        ValueError: the prompt is empty, a parameter is out of range, there is no method of this name, or raw text has
+            several turns or a system message.
     """
     names = {f.name for f in fields(SamplingParams)} & set(PromptLine.model_fields)
     given = {name: value for name in names if (value := getattr(line, name)) is not None}
@@ -161,6 +171,9 @@ def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
         stop=stop,
         raw=raw,
         allow_special_tokens=defaults.allow_special_tokens,
+        method=None if line.method is None else find(line.method).name,
+        max_drafts=line.max_drafts,
+        priority=line.priority,
     )
 
 

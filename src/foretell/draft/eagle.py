@@ -134,6 +134,19 @@ class EagleDrafter(Predictor):
             self.release(row)
             return 0
         known.truncate(length)
+        self._cache.truncate(row, known.length)
+        return length
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Copy the positions of the shared tokens, if all are known."""
+        self.release(target)
+        known = self._prefixes.get(source)
+        if known is None or not 0 < length <= self._known_length(known):
+            return 0
+        copied = self._prefixes[target] = _PrefixState(known.length, known.pending)
+        copied.truncate(length)
+        if copied.length:
+            self._cache.copy_row(source, target, copied.length)
         return length
 
     @torch.inference_mode()

@@ -2,23 +2,40 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
-from foretell.accept.base import AcceptResult
+from foretell.accept import AcceptResult, Match
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
-from foretell.core.tree import TokenTree, concatenate_trees, root_tree
+from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
-from foretell.engine.method import AnyMethod
+from foretell.draft.base import NoDrafter
+from foretell.engine.groups import (
+    DraftError,
+    MethodGroup,
+    group_by_method,
+    propose,
+    required_hidden_layers,
+    results_by_group,
+)
+from foretell.engine.method import AnyMethod, BoundMethod, Method
+from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
 from foretell.model.runner import Runner
+from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer, StopStrings
+
+_PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
+"""Decodes the requests that allow no drafts."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,16 @@ class Request:
     eos: tuple[int, ...] = ()
     logprobs: bool = False
     """Report the natural logarithm of every token's probability under the model's softmax."""
+    method: AnyMethod | None = None
+    """What decodes it, beside the requests of other methods in one pass; None: the engine's own method."""
+    max_drafts: int | None = None
+    """Greatest number of drafted tokens per step; None: as many as the method drafts. 0: plain decoding (`Match`
+    accepts nothing and the method's drafter never sees the request), at no cost of drafting.
+    """
+    priority: int = 0
+    """Requests with a lower number are served first."""
+    deadline: float | None = None
+    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +110,24 @@ class Completion:
         )
 
 
+class _WaitingRequest:
+    """A request in the queue."""
+
+    def __init__(self, number: int, request: Request, method: BoundMethod) -> None:
+        self.number, self.request, self.method = number, request, method
+        self.sequence = TokenBuffer(request.prompt)
+
+
 class _RunningRequest:
     """A request that occupies a row."""
 
-    def __init__(self, number: int, request: Request, row: int, detokenizer: Detokenizer | None, context: int) -> None:
-        self.number, self.request, self.row = number, request, row
-        self.statistics = RequestStatistics(prompt_tokens=len(request.prompt))
-        self.sequence = TokenBuffer(request.prompt)
+    def __init__(
+        self, waiting: "_WaitingRequest", row: int, cached: int, detokenizer: Detokenizer | None, context: int
+    ) -> None:
+        request = waiting.request
+        self.number, self.request, self.method, self.row = waiting.number, request, waiting.method, row
+        self.statistics = RequestStatistics(prompt_tokens=len(request.prompt), cached_tokens=cached)
+        self.sequence = waiting.sequence
         self.rng = CounterRNG(request.sampling_params.seed)
         self.detokenizer = detokenizer
         self.stop_strings = StopStrings(request.stop)
@@ -124,12 +162,16 @@ class _RunningRequest:
         return (text if stopped else text + self.stop_strings.finish()), stopped
 
 
+R = TypeVar("R", _WaitingRequest, _RunningRequest)
+
+
 class Engine:
-    """Runs requests with one method by continuous batching and chunked prefill.
+    """Runs requests by continuous batching and chunked prefill; `method` decodes those that name no method.
 
     `rows`: maximum number of requests per batch; `chunk`: maximum number of prompt tokens per step; `detokenizer` makes
     the incremental detokenizer of a request (None: tokens only, no stop strings). `prefix_caching`: a request reuses
-    the longest prefix of its prompt that the cache of a finished request still holds. `clock` gives seconds.
+    the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
+    that is being read waits for it. `clock` gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -151,37 +193,64 @@ class Engine:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._chunk, self._detokenizer, self._clock = chunk, detokenizer, clock
-        self._free_rows = list(range(rows))[::-1]
-        self._prefix_caching, self._cached_sequences = prefix_caching, dict[int, TokenBuffer]()
-        """Sequences of finished requests whose keys and values are still in their rows, the oldest first."""
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self._rows = RowPool(runner, rows, prefix_caching)
+        self._waiting = dict[int, _WaitingRequest]()
+        """By number."""
         self._running: list[_RunningRequest] = []
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
-        self._one_by_one = False
-        """Whether the next step runs the requests one by one to find the one that fails: the drafter has failed."""
-        self._bind_method()
+        self._failed_methods = set[BoundMethod]()
+        """Methods whose requests the next step runs one by one to find the one that fails: their drafters failed."""
+        self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
+        """The methods of requests and of rows that keep their tokens, by id of the method."""
+        self._own_method = self._bind(method)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number.
 
         Raises:
             ValueError: a field has a wrong type or is out of range, the prompt is empty or fills the model's context,
-                a token is outside the vocabulary, or the method is bound to another engine by now.
+                a token is outside the vocabulary, or the method, or a part of it, is bound to another engine or method
+                by now that is busy.
         """
         validate_request(request, self.runner.vocab, self.runner.context)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
-        self._bind_method()
+        method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
+        method.requests += 1
         self._last_number += 1
-        self._waiting.append((self._last_number, request))
+        self._waiting[self._last_number] = _WaitingRequest(self._last_number, request, method)
         return self._last_number
 
-    def _bind_method(self) -> None:
-        if self.method.bind(self):
-            self._cached_sequences.clear()
-            for row in self._free_rows:
-                self.method.release(row)
+    def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
+        """Submit requests that continue what request `number` has so far: its prompt and its new tokens come before
+        their prompts, which may be empty. Their numbers.
+
+        With `prefix_caching` the common tokens are read once. Drafts and samples of a fork are its own.
+
+        Raises:
+            ValueError: the request is over or unknown, or one of the new ones is invalid; then none is submitted.
+        """
+        running = next((r for r in self._running if r.number == number), self._waiting.get(number))
+        if running is None:
+            raise ValueError(f"request {number} is over or unknown: fork a request while it waits or runs")
+        tokens, numbers = running.sequence.tokens.tolist(), list[int]()
+        try:
+            for request in requests:
+                numbers.append(self.submit(replace(request, prompt=[*tokens, *request.prompt])))
+        except ValueError:
+            for submitted in numbers:
+                self.cancel(submitted)
+            raise
+        return numbers
+
+    def _bind(self, method: AnyMethod) -> BoundMethod:
+        """The method in this engine, its parts claimed."""
+        bound = self._methods.setdefault(id(method), BoundMethod(method))
+        if bound.bind():
+            for row in self._rows.free:
+                bound.release(row)
+        return bound
 
     def cancel(self, number: int) -> Update | None:
         """End a request now; its last update, with the text held back and what `run` has not delivered yet, or None if
@@ -198,11 +267,11 @@ class Engine:
             )
             accepted = sum(u.accepted for u in pending)
             return self._finish(running, Update(number, tokens, text, accepted, logprobs, finish_reason="cancelled"))
-        waiting = next((request for n, request in self._waiting if n == number), None)
+        waiting = self._waiting.pop(number, None)
         if waiting is None:
             return None
-        self._waiting = deque(item for item in self._waiting if item[0] != number)
-        statistics = RequestStatistics(prompt_tokens=len(waiting.prompt))
+        waiting.method.requests -= 1
+        statistics = RequestStatistics(prompt_tokens=len(waiting.request.prompt))
         return Update(number, (), "", 0, finish_reason="cancelled", statistics=statistics)
 
     @property
@@ -215,7 +284,7 @@ class Engine:
         """Statistics of the waiting and running requests by number; those of a finished request are in its last
         update.
         """
-        waiting = {number: RequestStatistics(prompt_tokens=len(request.prompt)) for number, request in self._waiting}
+        waiting = {n: RequestStatistics(prompt_tokens=len(w.request.prompt)) for n, w in self._waiting.items()}
         return waiting | {r.number: r.statistics for r in self._running}
 
     def run(self) -> Iterator[Update]:
@@ -266,21 +335,33 @@ class Engine:
         """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
         running = [(self.runner.length(r.row), len(r.request.prompt)) for r in self._running]
         reading = [(read, total) for read, total in running if read < total - 1]
-        waiting = sum(len(request.prompt) for _, request in self._waiting)
+        waiting = sum(len(w.request.prompt) for w in self._waiting.values())
         return sum(read for read, _ in reading), sum(total for _, total in reading) + waiting
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One pass of the target over all requests; if it fails, one pass for each, so that only the requests that
-        fail end.
+        """One pass of the target over all requests. If a drafter fails, the requests of its method get a pass each, so
+        that only those that fail end; if the pass fails, all requests do.
         """
         self._admit()
         scheduled = self._schedule()
-        together, self._one_by_one = not self._one_by_one, False
-        if together and len(scheduled) > 1:
-            with suppress(Exception):
-                return self._run_step(scheduled)
-        return [update for r, tokens in scheduled.items() for update in self._step_single(r, tokens)]
+        failed, self._failed_methods = self._failed_methods, set()
+        together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed}
+        updates = list[Update]()
+        while len(together) > 1:
+            try:
+                updates = self._run_step(together)
+                break
+            except DraftError as error:
+                together = {r: tokens for r, tokens in together.items() if r.method is not error.method}
+            except Exception:
+                together = {}
+        else:
+            together = {}
+        for r, tokens in scheduled.items():
+            if r not in together:
+                updates += self._step_single(r, tokens)
+        return updates
 
     def _step_single(self, r: _RunningRequest, tokens: list[int]) -> list[Update]:
         try:
@@ -295,14 +376,18 @@ class Engine:
         """
         started = self._clock()
         context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
-        tree, ready = self._propose(context, scheduled, starts)
+        unread, groups = list(scheduled.values()), group_by_method([r.method for r in scheduled])
+        ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
+        proposal = propose(groups, context, unread, ready, self.runner.vocab, self._clock)
+        tree, layers = proposal.tree, required_hidden_layers(groups)
         drafted = self._clock()
-        output = self.runner.forward(
-            context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=self.method.draft.hidden_layers
-        )
+        output = self.runner.forward(context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=layers)
         verified = self._clock()
         distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index, output.argmax)
-        results = [self.method.accept.accept(tree, i, distributions) if yes else None for i, yes in enumerate(ready)]
+        results = [
+            r.method.method.accept.accept(tree, i, distributions) if yes else None
+            for i, (r, yes) in enumerate(zip(scheduled, ready, strict=True))
+        ]
         try:
             paths, new_tokens = self._commit(scheduled, tree, results)
         except Exception as error:
@@ -310,7 +395,8 @@ class Engine:
             return [self._finish_with_error(r, error) for r in scheduled]
         committed = self._clock()
         step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
-        failure = self._observe(step)
+        parts = results_by_group(groups, step, proposal, layers, self.runner.vocab)
+        failures = self._observe_all(groups, parts)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
         step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
@@ -321,87 +407,62 @@ class Engine:
             except Exception as error:
                 updates.append(self._finish_with_error(r, error))
                 continue
-            if failure is not None and (update is None or update.finish_reason is None):
+            if i in failures and (update is None or update.finish_reason is None):
                 updates += [] if update is None else [update]
-                updates.append(self._finish_with_error(r, failure))
+                updates.append(self._finish_with_error(r, failures[i]))
             elif update is not None:
                 updates.append(update if update.finish_reason is None else self._finish(r, update))
         return updates
 
     def _admit(self) -> None:
-        while self._waiting and self._free_rows:
-            number, request = self._waiting.popleft()
-            row, length = self._allocate_row(request.prompt)
-            self.runner.truncate(row, length)
-            detokenizer = self._detokenizer() if self._detokenizer else None
-            running = _RunningRequest(number, request, row, detokenizer, self.runner.context)
-            running.statistics.cached_tokens = length
-            self._running.append(running)
+        """Give free rows to waiting requests. A prompt waits while another request reads tokens that it begins with."""
+        if not self._waiting or not self._rows.free:
+            return
+        for waiting in self._by_urgency(self._waiting.values()):
+            if not self._rows.free:
+                return
+            if not self._rows.awaits(waiting.sequence, waiting.method):
+                del self._waiting[waiting.number]
+                row, cached = self._rows.allocate(waiting.sequence, waiting.method)
+                detokenizer = self._detokenizer() if self._detokenizer else None
+                self._running.append(_RunningRequest(waiting, row, cached, detokenizer, self.runner.context))
 
-    def _allocate_row(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """A free row, and how many tokens of the prompt its cache holds already."""
-        if not self._prefix_caching:
-            return self._free_rows.pop(), 0
-        tokens = np.asarray(prompt, np.int64)
-        # The last common token is read again: drafters need its hidden state, and the token after it may differ.
-        common = {row: _common_prefix(s.tokens, tokens) - 1 for row, s in self._cached_sequences.items()}
-        row = max(common, key=lambda r: common[r], default=-1)
-        length = common.get(row, 0)
-        if length <= 0:
-            row = next((r for r in self._free_rows if r not in common), row)
-        self._free_rows.remove(row)
-        length = self.runner.restorable(row, max(length, 0))
-        if self._cached_sequences.pop(row, None) is None:
-            return row, 0
-        kept = self.method.rewind(row, length) if length else 0
-        if kept == 0 or self.runner.restorable(row, kept) < kept:
-            self.method.release(row)
-            return row, 0
-        return row, kept
+    def _by_urgency(self, requests: Iterable[R]) -> list[R]:
+        """Requests that are late first, then by priority, then by arrival."""
+        now = self._clock()
+
+        def rank(r: R) -> tuple[bool, int, int]:
+            deadline = r.request.deadline
+            return deadline is None or deadline > now, r.request.priority, r.number
+
+        return sorted(requests, key=rank)
 
     def _schedule(self) -> dict[_RunningRequest, list[int]]:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
         chunk allows.
         """
-        left, out = self._chunk, dict[_RunningRequest, list[int]]()
+        out, reading, left = dict[_RunningRequest, list[int]](), list[_RunningRequest](), self._chunk
         for r in self._running:
-            cached = self.runner.length(r.row)
-            backlog = r.sequence.length - cached
-            take = min(backlog, left) if backlog > 1 else 1
-            if take > 0:
-                out[r] = r.sequence.tokens[cached : cached + take].tolist()
-                left -= take if backlog > 1 else 0
+            if r.sequence.length - self.runner.length(r.row) > 1:
+                reading.append(r)
+            else:
+                out[r] = [r.sequence.last_token]
+        for r in self._by_urgency(reading) if len(reading) > 1 else reading:
+            unread = r.sequence.tokens[self.runner.length(r.row) :][:left]
+            if len(unread):
+                out[r] = unread.tolist()
+                left -= len(unread)
         return out
 
-    def _propose(
-        self, context: Context, scheduled: dict[_RunningRequest, list[int]], starts: Sequence[int]
-    ) -> tuple[TokenTree, np.ndarray]:
-        """The tree of each request below its scheduled tokens, and which requests are ready to decode: they have no
-        further tokens to read. Only these have drafts.
-        """
-        ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
-        if ready.all():
-            return self.method.propose(context).with_prefix(list(scheduled.values())), ready
-        drafting = np.flatnonzero(ready).tolist()
-        parts = []
-        if drafting:
-            parts.append(self.method.propose(context.select(drafting)))
-        if len(drafting) < len(scheduled):
-            parts.append(root_tree([t[-1] for t, yes in zip(scheduled.values(), ready, strict=True) if not yes]))
-        tree = concatenate_trees(parts)
-        if len(parts) > 1:
-            order = np.empty(len(ready), np.int64)
-            order[np.concatenate([np.nonzero(ready)[0], np.nonzero(~ready)[0]])] = np.arange(len(ready))
-            tree = tree.select(order)
-        return tree.with_prefix(list(scheduled.values())), ready
-
     def _context(self, running: Collection[_RunningRequest]) -> Context:
+        limits = [r.request.max_drafts for r in running]
         return Context(
             rows=tuple(r.row for r in running),
             sequences=tuple(r.sequence for r in running),
             sampling_params=tuple(r.request.sampling_params for r in running),
             rngs=tuple(r.rng for r in running),
             max_depth=np.array([r.remaining_tokens - 1 for r in running]),
+            max_drafts=tuple(limits) if any(limit is not None for limit in limits) else (),
         )
 
     def _commit(
@@ -426,21 +487,25 @@ class Engine:
             new_tokens.append(tuple(tokens))
         return tuple(paths), tuple(new_tokens)
 
-    def _observe(self, step: StepResult) -> Exception | None:
-        """Update drafter and shape; the exception that they raise if the step has a single request.
+    def _observe_all(self, groups: Sequence[MethodGroup], parts: Sequence[StepResult]) -> dict[int, Exception]:
+        """Update the drafters and shapes of all methods; the exceptions of those that fail for a single request, by the
+        request's index in the step.
 
-        If it has several, all their rows are released, since the drafter's state is unknown, and the next step runs
-        them one by one.
+        If one with several requests fails, all their rows are released, since the drafter's state is unknown, and the
+        next step runs them one by one.
         """
-        try:
-            self.method.observe(step)
-        except Exception as error:
-            if len(step.context.rows) == 1:
-                return error
-            for row in step.context.rows:
-                self.method.release(row)
-            self._one_by_one = True
-        return None
+        failures = dict[int, Exception]()
+        for group, part in zip(groups, parts, strict=True):
+            try:
+                group.method.observe(part)
+            except Exception as error:
+                if len(group.indices) == 1:
+                    failures[group.indices[0]] = error
+                    continue
+                for row in part.context.rows:
+                    group.method.release(row)
+                self._failed_methods.add(group.bound)
+        return failures
 
     def _emit_update(
         self, r: _RunningRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
@@ -476,11 +541,8 @@ class Engine:
 
     def _finish(self, r: _RunningRequest, update: Update) -> Update:
         self._running.remove(r)
-        self._free_rows.append(r.row)
-        if self._prefix_caching and update.error is None:
-            self._cached_sequences[r.row] = r.sequence
-        else:
-            self.method.release(r.row)
+        r.method.requests -= 1
+        self._rows.release(r.row, keep=update.error is None)
         return replace(update, statistics=r.statistics)
 
 
@@ -507,6 +569,7 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
             f"the prompt has {len(request.prompt)} tokens; the model reads at most {context - 1} and writes one; "
             "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
         )
+    _validate_serving(request)
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
@@ -515,17 +578,24 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError(f"logit_bias names a token outside the model's vocabulary of {vocab}")
 
 
+def _validate_serving(request: Request) -> None:
+    if request.method is not None and not isinstance(request.method, Method):
+        raise ValueError(
+            f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"
+        )
+    if request.max_drafts is not None and not (is_integer(request.max_drafts) and request.max_drafts >= 0):
+        raise ValueError(f"max_drafts must be a whole number from 0 on, found {request.max_drafts!r}")
+    if not is_integer(request.priority):
+        raise ValueError(f"priority must be a whole number, found {request.priority!r}")
+    if request.deadline is not None and not isinstance(request.deadline, Real):
+        raise ValueError(f"deadline must be a time in seconds, found {request.deadline!r}")
+
+
 def describe_error(error: Exception) -> str:
     """An exception as one line: the message of a ValueError, otherwise with its type."""
     lines = str(error).strip().splitlines()
     sentence = lines[0] if lines else "no reason given"
     return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
-
-
-def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
 
 
 def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:

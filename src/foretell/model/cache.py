@@ -10,6 +10,9 @@ class Cache(ABC):
     A cache is one store for all layers (`KVCache`), or one store per kind of layer (`LayeredCache`).
     """
 
+    any_length = True
+    """Whether a row can go back to every earlier length."""
+
     @property
     @abstractmethod
     def rows(self) -> int:
@@ -71,6 +74,7 @@ class LayeredCache(Cache):
 
     def __init__(self, stores: Sequence[Cache], places: Sequence[tuple[int, int]]) -> None:
         self.stores, self._places = tuple(stores), tuple(places)
+        self.any_length = all(store.any_length for store in self.stores)
 
     @property
     def rows(self) -> int:

@@ -79,6 +79,19 @@ class Runner(ABC):
         """The number of tokens that `truncate(row, length)` leaves: at most `length` and those committed."""
         return min(length, self.length(row))
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether `copy_row` copies any number of a row's tokens."""
+        return False
+
+    def copy_row(self, source: int, target: int, length: int) -> bool:
+        """Replace the tokens of row `target` by the first `length` of row `source`, bit for bit.
+
+        Returns False where this cannot be done; then `target` is empty.
+        """
+        self.truncate(target, 0)
+        return False
+
 
 class DecoderRunner(Runner):
     """A `Network` with its cache."""
@@ -213,3 +226,19 @@ class DecoderRunner(Runner):
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""
         return self.cache.restorable(row, min(length, self.length(row)))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether all layers keep keys and values, not states."""
+        return self.cache.any_length
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, target: int, length: int) -> bool:
+        """Copy the first tokens of a row; see `Runner.copy_row`."""
+        self.truncate(target, 0)
+        if not 0 < length == self.restorable(source, length):
+            return False
+        self._length += [0] * (target + 1 - len(self._length))
+        self.cache.copy_row(source, target, length)
+        self._length[target] = length
+        return True

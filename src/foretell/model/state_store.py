@@ -36,6 +36,8 @@ class StateStore(Cache):
     Numbers are float32 or wider, whatever the dtype of the weights: states in bfloat16 drift.
     """
 
+    any_length = False
+
     def __init__(self, layers: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
         s = self.shape = shape
         self.inputs = torch.zeros(layers, 0, 2, s.taps - 1, s.channels, dtype=dtype, device=device)
