@@ -15,7 +15,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel, NoDrafter, Retriever
 from foretell.draft.base import Continuation
 from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
-from foretell.engine.groups import MethodGroup
+from foretell.engine.groups import MethodGroups
 from foretell.engine.method import AnyMethod, Method
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
@@ -47,9 +47,9 @@ PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 class RaisingEngine(Engine):
     """Raises the exception of a step."""
 
-    def _observe_all(self, groups: Sequence[MethodGroup], parts: Sequence[StepResult]) -> dict[int, Exception]:
-        for group, part in zip(groups, parts, strict=True):
-            group.method.observe(part)
+    def _observe(self, groups: MethodGroups, step: StepResult) -> dict[int, Exception]:
+        for group in groups.groups:
+            group.method.observe(groups.result_of(group, step))
         return {}
 
     def step(self) -> list[Update]:

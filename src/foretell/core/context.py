@@ -162,14 +162,16 @@ class StepResult:
         if tuple(indices) == tuple(range(len(self.paths))):
             return self
         rows = np.array(indices, np.int64)
-        output = self.output
-        if len(output.hidden_index):
-            output = replace(output, hidden_index=output.hidden_index[rows])
+        hidden_index = self.output.hidden_index
         return replace(
             self,
             context=self.context.select(indices),
             tree=self.tree.select(rows),
-            output=replace(output, logit_index=output.logit_index[rows]),
+            output=replace(
+                self.output,
+                logit_index=self.output.logit_index[rows],
+                hidden_index=hidden_index[rows] if len(hidden_index) else hidden_index,
+            ),
             paths=tuple(self.paths[i] for i in indices),
             new_tokens=tuple(self.new_tokens[i] for i in indices),
             start_positions=tuple(self.start_positions[i] for i in indices),

@@ -19,14 +19,7 @@ from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
-from foretell.engine.groups import (
-    DraftError,
-    MethodGroup,
-    group_by_method,
-    propose,
-    required_hidden_layers,
-    results_by_group,
-)
+from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
@@ -376,12 +369,13 @@ class Engine:
         """
         started = self._clock()
         context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
-        unread, groups = list(scheduled.values()), group_by_method([r.method for r in scheduled])
+        groups = MethodGroups([r.method for r in scheduled], self.runner.vocab, self._clock)
         ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
-        proposal = propose(groups, context, unread, ready, self.runner.vocab, self._clock)
-        tree, layers = proposal.tree, required_hidden_layers(groups)
+        tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
-        output = self.runner.forward(context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=layers)
+        output = self.runner.forward(
+            context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=groups.hidden_layers
+        )
         verified = self._clock()
         distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index, output.argmax)
         results = [
@@ -395,8 +389,7 @@ class Engine:
             return [self._finish_with_error(r, error) for r in scheduled]
         committed = self._clock()
         step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
-        parts = results_by_group(groups, step, proposal, layers, self.runner.vocab)
-        failures = self._observe_all(groups, parts)
+        failures = self._observe(groups, step)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
         step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
@@ -487,7 +480,7 @@ class Engine:
             new_tokens.append(tuple(tokens))
         return tuple(paths), tuple(new_tokens)
 
-    def _observe_all(self, groups: Sequence[MethodGroup], parts: Sequence[StepResult]) -> dict[int, Exception]:
+    def _observe(self, groups: MethodGroups, step: StepResult) -> dict[int, Exception]:
         """Update the drafters and shapes of all methods; the exceptions of those that fail for a single request, by the
         request's index in the step.
 
@@ -495,15 +488,15 @@ class Engine:
         next step runs them one by one.
         """
         failures = dict[int, Exception]()
-        for group, part in zip(groups, parts, strict=True):
+        for group in groups.groups:
             try:
-                group.method.observe(part)
+                group.method.observe(groups.result_of(group, step))
             except Exception as error:
                 if len(group.indices) == 1:
                     failures[group.indices[0]] = error
                     continue
-                for row in part.context.rows:
-                    group.method.release(row)
+                for i in group.indices:
+                    group.method.release(step.context.rows[i])
                 self._failed_methods.add(group.bound)
         return failures
 

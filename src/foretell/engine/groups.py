@@ -20,12 +20,17 @@ class DraftError(Exception):
         self.method = method
 
 
-@dataclass(frozen=True)
+@dataclass
 class MethodGroup:
-    """The requests of a step that one method decodes, by their indices in the step."""
+    """The requests of a step that one method decodes."""
 
     bound: BoundMethod
-    indices: tuple[int, ...]
+    indices: list[int]
+    """Their indices in the step."""
+    draft_seconds: float = 0.0
+    """Time that it took to draft."""
+    probe_offset: int = 0
+    """What was added to the ids of its probe embeddings."""
 
     @property
     def method(self) -> AnyMethod:
@@ -33,93 +38,62 @@ class MethodGroup:
         return self.bound.method
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """The trees of a step, and for each group the time that it took to draft (0: not measured apart), and what was
-    added to the ids of its probe embeddings.
-    """
+class MethodGroups:
+    """The groups of a step, from drafting to its result. `vocab`: of the target; `clock` gives seconds."""
 
-    tree: TokenTree
-    draft_seconds: tuple[float, ...]
-    probe_offsets: tuple[int, ...]
+    def __init__(self, methods: Sequence[BoundMethod], vocab: int, clock: Callable[[], float]) -> None:
+        self._vocab, self._clock = vocab, clock
+        if all(method is methods[0] for method in methods):
+            self.groups = [MethodGroup(methods[0], list(range(len(methods))))]
+        else:
+            indices = dict[BoundMethod, list[int]]()
+            for i, method in enumerate(methods):
+                indices.setdefault(method, []).append(i)
+            self.groups = [MethodGroup(method, which) for method, which in indices.items()]
+        self.hidden_layers = self.groups[0].method.hidden_layers
+        """Hidden layers that the drafters need; of a single one, in its order."""
+        if len(self.groups) > 1:
+            self.hidden_layers = tuple(sorted({layer for g in self.groups for layer in g.method.hidden_layers}))
 
+    def propose(self, context: Context, unread: Sequence[Sequence[int]], ready: Bool[np.ndarray, " b"]) -> TokenTree:
+        """The tree of each request below its unread tokens; only the requests that are `ready` to decode have drafts.
 
-def group_by_method(methods: Sequence[BoundMethod]) -> list[MethodGroup]:
-    """The groups of requests that these methods decode."""
-    if all(method is methods[0] for method in methods):
-        return [MethodGroup(methods[0], tuple(range(len(methods))))]
-    indices = dict[BoundMethod, list[int]]()
-    for i, method in enumerate(methods):
-        indices.setdefault(method, []).append(i)
-    return [MethodGroup(method, tuple(which)) for method, which in indices.items()]
+        Raises:
+            DraftError: one of several methods failed. Exception: the only method failed.
+        """
+        if len(self.groups) == 1 and ready.all():
+            return self.groups[0].method.propose(context).with_prefix(unread)
+        count, drafted, parts = int(np.count_nonzero(ready)), list[MethodGroup](), list[TokenTree]()
+        order = list[int]()
+        for group in self.groups:
+            drafting = [i for i in group.indices if ready[i]]
+            if drafting:
+                parts.append(self._draft(group, context.select(drafting), count - len(drafting)))
+                drafted.append(group)
+                order += drafting
+        parts, offsets = join_probe_embeddings(parts, self._vocab)
+        for group, offset in zip(drafted, offsets, strict=True):
+            group.probe_offset = offset
+        reading = np.flatnonzero(~ready).tolist()
+        if reading:
+            parts.append(root_tree([unread[i][-1] for i in reading]))
+        tree = concatenate_trees(parts)
+        return (tree.select(np.argsort(order + reading)) if len(parts) > 1 else tree).with_prefix(unread)
 
-
-def required_hidden_layers(groups: Sequence[MethodGroup]) -> tuple[int, ...]:
-    """The hidden layers that the drafters need; of a single one, in its order."""
-    if len(groups) == 1:
-        return groups[0].method.hidden_layers
-    return tuple(sorted({layer for group in groups for layer in group.method.hidden_layers}))
-
-
-def propose(
-    groups: Sequence[MethodGroup],
-    context: Context,
-    unread: Sequence[Sequence[int]],
-    ready: Bool[np.ndarray, " b"],
-    vocab: int,
-    clock: Callable[[], float],
-) -> Proposal:
-    """The tree of each request below its unread tokens; only the requests that are `ready` to decode have drafts.
-
-    Raises:
-        DraftError: one of several methods failed. Exception: the only method failed.
-    """
-    if len(groups) == 1 and ready.all():
-        return Proposal(groups[0].method.propose(context).with_prefix(unread), (0.0,), (0,))
-    parts, order, times = list[TokenTree](), list[int](), [clock()]
-    for group in groups:
-        drafting = [i for i in group.indices if ready[i]]
-        if drafting:
-            part = context.select(drafting)
-            if len(groups) > 1:
-                part = replace(part, other_rows=int(np.count_nonzero(ready)) - len(drafting))
-            parts.append(_propose(group, part, len(groups) > 1))
-            order += drafting
-        times.append(clock())
-    reading = np.flatnonzero(~ready).tolist()
-    parts, offsets = join_probe_embeddings(parts, vocab)
-    if reading:
-        parts.append(root_tree([unread[i][-1] for i in reading]))
-    tree = concatenate_trees(parts)
-    if len(parts) > 1:
-        tree = tree.select(np.argsort([*order, *reading]))
-    drafted = iter(offsets)
-    return Proposal(
-        tree.with_prefix(unread),
-        tuple(np.diff(times).tolist()),
-        tuple(next(drafted) if any(ready[i] for i in group.indices) else 0 for group in groups),
-    )
-
-
-def _propose(group: MethodGroup, context: Context, several: bool) -> TokenTree:
-    try:
-        return group.method.propose(context)
-    except Exception as error:
-        if several:
+    def _draft(self, group: MethodGroup, context: Context, other_rows: int) -> TokenTree:
+        if len(self.groups) == 1:
+            return group.method.propose(context)
+        started = self._clock()
+        try:
+            tree = group.method.propose(replace(context, other_rows=other_rows))
+        except Exception as error:
             raise DraftError(group.bound) from error
-        raise
+        group.draft_seconds = self._clock() - started
+        return tree
 
-
-def results_by_group(
-    groups: Sequence[MethodGroup], step: StepResult, proposal: Proposal, hidden_layers: Sequence[int], vocab: int
-) -> list[StepResult]:
-    """Each group's part of a step, with the hidden states that its drafter needs, in the order in which it asked for
-    them.
-    """
-    out = []
-    for group, seconds, offset in zip(groups, proposal.draft_seconds, proposal.probe_offsets, strict=True):
-        part = step.select(group.indices, seconds)
-        if offset:
-            part = replace(part, tree=part.tree.shift_probe_ids(vocab, -offset))
-        out.append(with_hidden_layers(part, hidden_layers, group.method.hidden_layers))
-    return out
+    def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
+        """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
+        part = step.select(group.indices, group.draft_seconds)
+        if group.probe_offset:
+            part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))
+        return with_hidden_layers(part, self.hidden_layers, group.method.hidden_layers)
