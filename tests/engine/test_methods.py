@@ -160,7 +160,9 @@ def test_a_drafter_that_fails_ends_requests_of_its_own_method_only(phase: str) -
     bad = Method(Failing(), Trie(6), Match())
     bad.draft.phase = phase
     lengths, methods = (3, 9, 5, 6), (bad, bad, variant("eagle3").make(VOCAB), PLAIN)
-    requests = [Request(random_tokens(n, seed=n), max_new_tokens=9, method=m) for n, m in zip(lengths, methods, strict=True)]
+    requests = [
+        Request(random_tokens(n, seed=n), max_new_tokens=9, method=m) for n, m in zip(lengths, methods, strict=True)
+    ]
     runner = CountingRunner(target())
     engine = Engine(runner, PLAIN, rows=4, chunk=64)
     numbers, found, passes = [engine.submit(r) for r in requests], dict[int, list[int]](), list[int]()

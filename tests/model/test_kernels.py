@@ -432,7 +432,9 @@ def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_library_has_the_interface_that_python_declares() -> None:
     lines = structures.library_interface(build.library()).splitlines()
     assert lines == structures.interface().splitlines()
-    assert {"panel 32", "Cache 64 0:8 8:8 16:8 24:8 32:8 40:4 44:4 48:4 56:8", "foretell_pack_rows viiipiip"} <= set(lines)
+    assert {"panel 32", "Cache 64 0:8 8:8 16:8 24:8 32:8 40:4 44:4 48:4 56:8", "foretell_pack_rows viiipiip"} <= set(
+        lines
+    )
 
 
 @pytest.fixture

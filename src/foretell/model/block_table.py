@@ -17,7 +17,11 @@ def blocks_for(slots: int) -> int:
 
 
 class OutOfBlocksError(Exception):
-    """A cache whose number of blocks is limited has too few free ones."""
+    """A cache whose number of blocks is limited has too few free ones: `missing` of them."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__(f"the key-value cache is full: {missing} more blocks of {BLOCK_SLOTS} tokens are needed")
+        self.missing = missing
 
 
 class BlockTable:
@@ -54,9 +58,20 @@ class BlockTable:
         """Number of blocks to allocate so that every one of these rows has room for so many tokens."""
         return sum(max(0, blocks_for(n - self.slots(row))) for row, n in zip(rows, slots, strict=True))
 
-    def has_free(self, count: int) -> bool:
-        """Whether so many blocks can be allocated."""
-        return self.limit is None or count <= self.limit - self.blocks_in_use
+    @property
+    def free_blocks(self) -> int | None:
+        """Number of blocks that can be allocated; None: any number."""
+        return None if self.limit is None else self.limit - self.blocks_in_use
+
+    def check_free(self, count: int) -> None:
+        """Check that so many blocks can be allocated.
+
+        Raises:
+            OutOfBlocksError: there are fewer.
+        """
+        free = self.free_blocks
+        if free is not None and free < count:
+            raise OutOfBlocksError(count - free)
 
     def extend(self, row: int, slots: int) -> bool:
         """Give a row room for so many tokens; whether the table changed.
@@ -69,8 +84,7 @@ class BlockTable:
         held = self._held[row]
         if needed <= held:
             return False
-        if not self.has_free(needed - held):
-            raise OutOfBlocksError(f"{needed - held} blocks are needed and all {self.limit} are in use")
+        self.check_free(needed - held)
         self.table[row, held:needed] = [self._allocate() for _ in range(needed - held)]
         self._held[row] = needed
         return True
@@ -113,8 +127,7 @@ class BlockTable:
         Raises:
             OutOfBlocksError: there is no free block.
         """
-        if not self.has_free(1):
-            raise OutOfBlocksError(f"a block is needed and all {self.limit} are in use")
+        self.check_free(1)
         old, new = int(self.table[row, index]), self._allocate()
         self._give_back(old)
         self.table[row, index] = new

@@ -31,9 +31,14 @@ class Cache(ABC):
             OutOfBlocksError: the cache is limited and full; then nothing is changed.
         """
 
-    def has_room(self, rows: Sequence[int], slots: Sequence[int]) -> bool:
-        """Whether `reserve` would succeed."""
-        return True
+    def limit(self, nbytes: int) -> None:
+        """Let keys and values use at most so many bytes."""
+        return
+
+    @property
+    def free_slots(self) -> int | None:
+        """Tokens that there is room for without forgetting others; None: any number."""
+        return None
 
     @abstractmethod
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -91,9 +96,15 @@ class LayeredCache(Cache):
         for store in self.stores:
             store.reserve(rows, slots)
 
-    def has_room(self, rows: Sequence[int], slots: Sequence[int]) -> bool:
-        """Whether every store has room."""
-        return all(store.has_room(rows, slots) for store in self.stores)
+    def limit(self, nbytes: int) -> None:
+        """Limit the store of keys and values, which grows with the texts."""
+        for store in self.stores:
+            store.limit(nbytes)
+
+    @property
+    def free_slots(self) -> int | None:
+        """The least of all stores."""
+        return min((free for store in self.stores if (free := store.free_slots) is not None), default=None)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy tokens of a row in every store."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError, blocks_for
+from foretell.model.block_table import BLOCK_SLOTS, BlockTable, blocks_for
 from foretell.model.cache import Cache
 from foretell.model.linear import hadamard_matrix
 
@@ -71,15 +71,20 @@ class KVCache(Cache):
     def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Give each of these rows room for so many tokens; see `Cache.reserve`."""
         if not all(self.blocks.slots(row) >= count for row, count in zip(rows, slots, strict=True)):
-            if not self.blocks.has_free(missing := self.blocks.missing(rows, slots)):
-                raise OutOfBlocksError(f"{missing} more blocks are needed than the cache may have")
+            self.blocks.check_free(self.blocks.missing(rows, slots))
             for row, count in zip(rows, slots, strict=True):
                 self.blocks.extend(row, count)
             self._grow()
 
-    def has_room(self, rows: Sequence[int], slots: Sequence[int]) -> bool:
-        """Whether `reserve` would succeed."""
-        return self.blocks.has_free(self.blocks.missing(rows, slots))
+    def limit(self, nbytes: int) -> None:
+        """Never use more than so many bytes; at least one block is allowed."""
+        self.blocks.limit = max(1, nbytes // self.block_bytes)
+
+    @property
+    def free_slots(self) -> int | None:
+        """Tokens that there is room for in blocks that no row holds; None: any number."""
+        free = self.blocks.free_blocks
+        return None if free is None else free * BLOCK_SLOTS
 
     def _grow(self) -> None:
         """Make room for all blocks of the table."""
@@ -159,7 +164,8 @@ class KVCache(Cache):
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
-        read, write = (self._places(row, slots) for slots in (source[skip:], range(target + skip, target + len(source))))
+        read = self._places(row, source[skip:])
+        write = self._places(row, range(target + skip, target + len(source)))
         for part in self._movable:
             part[:, :, write[0], write[1]] = part[:, :, read[0], read[1]]
 
@@ -174,8 +180,8 @@ class KVCache(Cache):
         Raises:
             OutOfBlocksError: the last block is shared, and there is none for a copy.
         """
-        changed = self.blocks.truncate(row, length)
-        if self.blocks.slots(row) and length % BLOCK_SLOTS and self.blocks.is_shared(row, last := length // BLOCK_SLOTS):
+        changed, last = self.blocks.truncate(row, length), length // BLOCK_SLOTS
+        if length % BLOCK_SLOTS and self.blocks.slots(row) > length and self.blocks.is_shared(row, last):
             source, target = self.blocks.replace(row, last)
             self._grow()
             self._copy_block(source, target)
@@ -190,8 +196,7 @@ class KVCache(Cache):
         """
         self.truncate(target, 0)
         incomplete = length % BLOCK_SLOTS > 0
-        if incomplete and not self.blocks.has_free(1):
-            raise OutOfBlocksError("a block is needed for a copy, and all are in use")
+        self.blocks.check_free(incomplete)
         self.blocks.share(source, target, length)
         self._update_views()
         if incomplete:

@@ -79,6 +79,19 @@ class Runner(ABC):
         """The number of tokens that `truncate(row, length)` leaves: at most `length` and those committed."""
         return min(length, self.length(row))
 
+    def limit_cache(self, nbytes: int) -> None:
+        """Let the key-value cache use at most so many bytes; then `forward` raises `OutOfBlocksError` where it is full.
+
+        Raises:
+            ValueError: this runner cannot.
+        """
+        raise ValueError(f"the cache of {type(self).__name__} cannot be limited")
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for without forgetting others; None: any number."""
+        return None
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether `copy_row` copies any number of a row's tokens."""
@@ -226,6 +239,15 @@ class DecoderRunner(Runner):
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""
         return self.cache.restorable(row, min(length, self.length(row)))
+
+    def limit_cache(self, nbytes: int) -> None:
+        """Limit the memory of the cache; see `Runner.limit_cache`."""
+        self.cache.limit(nbytes)
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for without forgetting others; None: any number."""
+        return self.cache.free_slots
 
     @property
     def shares_prefixes(self) -> bool:

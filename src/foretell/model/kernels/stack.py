@@ -13,10 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
-from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
@@ -236,8 +236,8 @@ class NativeStack:
             return
         where = ", ".join(f"{f.name} {getattr(layout, f.name)[invalid]}" for f in fields(layout))
         raise ValueError(
-            f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the {cache.rows} "
-            f"rows of the cache or the {self.model.context} positions: {where}"
+            f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the "
+            f"{cache.rows} rows of the cache or the {self.model.context} positions: {where}"
         )
 
     def without_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
