@@ -68,7 +68,7 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help='Answer a file: lines with "prompt", "messages" or "turns", and their own parameters.',
+            help='Answer a file: lines with "prompt", "messages" or "turns", and their own parameters and "method".',
         ),
     ] = None,
     rows: Annotated[int, typer.Option(metavar="N", help="Most requests that are decoded together.")] = 16,

@@ -344,7 +344,7 @@ class Engine:
         Raises:
             OutOfBlocksError: the cache is full; no request has got anything.
         """
-        together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed}
+        together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed} if failed else scheduled
         updates = list[Update]()
         while len(together) > 1:
             try:
@@ -501,7 +501,7 @@ class Engine:
             sampling_params=tuple(r.request.sampling_params for r in running),
             rngs=tuple(r.rng for r in running),
             max_depth=np.array([r.remaining_tokens - 1 for r in running]),
-            max_drafts=tuple(limits) if any(limit is not None for limit in limits) else (),
+            max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
         )
 
     def _commit(

@@ -43,7 +43,7 @@ class MethodGroups:
 
     def __init__(self, methods: Sequence[BoundMethod], vocab: int, clock: Callable[[], float]) -> None:
         self._vocab, self._clock = vocab, clock
-        if all(method is methods[0] for method in methods):
+        if len(set(methods)) == 1:
             self.groups = [MethodGroup(methods[0], list(range(len(methods))))]
         else:
             indices = dict[BoundMethod, list[int]]()
@@ -93,6 +93,8 @@ class MethodGroups:
 
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
+        if len(self.groups) == 1:
+            return step
         part = step.select(group.indices, group.draft_seconds)
         if group.probe_offset:
             part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.attention_config import AttentionSizes
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.layout import Layout
@@ -131,18 +132,41 @@ class StateStore(Cache):
 
 def build_cache(
     config: ModelConfig,
-    attention_store: Callable[[int], Cache],
+    attention_store: Callable[[int, AttentionSizes], Cache],
     state_store: Callable[[int, StateShape], StateStore],
 ) -> Cache:
-    """An empty cache for a network, from the stores of so many layers of its kinds."""
+    """An empty cache for a network, from the stores of so many layers of its kinds: one per size of attention heads, in
+    the order of their first layers, then one of recurrent states.
+    """
+    sizes, places = plan_stores(config)
+    counts = [1 + max((index for store, index in places.values() if store == i), default=-1) for i in range(len(sizes))]
+    stores = [attention_store(count, each) for count, each in zip(counts, sizes, strict=True)]
     recurrent = config.state_layers
-    keys_and_values = attention_store(config.layers - len(recurrent))
-    if config.state is None:
-        return keys_and_values
+    if config.state is None and len(stores) == 1 and not config.kv_layers:
+        return stores[0]
+    if config.state is not None:
+        places |= {i: (len(stores), n) for n, i in enumerate(recurrent)}
+        stores.append(state_store(len(recurrent), config.state.shape))
+    return LayeredCache(stores, [places[i] for i in range(config.layers)])
+
+
+def plan_stores(config: ModelConfig) -> tuple[list[AttentionSizes], dict[int, tuple[int, int]]]:
+    """The sizes of the heads in each store of keys and values, and for every layer with attention its store and its
+    index there; layers that read the keys of another one have the place of that one.
+    """
+    recurrent = config.state_layers
     attention = [i for i in range(config.layers) if i not in recurrent]
-    places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
-    states = state_store(len(recurrent), config.state.shape)
-    return LayeredCache([keys_and_values, states], [places[i] for i in range(config.layers)])
+    sizes = list(dict.fromkeys(config.sizes_of(i) for i in attention)) or [config.sizes_of(-1)]
+    counts, places = [0] * len(sizes), dict[int, tuple[int, int]]()
+    for i in attention:
+        source = config.kv_layer_of(i)
+        if source == i:
+            store = sizes.index(config.sizes_of(i))
+            places[i] = store, counts[store]
+            counts[store] += 1
+        else:
+            places[i] = places[source]
+    return sizes, places
 
 
 def _grown(part: torch.Tensor, rows: int, nodes: int | None = None) -> torch.Tensor:

@@ -13,6 +13,8 @@ from foretell.model.stored_matrix import StoredMatrix
 Tensor = torch.Tensor
 _MIXTRAL = ("block_sparse_moe.", ("w1", "w3", "w2"))
 _GATED = "gate_proj", "up_proj", "down_proj"
+_STEMS = {"llama4_text": "feed_forward.", "gemma4_text": ""}
+_ROUTERS = {"gpt_oss": "router", "llama4_text": "router", "gemma4_text": "router.proj"}
 
 
 class Weights(Protocol):
@@ -36,7 +38,7 @@ def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> Exp
     """
     experts, hidden = config.experts, config.hidden
     assert experts is not None
-    router = f"{prefix}{_names(config)[0]}{'router' if config.architecture == 'gpt_oss' else 'gate'}"
+    router = f"{prefix}{_names(config)[0]}{_ROUTERS.get(config.architecture, 'gate')}"
     gate = f"{prefix}mlp.shared_expert_gate.weight"
     return ExpertMatrices(
         weights.require(f"{router}.weight", experts.count, hidden),
@@ -45,6 +47,7 @@ def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> Exp
         weights.require(f"{router}.e_score_correction_bias", experts.count) if experts.selection_bias else None,
         _read_shared_expert(config, prefix, weights) if experts.shared_ffn else None,
         weights.require(gate, 1, hidden) if experts.shared_gate else None,
+        weights.require(f"{prefix}router.per_expert_scale", experts.count) if experts.beside_dense else None,
     )
 
 
@@ -52,11 +55,14 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
     experts = config.experts
     assert experts is not None
     stem, names = _names(config)
+    if experts.weighs_inputs:
+        yield from _transposed_experts(config, f"{prefix}{stem}experts.", weights)
+        return
     if config.architecture == "gpt_oss" and weights.get(f"{prefix}mlp.experts.gate_up_proj_bias") is not None:
         yield from _fused_experts(config, f"{prefix}mlp.experts.", weights)
         return
-    if weights.get(f"{prefix}mlp.experts.gate_up_proj") is not None:
-        yield from _stacked_experts(config, f"{prefix}mlp.experts.", weights)
+    if weights.get(f"{prefix}{stem}experts.gate_up_proj") is not None:
+        yield from _stacked_experts(config, f"{prefix}{stem}experts.", weights)
         return
     for j in range(experts.count):
         yield read_gated(weights, f"{prefix}{stem}experts.{j}.", experts.ffn, config.hidden, experts.bias, names)
@@ -65,8 +71,9 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
 def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices:
     experts = config.experts
     assert experts is not None
-    name = "shared_expert" if experts.shared_gate else "shared_experts"
-    return read_gated(weights, f"{prefix}mlp.{name}.", experts.shared_ffn, config.hidden, bias=False)
+    name = "shared_expert" if experts.shared_gate or experts.weighs_inputs else "shared_experts"
+    stem = "mlp." if experts.shared_gate else _names(config)[0]
+    return read_gated(weights, f"{prefix}{stem}{name}.", experts.shared_ffn, config.hidden, bias=False)
 
 
 def read_gated(
@@ -88,7 +95,7 @@ def read_gated(
 
 def _names(config: ModelConfig) -> tuple[str, tuple[str, str, str]]:
     """Where a layer's experts are named, and the names of gate, up and down."""
-    return _MIXTRAL if config.architecture == "mixtral" else ("mlp.", _GATED)
+    return _MIXTRAL if config.architecture == "mixtral" else (_STEMS.get(config.architecture, "mlp."), _GATED)
 
 
 def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
@@ -110,6 +117,17 @@ def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterat
             bias[1::2].contiguous(),
             down_bias[j],
         )
+
+
+def _transposed_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
+    """The experts of Llama 4: matrices [inputs, outputs] of all experts in one tensor, gate before up."""
+    experts, hidden = config.experts, config.hidden
+    assert experts is not None
+    gate_up = weights.expert_matrices(f"{prefix}gate_up_proj", experts.count, 2 * experts.ffn, hidden)
+    down = weights.expert_matrices(f"{prefix}down_proj", experts.count, hidden, experts.ffn)
+    rows = torch.arange(2 * experts.ffn)
+    for both, one in zip(gate_up, down, strict=True):
+        yield GatedMatrices(both.rows(rows[: experts.ffn]), both.rows(rows[experts.ffn :]), one)
 
 
 def _stacked_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:

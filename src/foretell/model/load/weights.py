@@ -20,9 +20,19 @@ from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.latent import read_latent_projection
+from foretell.model.load.layer_parts import (
+    INTERLEAVED,
+    attention_inputs,
+    build_beside_dense,
+    build_layer_input,
+    build_layer_inputs,
+    half_split_order,
+    layer_scale,
+    unit_norm,
+)
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.state_blocks import build_state_parts
-from foretell.model.moe import ExpertFeedForward
+from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
@@ -393,7 +403,8 @@ _LFM2 = BlockNames(
 _GRANITE_HYBRID = BlockNames(
     gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
 )
-_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID}
+_LLAMA4 = BlockNames(gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj")
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID, "llama4_text": _LLAMA4}
 """By architecture, where they are not those of Llama."""
 
 
@@ -414,15 +425,18 @@ def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, dev
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         outer = pool.submit(lambda: build_without_blocks(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
-    return Decoder(config, outer.result().embedding.data, blocks, outer.result().norm, outer.result().head)
+    shell = outer.result()
+    return Decoder(config, shell.embedding.data, blocks, shell.norm, shell.head, layer_inputs=shell.layer_inputs)
 
 
 def build_without_blocks(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build a decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.require("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
+    inputs = None if config.layer_inputs is None else build_layer_inputs(config, weights, dtype, device)
     norm = _norm(config, weights, block_names(config).final_norm, config.hidden, device)
     head = None if config.tied else weights.head(config.vocab, config.hidden)
-    return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
+    own = None if head is None else Linear(head.to(device, dtype))
+    return Decoder(config, embedding, [], norm, own, layer_inputs=inputs)
 
 
 def build_block(
@@ -430,7 +444,8 @@ def build_block(
 ) -> DecoderBlock:
     """Build block `i`."""
     c, prefix = config, f"model.layers.{i}."
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    sizes, ffn = c.sizes_of(i), c.ffn_of(i)
+    q = c.heads * sizes.head_dim
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype)
@@ -447,16 +462,18 @@ def build_block(
         return _norm(c, weights, prefix + name, width, device)
 
     names = block_names(c)
-    mlp: FeedForward | ExpertFeedForward
-    if c.experts is not None and i in c.experts.layers:
-        mlp = _experts(c, prefix, weights, place)
+    experts = _experts(c, prefix, weights, place) if c.experts is not None and i in c.experts.layers else None
+    mlp: FeedForward | ExpertFeedForward | DenseAndExperts
+    if experts is not None and c.experts is not None and not c.experts.beside_dense:
+        mlp = experts
     else:
-        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up else c.ffn)
-        mlp = FeedForward(
+        rows = dict.fromkeys((names.gate, names.up), 2 * ffn if names.gate == names.up else ffn)
+        dense = FeedForward(
             stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
-            stack(matrix(names.down, c.hidden, c.ffn, c.mlp_bias)),
+            stack(matrix(names.down, c.hidden, ffn, c.mlp_bias)),
             c.activation,
         )
+        mlp = dense if experts is None else build_beside_dense(c, prefix, weights, dense, experts, norm)
     if i in c.state_layers:
         parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place)
         return DecoderBlock(
@@ -476,19 +493,33 @@ def build_block(
             mlp_norm=norm(names.mlp_norm, c.hidden),
             mlp=mlp,
         )
-    attention = [matrix(f"self_attn.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
-    queries = matrix("self_attn.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
+    queries, *attention = (matrix(name, rows, c.hidden, c.qkv_bias) for name, rows in attention_inputs(c, i))
     if c.attention_gate:
         queries, gate = _split_gate(queries, c.head_dim)
         attention.append(gate)
+    if c.architecture in INTERLEAVED:
+        queries, attention[0] = (half_split_order(part, c.head_dim) for part in (queries, attention[0]))
+    reads_keys, unit = c.kv_layer_of(i) != i, c.unit_qk_norm and i not in c.unrotated_layers
+
+    def head_norm(name: str) -> RMSNorm | None:
+        if c.qk_norm:
+            return norm(name, sizes.head_dim)
+        return unit_norm(c, i, device) if unit else None
+
     return DecoderBlock(
         attention_norm=norm(names.attention_norm, c.hidden),
         qkv=stack(queries, *attention),
         output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
         mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else names.mlp_norm, c.hidden),
         mlp=mlp,
-        q_norm=norm(names.q_norm, c.head_dim) if c.qk_norm else None,
-        k_norm=norm(names.k_norm, c.head_dim) if c.qk_norm else None,
+        q_norm=head_norm(names.q_norm),
+        k_norm=None if reads_keys else head_norm(names.k_norm),
+        v_norm=unit_norm(c, i, device) if c.value_norm and not reads_keys else None,
+        reads_keys=reads_keys,
+        layer_input=build_layer_input(c, lambda *of: stack(matrix(of[0], of[1], of[2], False)), norm)
+        if c.layer_inputs
+        else None,
+        scale=layer_scale(c, prefix, weights),
         post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
         attention_gate=c.attention_gate,
@@ -544,4 +575,5 @@ def _experts(
         None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
         None if read.selection_bias is None else unrounded(read.selection_bias),
         c.activation,
+        None if read.expert_scale is None else unrounded(read.expert_scale),
     )

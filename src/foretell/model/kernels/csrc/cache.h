@@ -175,10 +175,7 @@ class CacheLayout {
     Float most = {};
     for (int i = 0; i < dim_; i += kLanes) most = larger(most, larger(load<Float>(x + i), -load<Float>(x + i)));
     const float peak = largest(most), inverse = peak > 0 ? 127 / peak : 0;
-    for (int i = 0; i < dim_; i += kLanes) {
-      const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
-      store_bytes(numbers + i, (Int)rounded - splat((int32_t)0x4B400000));
-    }
+    for (int i = 0; i < dim_; i += kLanes) store_bytes(numbers + i, round_product(load<Float>(x + i), inverse));
     return peak / 127;
   }
 

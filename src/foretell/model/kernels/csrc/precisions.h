@@ -183,8 +183,7 @@ struct Int8 {
     const float peak = largest(most), scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
     Int total = {};
     for (int i = 0; i < count; i += kLanes) {
-      const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
-      const Int number = (Int)rounded - splat((int32_t)0x4B400000);
+      const Int number = round_product(load<Float>(x + i), inverse);
       total += number;
       store_bytes(row + i / 4, number);
     }
