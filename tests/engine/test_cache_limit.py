@@ -84,13 +84,17 @@ def test_a_request_that_can_never_fit_ends_with_an_error_that_says_why() -> None
 
 def test_a_preempted_request_is_cancelled_with_what_it_has() -> None:
     with unchecked():
-        engine = engine_of(3, "autoregressive")
-        numbers = [engine.submit(Request(random_tokens(60, seed=i), max_new_tokens=60)) for i in range(2)]
-        while all(s.preemptions == 0 for s in engine.statistics.values()):
+        engine = engine_of(5, "autoregressive")
+        numbers = [engine.submit(Request(random_tokens(20 + 9 * i, seed=i), max_new_tokens=70)) for i in range(4)]
+        preempted = list[int]()
+        while engine.busy and not preempted:
             engine.step()
-        update = engine.cancel(numbers[1])
+            preempted = [
+                n for n, statistics in engine.statistics.items() if statistics.preemptions and statistics.new_tokens
+            ]
+        update = engine.cancel(preempted[0])
     assert update is not None
     assert update.finish_reason == "cancelled"
     assert update.statistics is not None
     assert update.statistics.new_tokens > 0
-    assert engine.busy
+    assert set(engine.statistics) == set(numbers) - {preempted[0]}
