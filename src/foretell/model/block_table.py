@@ -119,7 +119,7 @@ class BlockTable:
 
     def is_shared(self, row: int, index: int) -> bool:
         """Whether another row holds the block `index` of a row."""
-        return self._references[self.table[row, index]] > 1
+        return self._references[int(self.table[row, index])] > 1
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
         """Give a row a block of its own in place of a shared one; both blocks.
