@@ -46,6 +46,7 @@ CONFIGS = {
         "glm4_moe", {"qkv_bias": True, "qk_norm": True, "rope": RopeConfig(fraction=0.5)}, scoring="sigmoid",
         selection_bias=True, ranked_by=2, shared_ffn=40, layers=(1,),
     ),
+    "granite": mixture("granitemoeshared", {"residual_scale": 0.6, "logit_scale": 0.5}, shared_ffn=24),
     "biased": replace(WIDE, mlp_bias=True),
 }  # fmt: skip
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -125,14 +125,12 @@ def build_cache(
     state_store: Callable[[int, StateShape], StateStore],
 ) -> Cache:
     """An empty cache for a network, from the stores of so many layers of its kinds."""
-    recurrent = config.state_layers
-    keys_and_values = attention_store(config.layers - len(recurrent))
     if config.state is None:
-        return keys_and_values
-    attention = [i for i in range(config.layers) if i not in recurrent]
+        return attention_store(config.layers)
+    attention, recurrent = config.attention_layers, config.state_layers
     places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
-    states = state_store(len(recurrent), config.state.shape)
-    return LayeredCache([keys_and_values, states], [places[i] for i in range(config.layers)])
+    stores = attention_store(len(attention)), state_store(len(recurrent), config.state.shape)
+    return LayeredCache(stores, [places.get(i, (0, 0)) for i in range(config.layers)])
 
 
 def _grown(part: torch.Tensor, rows: int, nodes: int | None = None) -> torch.Tensor:

@@ -52,16 +52,19 @@ def block_weights(block: nn.Module) -> BlockWeights:
         sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
         qkv, gate = torch.split(qkv, sizes)
         qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
+    mixes = len(block.attention_norm.weight) > 0
+    if mlp is not None and mlp.up.shape[0] == 0:
+        mlp = None
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
-        qkv=[qkv],
+        qkv=[qkv] if mixes else [],
         qkv_bias=qkv_bias,
         attention_gate=gate,
         attention_gate_bias=gate_bias,
         mixer=block.mixer,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
-        output=block.output.weight,
+        output=block.output.weight if mixes else None,
         output_bias=block.output.bias,
         mlp_norm=block.mlp_norm.weight,
         gate=None if mlp is None else mlp.gate,
@@ -78,8 +81,10 @@ def block_weights(block: nn.Module) -> BlockWeights:
 
 
 def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
-    """The matrices of a gated feed-forward network in torch."""
+    """The matrices of a feed-forward network in torch."""
     assert isinstance(gate_up, Linear) and isinstance(down, Linear)
+    if len(gate_up.weight) == down.weight.shape[1]:
+        return GatedMatrices(None, gate_up.weight, down.weight, None, gate_up.bias, down.bias)
     gate, up = gate_up.weight.chunk(2)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
     return GatedMatrices(gate, up, down.weight, gate_bias, up_bias, down.bias)
@@ -191,7 +196,10 @@ class NativeDecoder:
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
-        out = self.head(x)
+        return self._bounded(self.head(x))
+
+    def _bounded(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
+        """Logits from the output of the head: with the architecture's factor and bound."""
         if self.config.logit_scale != 1:
             out = out * self.config.logit_scale
         cap = self.config.logit_softcap
@@ -250,10 +258,10 @@ class NativeDecoder:
                 f"{stack.model.context} positions"
             )
         experts = () if expert_counts is None else tuple(filter(None, expert_counts))
-        hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
-        if cap:
-            # Numbers that the cap rounds to the same one have another argmax.
-            return ModelOutput(torch.tanh(logits / cap) * cap, nodes[4], hidden, nodes[3], experts)
+        hidden = tuple(states[i] for i in place)
+        if self.config.logit_softcap or self.config.logit_scale != 1:
+            # Numbers that are rounded to the same one have another argmax.
+            return ModelOutput(self._bounded(logits), nodes[4], hidden, nodes[3], experts)
         return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
 
     @property

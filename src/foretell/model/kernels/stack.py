@@ -20,7 +20,7 @@ from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import NativeStateStore, pack_mixer, projected_width
 from foretell.model.kernels.states import supports as supports_states
@@ -42,12 +42,13 @@ class BlockWeights:
     attention_norm: Tensor
     qkv: Sequence[Matrix]
     """One matrix, or query, key and value apart."""
-    output: Matrix
+    output: Matrix | None
+    """None: the block is a feed-forward network alone."""
     mlp_norm: Tensor
     gate: Matrix | None
     up: Matrix | None
     down: Matrix | None
-    """None: the layer has experts."""
+    """None: the layer has experts, or no feed-forward network."""
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -70,13 +71,17 @@ def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panel
     """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
     feed-forward network gate and up, and its output; then the gate of attention.
     """
-    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
-    if gates is not None:
-        inputs = [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
-    layers = [inputs, plan_rows([block.output], precision)]
-    if block.gate is not None and block.up is not None and block.down is not None:
-        layers += [[plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
+    layers = [] if block.output is None else [_plan_inputs(block, precision), plan_rows([block.output], precision)]
+    if block.up is not None and block.down is not None:
+        layers += [plan_inner(block.gate, block.up, precision), plan_rows([block.down], precision)]
     return layers if block.attention_gate is None else [*layers, plan_rows([block.attention_gate], precision)]
+
+
+def _plan_inputs(block: BlockWeights, precision: Precision) -> list[Panels]:
+    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
+    if gates is None:
+        return inputs
+    return [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
 
 
 def _mixer_gates(block: BlockWeights) -> Linear | None:
@@ -168,11 +173,10 @@ class NativeStack:
         plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
-            plain = plain and config.residual_scale == 1
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
         shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
         shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
-        return plain and len(ropes) == 1 and shaped and config.gated and config.activation in ACTIVATIONS
+        return plain and len(ropes) == 1 and shaped and config.activation in ACTIVATIONS
 
     def __call__(
         self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, attention_input: Tensor | None = None
@@ -271,8 +275,8 @@ class NativeStack:
             block.post_mlp_norm,
         )
         layers = plan_block(block, self.precision)
-        biases = [_input_bias(block), block.output_bias]
-        if block.gate is not None:
+        biases = [] if block.output is None else [_input_bias(block), block.output_bias]
+        if block.up is not None:
             biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
             biases.append(block.attention_gate_bias)
@@ -286,7 +290,8 @@ class NativeStack:
         if block.experts is not None:
             assert self.config.experts is not None
             experts = PackedExperts(self.config.experts, block.experts, self.precision, self.kernels)
-        structs = [*structs, structures.Weight(), structures.Weight()]
+        none = [structures.Weight(), structures.Weight()]
+        structs = [*(none if block.output is None else []), *structs, *none]
         recurrent = self.config.state_layers
         mixer, vectors = None, list[Tensor]()
         if block.mixer is not None:
@@ -294,10 +299,10 @@ class NativeStack:
         struct = structures.Layer(
             *(*structs[:_LAYER_LINEARS], gate),
             None if mixer is None else ctypes.addressof(mixer),
-            sum(j not in recurrent for j in range(i)),
+            self._store_index(i),
             *(None if scale is None else scale.data_ptr() for scale in scales),
             None if experts is None else ctypes.addressof(experts.structs[0]),
-            *(None, None, window, 1, 1),
+            *(None, None, window, *self._sublayers(i)),
         )
         memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
         further: list[structures.Memory] = [struct, *packed.further]
@@ -308,6 +313,14 @@ class NativeStack:
             memory += vectors
             further.append(mixer)
         return self.attach(i, PackedBlock(further, memory))
+
+    def _store_index(self, i: int) -> int:
+        """Index of a layer in the cache of keys and values."""
+        return i if self.config.state is None else sum(j in self.config.attention_layers for j in range(i))
+
+    def _sublayers(self, i: int) -> tuple[bool, bool]:
+        """Whether a layer has attention, or what takes its place, and a feed-forward network."""
+        return i not in self.config.attention_free_layers, i not in self.config.mlp_free_layers
 
     def attach(self, i: int, block: PackedBlock) -> PackedBlock:
         """Let a packed block, as block `i`, point to the rotary tables of this stack."""
@@ -326,7 +339,8 @@ class NativeStack:
         """
         layers = (structures.Layer * (i + 1))()
         layers[i] = block.struct
-        layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
+        attention, mlp = (i not in skipped for skipped in self._skipped)
+        layers[i].attention, layers[i].mlp = layers[i].attention and attention, layers[i].mlp and mlp
         out, count = x.clone(), c_int32(0)
         invalid = self.kernels.foretell_stack(
             *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
@@ -357,7 +371,7 @@ class NativeStack:
 
     def cache_struct(self, cache: Cache, layout: Layout | None = None) -> structures.Cache:
         """A cache as an argument of the kernels; `layout`: of the pass, for models with recurrent states."""
-        states, recurrent = None, self.config.state_layers
+        states = None
         if isinstance(cache, LayeredCache):
             cache, store = cache.stores
             assert self.config.state is not None and isinstance(store, NativeStateStore) and layout is not None
@@ -366,7 +380,7 @@ class NativeStack:
             raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
         layers, rows, _, slots, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
-        least = sum(i not in recurrent for i in range(len(self.layers)))
+        least = self._store_index(len(self.layers))
         shape = (max(layers, least), rows, self.config.kv_heads, slots, self.config.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)

@@ -15,7 +15,7 @@ PANEL_KINDS = (
 """How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
 ABI_VERSION = 1
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""

@@ -140,8 +140,13 @@ def refuse_quantized(file: Path, name: str, dtype: str) -> None:
 
 
 def candidate_names(name: str) -> tuple[str, ...]:
-    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it."""
-    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it.
+
+    Nemotron-H calls the model `backbone`, and its embedding `embeddings`.
+    """
+    multimodal = f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+    backbone = name.replace("embed_tokens", "embeddings")
+    return name, *multimodal, backbone.replace("model.", "backbone.", 1), backbone
 
 
 class SafetensorsWeights(Weights):
@@ -369,12 +374,15 @@ class BlockNames:
 
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    attention: str = "self_attn"
+    state: str = "mamba"
+    """Of Mamba-2."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
-    """The same as `gate`: one matrix holds the rows of both."""
+    """The same as `gate`: one matrix holds the rows of both, or there is no gate."""
     down: str = "mlp.down_proj"
     final_norm: str = "model.norm"
 
@@ -393,7 +401,18 @@ _LFM2 = BlockNames(
 _GRANITE_HYBRID = BlockNames(
     gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
 )
-_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID}
+_NEMOTRON = BlockNames(
+    attention_norm="norm",
+    mlp_norm="norm",
+    attention="mixer",
+    state="mixer",
+    output="mixer.o_proj",
+    gate="mixer.up_proj",
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+    final_norm="model.norm_f",
+)
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID, "nemotron_h": _NEMOTRON}
 """By architecture, where they are not those of Llama."""
 
 
@@ -448,22 +467,34 @@ def build_block(
 
     names = block_names(c)
     mlp: FeedForward | ExpertFeedForward
-    if c.experts is not None and i in c.experts.layers:
+    if i in c.mlp_free_layers:
+        mlp = FeedForward(_nothing(c.hidden), _nothing(0), c.activation)
+    elif c.experts is not None and i in c.experts.layers:
         mlp = _experts(c, prefix, weights, place)
     else:
-        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up else c.ffn)
+        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up and c.gated else c.ffn)
         mlp = FeedForward(
             stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
             stack(matrix(names.down, c.hidden, c.ffn, c.mlp_bias)),
             c.activation,
         )
+    if i in c.attention_free_layers:
+        return DecoderBlock(
+            attention_norm=RMSNorm(torch.empty(0), c.norm_eps),
+            qkv=_nothing(c.hidden),
+            output=_nothing(0),
+            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp=mlp,
+            residual_scale=c.residual_scale,
+        )
+    mlp_norm = "pre_feedforward_layernorm" if c.post_norms else names.mlp_norm
     if i in c.state_layers:
-        parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place)
+        parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place, names.state)
         return DecoderBlock(
             attention_norm=norm(names.attention_norm, c.hidden),
             qkv=parts.input,
             output=parts.output,
-            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp_norm=norm(mlp_norm, c.hidden),
             mlp=mlp,
             mixer=parts.mixer,
             residual_scale=c.residual_scale,
@@ -476,8 +507,9 @@ def build_block(
             mlp_norm=norm(names.mlp_norm, c.hidden),
             mlp=mlp,
         )
-    attention = [matrix(f"self_attn.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
-    queries = matrix("self_attn.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
+    stem = names.attention
+    attention = [matrix(f"{stem}.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
+    queries = matrix(f"{stem}.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
     if c.attention_gate:
         queries, gate = _split_gate(queries, c.head_dim)
         attention.append(gate)
@@ -485,7 +517,7 @@ def build_block(
         attention_norm=norm(names.attention_norm, c.hidden),
         qkv=stack(queries, *attention),
         output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
-        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else names.mlp_norm, c.hidden),
+        mlp_norm=norm(mlp_norm, c.hidden),
         mlp=mlp,
         q_norm=norm(names.q_norm, c.head_dim) if c.qk_norm else None,
         k_norm=norm(names.k_norm, c.head_dim) if c.qk_norm else None,
@@ -495,6 +527,11 @@ def build_block(
         residual_scale=c.residual_scale,
         sinks=weights.require(f"{prefix}self_attn.sinks", c.heads).float().to(device) if c.sinks else None,
     )
+
+
+def _nothing(inputs: int) -> Linear:
+    """A matrix without outputs: of a sub-layer that a block does not have."""
+    return Linear(torch.empty(0, inputs))
 
 
 def _split_gate(
@@ -520,9 +557,9 @@ def _experts(
     c, experts = config, config.experts
     assert experts is not None
 
-    def linear(matrices: Sequence[Matrix], *biases: Tensor | None) -> Linear:
+    def linear(matrices: Sequence[Matrix | None], *biases: Tensor | None) -> Linear:
         bias = [b for b in biases if b is not None]
-        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices]
+        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices if m is not None]
         return Linear(place(torch.cat(wide)), place(torch.cat(bias)) if bias else None)
 
     def gate_up(m: GatedMatrices) -> Linear:

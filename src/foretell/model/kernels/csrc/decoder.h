@@ -74,8 +74,7 @@ class ForwardPass {
     else
       attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
-    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm,
-                    layer.experts ? &layer.experts->router : &layer.gate_up, team, !gated);
+    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated);
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -101,8 +100,21 @@ class ForwardPass {
                        {qkv_.get(), state_width_, state_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
     states_->run(*layer.state, qkv_.get(), inner_.get(), layer.output.in, team);
-    add_to_residual(layer.output.in, layer.output, layer.post_attention_norm,
-                    layer.experts ? &layer.experts->router : &layer.gate_up, team, false);
+    add_to_residual(layer.output.in, layer.output, layer.post_attention_norm, after_attention(i), team, false);
+  }
+
+  static const Weight* of_network(const Layer& layer) {
+    return layer.experts ? &layer.experts->router : &layer.gate_up;
+  }
+  // The weight that is read next, which is prefetched; null: there is none.
+  const Weight* after_layer(int i) const {
+    if (i + 1 == last_) return nullptr;
+    const Layer& next = layers_[i + 1];
+    return next.qkv.words ? &next.qkv : of_network(next);
+  }
+  const Weight* after_attention(int i) const {
+    const Weight* own = of_network(layers_[i]);
+    return own->words ? own : after_layer(i);
   }
 
   static const Experts* first_experts(const Layer* layers, int first, int last) {
@@ -114,11 +126,11 @@ class ForwardPass {
   // Returns the number of experts that were read; 0: the layer is dense.
   int feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
-    const Weight* following = i + 1 < last_ ? &layers_[i + 1].qkv : nullptr;
+    const Weight* following = after_layer(i);
     if (layer.experts) return experts_->run(layer, x_, operands_, following, team);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
-                       {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, layer.down.operand}, &layer.down,
-                       team);
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
+                       &layer.down, team);
     team.barrier();
     add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
     return 0;

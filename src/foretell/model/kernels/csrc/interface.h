@@ -30,7 +30,8 @@ enum Kind : int32_t {
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+// kRelu2: relu(up)^2, without a gate.
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 struct Weight {           // one packed linear layer
