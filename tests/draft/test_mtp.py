@@ -42,7 +42,7 @@ CONFIGS = {
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
     ),
     "deepseek_v3": transformers.DeepseekV3Config(
-        **(SIZES | {"num_key_value_heads": 4}), q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8,
+        **(SIZES | {"num_key_value_heads": 4}), q_lora_rank=12, kv_lora_rank=28, qk_nope_head_dim=8,
         qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
         n_group=4, topk_group=2, first_k_dense_replace=1,
     ),
@@ -135,14 +135,16 @@ def test_drafted_positions_read_the_output_of_the_layer() -> None:
 
 
 @pytest.mark.skipif(not available(), reason="the kernels are not available here")
-def test_on_the_kernels_it_drafts_the_same_and_changes_no_bit() -> None:
-    folder = oracle_of("qwen3_5")[2]
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_on_the_kernels_it_drafts_the_same_and_changes_no_bit(kind: str) -> None:
+    folder = oracle_of(kind)[2]
     config, weights = from_hf(json.loads((folder / "config.json").read_text())), SafetensorsWeights(folder)
     network = load_native(config, weights, "float32")
-    decoder, layer = target_of("qwen3_5")
+    decoder, layer = target_of(kind)
     found = scores_after(DecoderRunner(network), load_mtp(config, weights, network), PATH)
     torch.testing.assert_close(found, scores_after(DecoderRunner(decoder), layer, PATH), rtol=0, atol=1e-4)
     checkpoint = TinyCheckpoint(decoder, weights)
+    checkpoint.config = config
     context = BuildContext(61, network, checkpoint=checkpoint)
     requests = [Request(TEXT, SamplingParams(temperature=t, seed=1), max_new_tokens=30) for t in (0, 0.8)]
     drafted, plain = (

@@ -32,9 +32,10 @@ from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
-from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import BlockWeights, LatentWeights, NativeStack, PackedBlock
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
+from foretell.model.latent import LatentProjection
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
@@ -44,10 +45,15 @@ from foretell.model.stored_matrix import StoredMatrix
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock) and isinstance(block.qkv, Linear)
+    assert isinstance(block, DecoderBlock)
+    plain, latent = block.qkv, None
+    if isinstance(plain, LatentProjection):
+        parts, latent = _latent_weights(plain)
+        plain = Linear(torch.cat(parts))
+    assert isinstance(plain, Linear)
     mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
-    qkv, gate, gate_bias = block.qkv.weight.detach(), None, None
-    qkv_bias = None if block.qkv.bias is None else block.qkv.bias.detach()
+    qkv, gate, gate_bias = plain.weight.detach(), None, None
+    qkv_bias = None if plain.bias is None else plain.bias.detach()
     if block.attention_gate:
         sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
         qkv, gate = torch.split(qkv, sizes)
@@ -62,6 +68,7 @@ def block_weights(block: nn.Module) -> BlockWeights:
         attention_gate=gate,
         attention_gate_bias=gate_bias,
         mixer=block.mixer,
+        latent=latent,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
         output=block.output.weight if mixes else None,
@@ -78,6 +85,21 @@ def block_weights(block: nn.Module) -> BlockWeights:
         post_attention_norm=_weight(block.post_attention_norm),
         post_mlp_norm=_weight(block.post_mlp_norm),
     )
+
+
+def _latent_weights(projection: LatentProjection) -> tuple[list[torch.Tensor], LatentWeights]:
+    """The matrices that read a block's normed input, and the other weights of latent attention."""
+    query, compress = projection.query, projection.compress
+    assert isinstance(compress, Linear)
+    second, norm = None, None
+    if isinstance(query, nn.Sequential):
+        first, between, last = query
+        assert isinstance(first, Linear) and isinstance(between, RMSNorm) and isinstance(last, Linear)
+        query, norm, second = first, between.weight, last.weight.detach()
+    assert isinstance(query, Linear)
+    key, value, eps = projection.key.detach(), projection.value.detach(), projection.norm.eps
+    latent = LatentWeights(second, norm, projection.norm.weight, key, value, eps)
+    return [query.weight.detach(), compress.weight.detach()], latent
 
 
 def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
@@ -174,6 +196,9 @@ class NativeDecoder:
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
+        if c.latent is not None:
+            width = c.latent.kv_rank + c.latent.rope_dim
+            return NativeKVCache(c.layers, 1, width, self.precision, c.cache_dtype == "int8")
         return build_cache(
             c,
             lambda layers: NativeKVCache(layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8"),

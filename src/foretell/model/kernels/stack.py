@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from foretell.model.cache import Cache, LayeredCache
@@ -33,6 +34,19 @@ from foretell.model.stored_matrix import Matrix
 
 _LAYER_LINEARS = 4
 """Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """What latent attention has between its projections and its output; see `model.latent.LatentProjection`."""
+
+    query: Matrix | None
+    """From the queries' latent vector to the queries; None: they have none."""
+    query_norm: Tensor | None
+    key_norm: Tensor
+    key: Float[Tensor, "h n r"]
+    value: Float[Tensor, "h v r"]
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,8 @@ class BlockWeights:
     attention_gate_bias: Tensor | None = None
     mixer: StateMixer | None = None
     """What takes the place of attention; `qkv` and `output` are its projections."""
+    latent: LatentWeights | None = None
+    """`qkv` is then the queries, or their latent vector, and what keys and values are made of."""
 
 
 def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
@@ -146,10 +162,11 @@ class NativeStack:
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
         if config.unrotated_layers:
             self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
+        kv_heads, self._cache_heads, self._head_dim = _head_sizes(config)
         self.model = structures.Model(
-            *(config.hidden, config.heads, config.kv_heads, config.head_dim, self._rotary_dim, config.ffn),
+            *(config.hidden, config.heads, kv_heads, self._head_dim, self._rotary_dim, config.ffn),
             min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
+            *(self._cache_heads, cache_kind(precision), ACTIVATIONS.index(config.activation)),
             *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
         )
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
@@ -169,13 +186,14 @@ class NativeStack:
     @staticmethod
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
-        plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        plain = not (config.learned_positions or config.parallel_blocks)
         plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
             plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
         ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        shaped = config.head_dim % LANES == 0 and config.head_dim <= MAX_HEAD_DIM
-        shaped = shaped and config.heads // config.kv_heads <= MAX_GROUP
+        kv_heads, _, head_dim = _head_sizes(config)
+        shaped = head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
+        shaped = shaped and config.heads // kv_heads <= MAX_GROUP
         return plain and len(ropes) == 1 and shaped and config.activation in ACTIVATIONS
 
     def __call__(
@@ -296,9 +314,11 @@ class NativeStack:
         mixer, vectors = None, list[Tensor]()
         if block.mixer is not None:
             mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
+        latent = None if block.latent is None else self._pack_latent(block.latent)
         struct = structures.Layer(
             *(*structs[:_LAYER_LINEARS], gate),
             None if mixer is None else ctypes.addressof(mixer),
+            None if latent is None else ctypes.addressof(latent.structs[0]),
             self._store_index(i),
             *(None if scale is None else scale.data_ptr() for scale in scales),
             None if experts is None else ctypes.addressof(experts.structs[0]),
@@ -312,6 +332,9 @@ class NativeStack:
         if mixer is not None:
             memory += vectors
             further.append(mixer)
+        if latent is not None:
+            memory += latent.tensors
+            further += latent.structs
         return self.attach(i, PackedBlock(further, memory))
 
     def _store_index(self, i: int) -> int:
@@ -321,6 +344,25 @@ class NativeStack:
     def _sublayers(self, i: int) -> tuple[bool, bool]:
         """Whether a layer has attention, or what takes its place, and a feed-forward network."""
         return i not in self.config.attention_free_layers, i not in self.config.mlp_free_layers
+
+    def _pack_latent(self, weights: LatentWeights) -> PackedPart:
+        """Latent attention as an argument of the kernels; the matrices of the heads are floats."""
+        sizes, precision = self.config.latent, self.precision
+        assert sizes is not None
+        floats: Precision = "float32" if precision == "float32" else "bfloat16"
+        by_head = [plan_rows([head], floats) for head in (*weights.key.transpose(1, 2), *weights.value)]
+        queries = [] if weights.query is None else [plan_rows([weights.query], precision)]
+        packed = PackedLinears.pack([(plan, None) for plan in (*by_head, *queries)], self.kernels)
+        heads = self.config.heads
+        key, value = ((structures.Weight * heads)(*packed.structs[at : at + heads]) for at in (0, heads))
+        norms = [n.detach().float().contiguous() for n in (weights.key_norm, weights.query_norm) if n is not None]
+        struct = structures.Latent(
+            packed.structs[-1] if queries else structures.Weight(),
+            *(norms[1].data_ptr() if queries else None, norms[0].data_ptr()),
+            *(ctypes.addressof(key), ctypes.addressof(value), sizes.q_rank, sizes.kv_rank),
+            *(sizes.nope_dim, sizes.rope_dim, sizes.value_dim, weights.eps),
+        )
+        return PackedPart((struct, key, value, *packed.further), (*packed.tensors, *norms))
 
     def attach(self, i: int, block: PackedBlock) -> PackedBlock:
         """Let a packed block, as block `i`, point to the rotary tables of this stack."""
@@ -381,7 +423,7 @@ class NativeStack:
         layers, rows, _, slots, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         least = self._store_index(len(self.layers))
-        shape = (max(layers, least), rows, self.config.kv_heads, slots, self.config.head_dim)
+        shape = (max(layers, least), rows, self._cache_heads, slots, self._head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
         if slots % structures.LANES:
@@ -392,3 +434,13 @@ class NativeStack:
         struct.states = ctypes.addressof(states.struct)
         struct.kept = states
         return struct
+
+
+def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Key-value heads, those of them in the cache, and their width. Latent attention has one, which serves groups of
+    query heads as if it were several.
+    """
+    if config.latent is None:
+        return config.kv_heads, config.kv_heads, config.head_dim
+    groups = next(n for n in range(1, config.heads + 1) if config.heads % n == 0 and config.heads // n <= MAX_GROUP)
+    return groups, 1, config.latent.kv_rank + config.latent.rope_dim

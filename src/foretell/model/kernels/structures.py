@@ -23,7 +23,7 @@ PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
 """Numbers per vector, and slots per block of the key-value cache."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 MAX_GROUP = 16
 """Query heads per key-value head."""
 
@@ -46,6 +46,17 @@ class Experts(ctypes.Structure):
         *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
         ("scale", c_float),
+    )
+
+
+class Latent(ctypes.Structure):
+    """Multi-head latent attention."""
+
+    _fields_ = (
+        ("query", Weight),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "key", "value")),
+        *((name, c_int32) for name in ("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")),
+        ("eps", c_float),
     )
 
 
@@ -81,7 +92,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, Weight) for name in ("qkv", "output", "gate_up", "down", "attention_gate")),
-        *(("state", c_void_p), ("store", c_int32)),
+        *(("state", c_void_p), ("latent", c_void_p), ("store", c_int32)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
         *((name, c_void_p) for name in ("experts", "cos", "sin")),
@@ -94,7 +105,7 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "ffn", "context")),
-        *((name, c_int32) for name in ("cache_kind", "activation")),
+        *((name, c_int32) for name in ("cache_heads", "cache_kind", "activation")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "residual_scale")),
     )
 
@@ -252,7 +263,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (Weight, Experts, StateLayer, States, Layer, Model)
+    of_layers = (Weight, Experts, StateLayer, States, Latent, Layer, Model)
     of_drafts = (Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

@@ -224,7 +224,7 @@ def _assemble(
 def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
     """The weights of block `i`, its matrices as the checkpoint stores them."""
     c, prefix = config, f"model.layers.{i}."
-    if c.state is not None or c.attention_gate or block_names(c) != BlockNames():
+    if c.state is not None or c.latent is not None or c.attention_gate or block_names(c) != BlockNames():
         # The stack adds the offset of the norms.
         plain = replace(c, norm_offset=0.0)
         return block_weights(build_block(plain, i, weights, weight_dtype(precision), torch.device("cpu")))

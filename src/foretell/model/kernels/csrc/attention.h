@@ -170,7 +170,7 @@ class Attention {
   Attention(const Model& model, const Visibility& visibility, const Cache& cache, const Team& team)
       : m_(model),
         visibility_(visibility),
-        cache_(cache, model.kv_heads, model.head_dim),
+        cache_(cache, model.cache_heads, model.head_dim),
         words_(model.head_dim / C::kDepth),
         group_(model.heads / model.kv_heads),
         tile_tokens_(kMaxQueries / group_),
@@ -189,7 +189,7 @@ class Attention {
   // Norms and rotates queries and keys, writes keys and values to the cache, and keeps the queries for `attend`.
   void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team) const {
     if (team.thread == 0) next_unit_.store(0, std::memory_order_relaxed);
-    const int heads = m_.heads + 2 * m_.kv_heads;
+    const int heads = m_.heads + 2 * m_.cache_heads;
     const auto [from, to] = team.share(visibility_.layout().count * heads);
     for (int i = from; i < to; ++i)
       rotate_and_store_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
@@ -262,7 +262,7 @@ class Attention {
     const int dim = m_.head_dim, half = m_.rotary_dim / 2;
     float* x = head_of(team);
     std::memcpy(x, source, 4 * (size_t)dim);
-    if (head < m_.heads + m_.kv_heads) {
+    if (head < m_.heads + m_.cache_heads) {
       const float* norm = head < m_.heads ? layer.q_norm : layer.k_norm;
       if (norm) normalize(x, dim, norm, m_.eps, x);
       const float *cos = layer.cos + (size_t)layout.position[token] * half,
@@ -278,8 +278,8 @@ class Attention {
       C::pack(x, dim, queries_.get() + ((size_t)token * m_.heads + head) * words_);
       return;
     }
-    const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.kv_heads);
-    if (head < m_.heads + m_.kv_heads)
+    const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.cache_heads);
+    if (head < m_.heads + m_.cache_heads)
       cache_.store_key(at, layout.slot[token], x);
     else
       cache_.store_value(at, layout.slot[token], x);
@@ -365,7 +365,7 @@ class Attention {
   template <class PartialOf>
   void attend_chunk(const Layer& layer, int index, const TokenTile& tile, int kv, int chunk, const Team& team,
                     const PartialOf& partial_of) const {
-    const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv);
+    const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv % m_.cache_heads);
     int from = kChunk, shared = 0;
     bool has_extra = false;
     for (int t = tile.first; t < tile.last; ++t) {

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "latent.h"
 #include "linear.h"
 #include "recurrent.h"
 
@@ -27,17 +28,20 @@ class ForwardPass {
         visibility_(layout),
         attention_(model, visibility_, cache, team),
         experts_of_(first_experts(layers, first, last)),
+        latent_of_(first_latent(layers, first, last)),
         state_width_(cache.states ? cache.states->width : 0),
         inner_width_(std::max({ffn_, model.heads * model.head_dim,
                                cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
                   std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
-                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0}),
+                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
+                            latent_of_ ? latent_of_->query_rank : 0}),
                   team),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)) {
     if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
+    if (latent_of_) latent_.emplace(model, *latent_of_, layout.count, team);
     if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
 
@@ -47,7 +51,8 @@ class ForwardPass {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
-      if (layers_[i].attention) layers_[i].state ? mix(i, team) : attend(i, team);
+      if (layers_[i].attention)
+        layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
       const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
       if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
     }
@@ -93,6 +98,21 @@ class ForwardPass {
         store(inner_.get() + j, load<Float>(inner_.get() + j) * sigmoid(load<Float>(qkv_.get() + j)));
   }
 
+  // Latent attention.
+  void attend_latent(int i, const Team& team) const {
+    Layer layer = layers_[i];
+    latent_->project(layer, x_, operands_, qkv_.get(), team);
+    team.barrier();
+    attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
+    team.barrier();
+    layer.output.operand = kFloat32Operand;
+    attention_.attend(layer, layer.store, qkv_.get(), team);
+    team.barrier();
+    latent_->expand(*layer.latent, qkv_.get(), inner_.get(), team);
+    team.barrier();
+    add_to_residual(layer.output.in, layers_[i].output, layer.post_attention_norm, after_attention(i), team, false);
+  }
+
   // The recurrent state in place of attention.
   void mix(int i, const Team& team) const {
     const Layer& layer = layers_[i];
@@ -115,6 +135,12 @@ class ForwardPass {
   const Weight* after_attention(int i) const {
     const Weight* own = of_network(layers_[i]);
     return own->words ? own : after_layer(i);
+  }
+
+  static const Latent* first_latent(const Layer* layers, int first, int last) {
+    for (int i = first; i < last; ++i)
+      if (layers[i].latent) return layers[i].latent;
+    return nullptr;
   }
 
   static const Experts* first_experts(const Layer* layers, int first, int last) {
@@ -171,9 +197,11 @@ class ForwardPass {
   const Visibility visibility_;
   const Attention<C> attention_;
   const Experts* const experts_of_;  // of the first layer that has some; all have the same sizes
+  const Latent* const latent_of_;    // likewise
   const int state_width_, inner_width_;
   const Operands operands_;
   std::optional<ExpertPass> experts_;
+  std::optional<LatentPass> latent_;
   std::optional<StatePass> states_;
   const Buffer<float> qkv_, inner_, product_;
 };

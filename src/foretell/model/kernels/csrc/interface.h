@@ -6,7 +6,7 @@
 
 extern "C" {
 
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
@@ -86,10 +86,19 @@ struct States {
   const int32_t* node;      // [tokens]: record of a drafted node; -1: in the prefix
 };
 
+struct Latent {  // multi-head latent attention, absorbed
+  Weight query;  // from the queries' latent vector; of no use where query_rank is 0
+  const float *query_norm, *key_norm;  // [query_rank], [kv_rank]
+  const Weight *key, *value;  // [heads]: from nope_dim to kv_rank, from kv_rank to value_dim
+  int32_t query_rank, kv_rank, nope_dim, rope_dim, value_dim;
+  float eps;
+};
+
 struct Layer {
   Weight qkv, output, gate_up, down;
   Weight attention_gate;        // words null: attention is not gated
   const StateLayer* state;      // null: the layer has attention
+  const Latent* latent;         // null: its attention is not latent
   int32_t store;                // index of the layer in the cache of keys and values
   const float *attention_norm, *mlp_norm;
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
@@ -102,6 +111,9 @@ struct Layer {
 
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
+  // Key-value heads in the cache: kv_heads, or 1 where all of them are the same (latent attention, whose heads are
+  // served in groups).
+  int32_t cache_heads;
   int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap, residual_scale;
 };
